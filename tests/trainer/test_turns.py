@@ -77,7 +77,7 @@ class _Workers(Cluster):
     def make(self, *_: Any) -> dict[str, Any]:
         return {"policy": None, ROWS: None, "rollout": InProcessGroup("rollout", lambda _: self._engine)}
 
-    def model(self, *_: Any, **__: Any) -> Any:
+    def _add(self, *_: Any) -> Any:
         raise _Built
 
     def export(self, *_: Any) -> None: ...

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from braid.cluster.environment import THREADS, environment
 from braid.cluster.interrupts import interrupts_held
-from braid.cluster.workers import Factory, InProcessGroup, Place, WorkerGroup
+from braid.cluster.workers import Factory, InProcessGroup, Place, T, WorkerGroup
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
 from braid.config.roles import TrainingRole, train_config
@@ -77,7 +77,6 @@ class Cluster(ABC):
         """Create the workers of `factories`, by name of the group, with log files in `logs`. Returns all groups so
         far."""
 
-    @abstractmethod
     def model(
         self,
         role: TrainingRole,
@@ -87,6 +86,17 @@ class Cluster(ABC):
         name: str | None = None,
     ) -> ModelGroup:
         """Create a role's model on its ranks. `config` defaults to the run's, `name` to the role's."""
+        from braid.training.group import ModelGroup
+        from braid.training.worker import make_backend
+
+        config = config or self.config
+        factory = partial(make_backend, role=role, config=config, total_steps=total_steps)
+        ranks = self._add(role, name or role, factory)
+        return ModelGroup.of(ranks, balances=train_config(config, role).balance_ranks)
+
+    @abstractmethod
+    def _add(self, role: TrainingRole, name: str, factory: Factory[T]) -> WorkerGroup[T]:
+        """Create workers where the models of `role` are."""
 
     @abstractmethod
     def export(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -112,23 +122,12 @@ class OneProcess(Cluster):
             self._groups[name] = self._group(name, factory)
         return self._groups
 
-    def _group(self, name: str, factory: Factory[Any]) -> InProcessGroup[Any]:
+    def _group(self, name: str, factory: Factory[T]) -> InProcessGroup[T]:
         return InProcessGroup(name, factory, workers=self._workers, has_threads=self._has_threads)
 
-    def model(
-        self,
-        role: TrainingRole,
-        *,
-        total_steps: int,
-        config: RunConfig | None = None,
-        name: str | None = None,
-    ) -> ModelGroup:
+    def _add(self, role: TrainingRole, name: str, factory: Factory[T]) -> WorkerGroup[T]:  # noqa: ARG002
         """See Cluster."""
-        from braid.training.group import ModelGroup
-        from braid.training.worker import make_backend
-
-        factory = partial(make_backend, role=role, config=config or self.config, total_steps=total_steps)
-        return ModelGroup.of(self._group(name or role, factory))
+        return self._group(name, factory)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """See Cluster."""
@@ -210,24 +209,11 @@ class RayCluster(Cluster):
                 raise
         return dict(self.groups)
 
-    def model(
-        self,
-        role: TrainingRole,
-        *,
-        total_steps: int,
-        config: RunConfig | None = None,
-        name: str | None = None,
-    ) -> ModelGroup:
+    def _add(self, role: TrainingRole, name: str, factory: Factory[T]) -> WorkerGroup[T]:
         """See Cluster."""
-        from braid.training.group import ModelGroup
-        from braid.training.worker import make_backend
-
-        config = config or self.config
         placed = self.layout.role(role)
         assert placed is not None, f"{role} has no workers in this run"
-        factory = partial(make_backend, role=role, config=config, total_steps=total_steps)
-        ranks = self.groups[_home(self.layout, placed)].add(name or role, factory)
-        return ModelGroup.of(ranks, balances=train_config(config, role).balance_ranks)
+        return self.groups[_home(self.layout, placed)].add(name, factory)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """See Cluster. The first rank writes it."""
