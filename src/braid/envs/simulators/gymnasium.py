@@ -51,8 +51,8 @@ class GymnasiumSimulator:
         return self._tick({slot: partial(self._step, slot, action) for slot, action in actions.items()})
 
     def close(self) -> None:
-        for env in self._envs:
-            env.close()
+        while self._envs:
+            self._envs.pop().close()
 
     def _tick(self, calls: Mapping[int, Callable[[], _Answer]]) -> Tick:
         """Run the calls. An exception or a non-finite number is a failure of that slot only."""
