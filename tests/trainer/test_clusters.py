@@ -29,6 +29,7 @@ from braid.errors import ConfigError, WorkerError
 from braid.plan import derive
 from braid.plan.layout import Worker
 from braid.trainer import commands
+from braid.trainer.cluster import RayCluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 

@@ -109,7 +109,8 @@ def test_an_engine_on_the_trainers_device_sleeps_before_any_model_is_built(
     monkeypatch.setattr(collectors, "start_engines", lambda *_, **__: [engine])
     monkeypatch.setattr(collectors, "text_collector", lambda *_, **__: engine)
     here = OneProcess(loaded.config, has_threads=False)
-    cluster = here if is_here else _Workers(loaded.config, engine)
+    on_gpus = loaded.config.run.model_copy(update={"device": "cuda"})  # which the driver need not have
+    cluster = here if is_here else _Workers(loaded.config.model_copy(update={"run": on_gpus}), engine)
     with pytest.raises(_Built):
         build._build(loaded, plan, inputs, reporter, None, cluster)  # type: ignore[arg-type]
     here.leave()

@@ -27,7 +27,7 @@ Use = Literal["train", "eval"]
 
 class TrajectoryMetadata(NamedTuple):
     """Trajectory metadata, without tokens, texts and prompt; fields as in Trajectory. A tuple, because the
-    controller receives one per trajectory and round, and tuples are cheap to serialise."""
+    driver receives one per trajectory and round, and tuples are cheap to serialise."""
 
     sample: int
     status: Status

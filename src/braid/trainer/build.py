@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from braid.checkpoint.store import CheckpointStore
 from braid.cluster.memory_record import MemoryRecorder
 from braid.cluster.workers import Place
@@ -123,7 +125,8 @@ def _build(
     )
     weight_sync = None
     if not is_local:
-        options = send_options(config, plan.layout, str(run_dir / "weights"), device_of(config))
+        device = torch.device(config.run.device)  # resolved by the cluster: the driver may have no GPU
+        options = send_options(config, plan.layout, str(run_dir / "weights"), device)
         merged = config.rollout.engine != "native"
         weight_sync = WeightSync(groups["policy"], groups["rollout"], options, merged=merged)
     rollouts = Rollouts(groups["rollout"], prompts, weight_sync, plan.engines_in_turns)

@@ -219,7 +219,7 @@ class RayCluster(Cluster):
         """See Cluster. The first rank writes it."""
         from braid.training.worker import Rank
 
-        self.groups["policy"].call(Rank.export, tokenizer, folder)
+        self.groups["policy"].call(Rank.export, tokenizer, folder.absolute())
 
     def leave(self) -> None:
         """See Cluster. Disconnects, and stops the cluster if it was started for this run."""

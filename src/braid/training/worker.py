@@ -47,7 +47,13 @@ def device_of(config: RunConfig) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("run.device=cuda, but torch finds no GPU; set run.device to cpu or auto")
-    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
+    return torch.device(name)
+
+
+def _own_device(config: RunConfig) -> torch.device:
+    """device_of with the index of this process's GPU."""
+    device = device_of(config)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
 
 
 class Rank:
@@ -93,7 +99,7 @@ class Rank:
 def make_backend(place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int) -> TrainingBackend:
     """Build this rank's part of a role's model, in the process of a Rank or in that of the driver. `total_steps` is
     the length of the learning rate schedule. A reference in the process of a policy is that policy's."""
-    train, device = train_config(config, role), device_of(config)
+    train, device = train_config(config, role), _own_device(config)
     if train.backend == "single":
         backend: TrainingBackend = _single(place, role, config, total_steps, device)
     else:
@@ -177,7 +183,7 @@ def _wrapped(
 
 def _join(place: Place, config: RunConfig) -> torch.device:
     """This rank's device, after the process group has been initialised."""
-    device = device_of(config)
+    device = _own_device(config)
     torch.set_num_threads(config.run.num_threads or 1)
     timeout = datetime.timedelta(seconds=config.cluster.call_timeout_s)
     # Of the groups that libraries create; NCCL's would be 10 minutes.
