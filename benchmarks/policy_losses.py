@@ -20,17 +20,15 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from braid.algorithms.policy_loss import POLICY_LOSSES, Tokens, importance_ratio
-from braid.algorithms.recipes import RECIPES, Correction, Recipe
+from braid.algorithms.policy_loss import Tokens, importance_ratio, surrogate
+from braid.algorithms.recipes import POLICY_LOSSES, RECIPES, Correction, Recipe
 from braid.algorithms.segments import Segments, segments
 from braid.models.batch import PackedBatch
 from braid.training.losses import policy_loss
-from braid.types import PolicyLoss
 
 NUM_ROWS = 128
 GOAL = 1.5
@@ -51,7 +49,9 @@ def batch_of(num_tokens: int) -> PackedBatch:
         "is_chosen": (torch.rand(num_tokens, generator=generator) < 0.2).float(),
     }
     weights = torch.full((num_tokens,), 1.0 / float(mask.sum()))
-    return PackedBatch({}, mask, (length,) * NUM_ROWS, fields, weights)
+    turns = torch.arange(num_tokens) // length * 2 + (position > 4)
+    decision = torch.where(mask, turns, -1)
+    return PackedBatch({}, mask, (length,) * NUM_ROWS, fields, weights, decision=decision)
 
 
 def loss_alone(recipe: Recipe, batch: PackedBatch, over: Segments | None) -> Callable[[Tensor], Tensor]:
@@ -60,7 +60,7 @@ def loss_alone(recipe: Recipe, batch: PackedBatch, over: Segments | None) -> Cal
 
     def compute(logprobs: Tensor) -> Tensor:
         tokens = Tokens(logprobs, old, advantages, importance_ratio(logprobs, old, over), chosen)
-        return POLICY_LOSSES[recipe.policy_loss](recipe, tokens)[0].mean()
+        return surrogate(recipe, tokens)[0].mean()
 
     return compute
 
@@ -74,13 +74,13 @@ def loss_of_training(recipe: Recipe, batch: PackedBatch) -> Callable[[Tensor], T
 def cases(batch: PackedBatch) -> dict[str, Callable[[Tensor], Tensor]]:
     """What is timed, plain PPO clip first."""
     out: dict[str, Callable[[Tensor], Tensor]] = {}
-    for name in get_args(PolicyLoss):
+    for name in POLICY_LOSSES:
         out[name] = loss_alone(replace(BASE, policy_loss=name), batch, None)
     out["ppo_clip, dual clip"] = loss_alone(replace(BASE, dual_clip=3.0), batch, None)
     out["dppo, kl"] = loss_alone(replace(BASE, policy_loss="dppo", dppo_divergence="kl"), batch, None)
-    for level in ("turn", "sequence"):
-        over = segments(batch.mask, batch.row, level)
-        out[f"  ratio of a {level}"] = loss_alone(BASE, batch, over)
+    assert batch.decision is not None, "batch_of sets it"
+    for level, of in (("turn", batch.decision), ("sequence", batch.trajectory)):
+        out[f"  ratio of a {level}"] = loss_alone(BASE, batch, segments(batch.mask, of))
     out["  whole loss"] = loss_of_training(BASE, batch)
     out["  whole loss, ratio of a sequence"] = loss_of_training(replace(BASE, ratio_level="sequence"), batch)
     for level in ("token", "sequence"):

@@ -18,6 +18,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ SPEC = BuildSpec(
     head_dim=64,
 )
 TOKENS, SHORTEST, LONGEST, PROMPT = 8192, 64, 512, 32
-AUTOCAST = {"fp32": "none", "bf16": "bf16"}
+AUTOCAST: dict[str, Literal["none", "bf16"]] = {"fp32": "none", "bf16": "bf16"}
 DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
