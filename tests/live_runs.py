@@ -4,9 +4,8 @@ devices that a test machine lacks."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from tests.trainer.conftest import BASE
 
 import braid.cluster.machines
 import braid.cluster.ray
-from braid.cluster.workers import InProcessGroup, Place
+from braid.cluster.workers import Call, InProcessGroup, Place, Started
 from braid.config.load import load_config
 from braid.config.model import BuildSpec
 from braid.errors import RolloutError
@@ -223,21 +222,9 @@ class Threads(InProcessGroup[Any]):
         other.role, other._pool, other._workers = name, self._pool, self._workers
         return other.make(factory, Path())
 
-    def _start(self, *call: Any, **options: Any) -> Doing:
-        return Doing(self._pool.submit(lambda: super(Threads, self)._start(*call, **options).wait()))
+    def _start(self, call: Call) -> Started[Any]:
+        return Started(self._pool.submit(lambda: super(Threads, self)._start(call).wait()))
 
     def close(self) -> None:
         super().close()
         self._pool.shutdown()
-
-
-@dataclass
-class Doing:
-    """A call of Threads."""
-
-    values: Future[list[Any]]
-
-    def wait(self) -> list[Any]:
-        return self.values.result()
-
-    refs = property(wait)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from braid.cluster.workers import Done, Factory, InProcessGroup, Pending, T, W, WorkerGroup
+from braid.cluster.workers import Call, Done, Factory, InProcessGroup, Pending, T, W, WorkerGroup
 
 
 class Several(WorkerGroup[W]):
@@ -13,19 +14,12 @@ class Several(WorkerGroup[W]):
         self.role, self.size = role, len(factories)
         self._groups = [InProcessGroup(role, factory) for factory in factories]
 
-    def _start(
-        self,
-        ranks: Sequence[int],
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        kwargs: Mapping[str, Any],
-        *,
-        is_beside: bool = False,
-    ) -> Pending[Any]:
-        calls = zip(ranks, arguments, strict=True)
-        return Done(
-            [self._groups[rank]._start([0], method, [args], kwargs).wait()[0] for rank, args in calls]
-        )
+    def _start(self, call: Call) -> Pending[Any]:
+        calls = [
+            (self._groups[rank], replace(call, ranks=[0], arguments=[args]))
+            for rank, args in zip(call.ranks, call.arguments, strict=True)
+        ]
+        return Done([group._start(one).wait()[0] for group, one in calls])
 
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
         return pending

@@ -136,13 +136,13 @@ def eval_max_new_tokens(source: Source) -> int:
 
 
 def trained_roles(source: Source) -> list[str]:
-    """The roles that are trained with settings of their own."""
+    """The roles that are trained with separate settings."""
     has_own_critic = source["adv_estimator"] == "gae" and source.has("critic")
     return ["actor_train", "critic"] if has_own_critic else ["actor_train"]
 
 
 def used(value: Any, source: Source) -> Any:
-    """No effect for keys of a critic or reference that is not used, or has no settings of its own."""
+    """No effect for keys of a critic or reference that is not used, or has no separate settings."""
     role = role_of(source)
     if role == "reference" and kl_place(source) is None:
         return no_effect("there is no KL term, so no reference")

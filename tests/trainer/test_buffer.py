@@ -16,7 +16,7 @@ from tests.several import Several
 from braid.algorithms.recipes import RECIPES, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.cluster.loops import in_thread
-from braid.cluster.workers import InProcessGroup, Place, Started
+from braid.cluster.workers import Call, InProcessGroup, Place, Started
 from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, GroupMetadata, TrajectoryMetadata
@@ -179,9 +179,9 @@ def test_computing_advantages_on_workers_returns_the_running_moments() -> None:
 class Threads(InProcessGroup[Any]):
     """Calls run in threads, so that starting one does not raise."""
 
-    def _start(self, *call: Any, **options: Any) -> Any:
+    def _start(self, call: Call) -> Started[Any]:
         started = super()._start
-        return Started(in_thread(lambda: started(*call, **options).wait()))
+        return Started(in_thread(lambda: started(call).wait()))
 
 
 def test_an_error_in_a_call_without_a_result_reaches_the_caller() -> None:

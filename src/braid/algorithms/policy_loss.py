@@ -8,6 +8,7 @@ advantage before the weights of the reduction are applied, so that no loss depen
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -320,8 +321,10 @@ def surrogate(recipe: Recipe, tokens: Tokens) -> Surrogate:
     """The recipe's policy loss: the function of that name, called with the fields of `tokens` that its parameters name
     and the fields of the recipe that its keyword-only parameters name."""
     loss: Callable[..., Surrogate] = globals()[recipe.policy_loss]
-    given = {
-        name: getattr(recipe if parameter.kind is parameter.KEYWORD_ONLY else tokens, name)
-        for name, parameter in inspect.signature(loss).parameters.items()
-    }
-    return loss(**given)
+    return loss(**{name: getattr(recipe if is_set else tokens, name) for name, is_set in _parameters(loss)})
+
+
+@functools.cache
+def _parameters(loss: Callable[..., Surrogate]) -> list[tuple[str, bool]]:
+    """A loss's parameters, and whether each is keyword-only."""
+    return [(name, p.kind is p.KEYWORD_ONLY) for name, p in inspect.signature(loss).parameters.items()]

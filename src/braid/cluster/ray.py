@@ -41,7 +41,7 @@ from .machines import Machines, connect, family_of, interface_of, is_joined, num
 from .machines import leave as disconnect
 from .oom import KillCount
 from .reports import Report, log_to, reports
-from .workers import Factory, Joined, Pending, Place, Placement, T, W, WorkerGroup
+from .workers import Call, Factory, Joined, Pending, Place, Placement, T, W, WorkerGroup
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]
 
@@ -290,26 +290,17 @@ class RayGroup(WorkerGroup[W]):
         self._make_workers(name, factory, time.monotonic() + self._timeout_s)
         return _Added(self, name)
 
-    def _start(
-        self,
-        ranks: Sequence[int],
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        kwargs: Mapping[str, Any],
-        *,
-        is_beside: bool = False,
-        name: str = "",
-    ) -> _Pending:
+    def _start(self, call: Call, name: str = "") -> _Pending:
         """`name` is that of an added worker."""
-        options = {"concurrency_group": _BESIDE} if is_beside else {}
-        shown = f"{method}()" if name in ("", self.role) else f"{name}.{method}()"
+        options = {"concurrency_group": _BESIDE} if call.is_beside else {}
+        shown = f"{call.method}()" if name in ("", self.role) else f"{name}.{call.method}()"
         calls = []
-        for rank, args in zip(ranks, arguments, strict=True):
+        for rank, args in zip(call.ranks, call.arguments, strict=True):
             title = f"{self.role} {rank}: {shown.removesuffix('()')}"  # process title during the call
             self._asked[rank] = shown
             run = self._hosts[rank].run.options(name=title, **options)
-            calls.append(run.remote(name or _MAIN, method, kwargs, *args))
-        return _Pending(self, calls, ranks, f"in {shown}", time.monotonic() + self._timeout_s)
+            calls.append(run.remote(name or _MAIN, call.method, call.kwargs, *args))
+        return _Pending(self, calls, call.ranks, f"in {shown}", time.monotonic() + self._timeout_s)
 
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
         """See WorkerGroup."""
@@ -471,8 +462,8 @@ class _Added(WorkerGroup[W]):
     def __init__(self, processes: RayGroup[Any], name: str) -> None:
         self.role, self.size, self._processes = name, processes.size, processes
 
-    def _start(self, *call: Any, **options: Any) -> _Pending:
-        return self._processes._start(*call, **options, name=self.role)
+    def _start(self, call: Call) -> _Pending:
+        return self._processes._start(call, self.role)
 
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
         """See WorkerGroup."""

@@ -1,6 +1,6 @@
 """Worker groups: the interface, and the in-process group.
 
-A worker is a plain object; a group holds one per rank and calls its methods, which are named by the class's own:
+A worker is a plain object; a group holds one per rank. A call names a method by the attribute of the class:
 
     rows = rollout.start(Collector.rows, kept)                # on rollout workers
     policy.call(TrainingBackend.infer, rows.refs[0], outputs) # from there to the ranks of the policy
@@ -84,6 +84,17 @@ class Pending(Protocol[R]):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of `method` on workers of `ranks`, with separate arguments for each."""
+
+    ranks: Sequence[int]
+    method: str
+    arguments: Sequence[tuple[Any, ...]]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    is_beside: bool = False
+
+
 class WorkerGroup(ABC, Generic[W]):
     """One worker per rank, all of one class. Calls to a process run one at a time, in the order in which they were
     made, except those of `start_beside`. References may take the place of arguments."""
@@ -103,36 +114,28 @@ class WorkerGroup(ABC, Generic[W]):
 
     def start(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """`call` without waiting."""
-        return self._start(range(self.size), method.__name__, [args] * self.size, kwargs)
+        return self._start(Call(range(self.size), method.__name__, [args] * self.size, kwargs))
 
     def start_each(
         self, method: Callable[Concatenate[W, ...], R], arguments: Sequence[tuple[Any, ...]]
     ) -> Pending[R]:
         """`scatter` without waiting."""
-        return self._start(range(self.size), method.__name__, arguments, {})
+        return self._start(Call(range(self.size), method.__name__, arguments))
 
     def start_on(
         self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
         """`start` on one worker; the result has its value only."""
-        return self._start([rank], method.__name__, [args], kwargs)
+        return self._start(Call([rank], method.__name__, [args], kwargs))
 
     def start_beside(
         self, rank: int, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
         """`start_on` in another thread of the worker's process, beside other calls."""
-        return self._start([rank], method.__name__, [args], kwargs, is_beside=True)
+        return self._start(Call([rank], method.__name__, [args], kwargs, is_beside=True))
 
     @abstractmethod
-    def _start(
-        self,
-        ranks: Sequence[int],
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        kwargs: Mapping[str, Any],
-        *,
-        is_beside: bool = False,
-    ) -> Pending[Any]: ...
+    def _start(self, call: Call) -> Pending[Any]: ...
 
     @abstractmethod
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
@@ -196,20 +199,12 @@ class InProcessGroup(WorkerGroup[W]):
         self._worker: Any = factory(Place(0, 1, workers=self._workers))
         self._workers[role] = self._worker
 
-    def _start(
-        self,
-        ranks: Sequence[int],
-        method: str,
-        arguments: Sequence[tuple[Any, ...]],
-        kwargs: Mapping[str, Any],
-        *,
-        is_beside: bool = False,
-    ) -> Pending[Any]:
-        assert list(ranks) == [0], f"there is only one {self.role} worker, not {ranks}"
-        (args,) = arguments
+    def _start(self, call: Call) -> Pending[Any]:
+        assert list(call.ranks) == [0], f"there is only one {self.role} worker, not {call.ranks}"
+        (args,) = call.arguments
         args = [list(chain(*arg)) if isinstance(arg, Joined) else arg for arg in args]
-        called = partial(getattr(self._worker, method), *args, **kwargs)
-        if is_beside and self._has_threads:
+        called = partial(getattr(self._worker, call.method), *args, **call.kwargs)
+        if call.is_beside and self._has_threads:
             return Started(in_thread(lambda: [called()]))
         return Done([called()])
 

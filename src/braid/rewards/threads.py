@@ -1,4 +1,4 @@
-"""Runs functions that may hang, each call in a daemon thread of its own or on an event loop in one.
+"""Runs functions that may hang: each call in a separate daemon thread, or on an event loop in one.
 
 A thread cannot be killed, so a call that exceeds its time limit keeps its thread until it returns. Process
 exit does not wait for it. When too many calls of a function are stuck, further ones fail immediately.
@@ -29,7 +29,7 @@ _idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
 
 
 def start(function: Callable[[], T]) -> Future[T]:
-    """Call the function in a thread of its own. The future fails with RewardError if it raises."""
+    """Call the function in a separate thread. The future fails with RewardError if it raises."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     try:

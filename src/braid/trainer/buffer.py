@@ -39,12 +39,12 @@ class Buffer:
         """Start to compute the model's `output` for the rows and write it to their `field`. Other models
         can run at the same time."""
         shares, spare = self._shares(model, rows, is_bare=True)
-        arguments = [(share, frozenset({output}), spare) for share, _ in model.by_rank(shares)]
+        arguments = [(taken, frozenset({output}), spare) for taken, _ in model.by_rank(shares)]
         results = model.by_share(model.ranks.start_each(TrainingBackend.infer, arguments).refs)
         places: list[list[tuple[int, int, int]]] = [[] for _ in range(self.shards.size)]
-        for number, (_, members) in enumerate(shares):
-            for place, row in enumerate(members):
-                places[row.shard].append((row.index, number, place))
+        for number, (_, share) in enumerate(shares):
+            for place, i in enumerate(share):
+                places[rows[i].shard].append((rows[i].index, number, place))
         return [
             self.shards.start_on(shard, RolloutBuffer.merge, output, field, of, results)
             for shard, of in enumerate(places)
@@ -56,10 +56,8 @@ class Buffer:
     ) -> StepReport:
         """Take one optimizer step on `rows`; `weights` as in TrainingBackend.train."""
         shares, spare = self._shares(model, rows, is_bare=False)
-        weight_of = dict(zip(((row.shard, row.index) for row in rows), weights, strict=True))
         arguments = [
-            (share, [weight_of[row.shard, row.index] for row in members], loss, spare)
-            for share, members in model.by_rank(shares)
+            (taken, [weights[i] for i in share], loss, spare) for taken, share in model.by_rank(shares)
         ]
         return model.ranks.scatter(TrainingBackend.train, arguments)[0]
 
@@ -98,18 +96,19 @@ class Buffer:
 
     def _shares(
         self, model: ModelGroup, rows: Sequence[RowMetadata], *, is_bare: bool
-    ) -> tuple[list[tuple[Ref, list[RowMetadata]]], Ref]:
-        """A reference to the rows of each share with their metadata in order, and one to a row for ranks without any,
-        which take part in a pass without contributing."""
+    ) -> tuple[list[tuple[Ref, list[int]]], Ref]:
+        """A reference to the rows of each share with their indices into `rows`, in order, and one to a row for ranks
+        without any, which take part in a pass without contributing."""
 
         def taken(shard: int, indices: list[int]) -> Ref:
             return self.shards.start_on(shard, RolloutBuffer.take, indices, is_bare).refs[0]
 
-        shares: list[tuple[Ref, list[RowMetadata]]] = []
+        shares: list[tuple[Ref, list[int]]] = []
         for share in model.shares(rows):
-            members = sorted((rows[i] for i in share), key=lambda row: row.shard)
-            refs = [taken(shard, of) for shard, of in enumerate(self._by_shard(members)) if of]
-            shares.append((refs[0] if len(refs) == 1 else Joined(refs), members))
+            share.sort(key=lambda i: rows[i].shard)
+            by_shard = self._by_shard([rows[i] for i in share])
+            refs = [taken(shard, of) for shard, of in enumerate(by_shard) if of]
+            shares.append((refs[0] if len(refs) == 1 else Joined(refs), share))
         return shares, self.shards.start_on(rows[0].shard, RolloutBuffer.first, is_bare).refs[0]
 
     def _by_shard(self, rows: Sequence[RowMetadata]) -> list[list[int]]:

@@ -50,7 +50,7 @@ def make_collector(
     place: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs | None, run_dir: Path
 ) -> Collector:
     """Create the collector of a rollout worker. In the driver's process a native engine reads the policy's own
-    tensors, which are then not offloaded, or copies them in a pipelined run; in a process of its own it has a copy of
+    tensors, which are then not offloaded, or copies them in a pipelined run; in a separate process it has a copy of
     the model. Other engines have child processes, or are servers. Weight syncs update the weights of all but the
     first."""
     device, is_local = device_of(config), plan.layout.mode == "in_process"

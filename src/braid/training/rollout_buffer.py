@@ -3,7 +3,7 @@ train.
 
     rollout workers ─rows─> RolloutBuffer ─shares of rows─> ranks ─log-probs, values─> RolloutBuffer ─mini-batches─> ranks
 
-A plain object in a worker group: in the driver's process, or in processes of its own, in which case the driver
+A plain object in a worker group: in the driver's process, or in separate ones, in which case the driver
 (trainer.buffer) handles only references and RowMetadata. Each process holds the whole trajectories of some rollout
 workers. Numbers that depend on all rows are computed in the first process, to which the others lend their rows
 without inputs and observations.
@@ -117,7 +117,7 @@ class RolloutBuffer:
         return [replace(row, inputs={}, observations={}) for row in self._rows]
 
     def borrow(self, lent: Sequence[list[Row]]) -> None:
-        """Take the rows of the other processes into account, until `give_back`."""
+        """Take the rows of the other processes into account."""
         self._lent = list(lent)
 
     def give_back(self, lender: int) -> list[dict[str, NDArray[np.float32]]]:

@@ -318,7 +318,7 @@ class Decoder(GPTModel):
         own, here = written[is_here], before[is_here] - start
         if self.value_head is not None:
             if self.config.sequence_parallel:
-                # every rank computes all values, and keeps the gradient of its own positions
+                # every rank computes all values, but only the gradient of its own positions counts
                 hidden = tensor_parallel.gather_from_sequence_parallel_region(
                     hidden, tensor_parallel_output_grad=False
                 )
