@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,10 +40,43 @@ Aggregation = Literal[
 
 
 class Message(TypedDict):
-    """A chat message in the form that chat templates take."""
+    """A chat message in the form that chat templates take. One with role `tool` answers the tool call with its
+    `tool_call_id`, of the tool `name`."""
 
     role: str
     content: str
+    name: NotRequired[str]
+    tool_call_id: NotRequired[str]
+
+
+CallStatus = Literal["ok", "bad_json", "not_an_object", "unknown_tool", "bad_arguments"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call that the policy wrote. `arguments` fit the tool's schema where `status` is "ok"; otherwise `error`
+    is the reason, for the policy to read. `id` is unique within the episode."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str
+    status: CallStatus = "ok"
+    error: str = ""
+
+
+StopReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A turn of the policy, as an environment sees it: `text` without reasoning, tool calls and end token;
+    `raw_text` is all of it, with special tokens."""
+
+    text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    stop_reason: StopReason = "stop"
+    raw_text: str = ""
 
 
 class Status(StrEnum):
@@ -70,7 +103,6 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-StopReason = Literal["stop", "length", "cancelled"]
 Key = tuple[int, ...]
 """The seed of random numbers: equal keys give equal numbers."""
 PolicyVersion = int | tuple[tuple[int, int], ...]
