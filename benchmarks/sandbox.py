@@ -6,7 +6,7 @@ import statistics
 import time
 
 from braid.errors import ConfigError
-from braid.rewards.isolation import Limits, adopt_orphans, find_isolation, kill_children
+from braid.isolation.sandbox import Limits, adopt_orphans, find_isolation, kill_children
 from braid.rewards.programs import passes
 
 REPEATS = 20

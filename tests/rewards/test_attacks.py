@@ -15,7 +15,7 @@ import pytest
 
 from braid.config.reward import RewardConfig
 from braid.errors import ConfigError
-from braid.rewards.isolation import find_isolation
+from braid.isolation.sandbox import find_isolation
 from braid.rewards.scorer import build_scorer
 from braid.types import Prompt, Trajectory
 

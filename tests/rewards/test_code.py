@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from braid.errors import ConfigError
-from braid.rewards.isolation import find_isolation
+from braid.isolation.sandbox import find_isolation
 from braid.rewards.programs import read_tests
 from braid.types import Trajectory
 

@@ -9,11 +9,11 @@ from braid.config.reward import CodeReward
 from braid.config.rollout import ToolEnv
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
+from braid.isolation.sandbox import find_isolation
 from braid.plan import Plan
 from braid.plan.end_tokens import end_tokens
 from braid.plan.sizes import kv_budget_tokens
 from braid.report.files import human_bytes
-from braid.rewards.isolation import find_isolation
 
 UNKNOWN = "unknown"
 

@@ -26,12 +26,12 @@ from braid.config.reward import (
 )
 from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
+from braid.isolation.sandbox import START_LIMIT_S, Isolation, find_isolation
 from braid.types import Trajectory
 
 from .base import Later, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
 from .isolated import score_by_generator
-from .isolation import START_LIMIT_S, Isolation, find_isolation
 from .processes import ScoringProcesses
 from .programs import read_tests
 from .rules import Extract, choice, exact, extraction, length, matches, repetition

@@ -1,8 +1,8 @@
-"""Runs model-written programs against tests, each test in new sandboxes (isolation.py).
+"""Runs model-written programs against tests, each test in new sandboxes (isolation.sandbox).
 
 Runs inside a scoring process (isolated.py), the only one that knows the expected output. A program that reads
 and prints receives its input, and its output is compared here. Assertions run in a second sandbox and access
-the program through messages with plain values (confined.py), which are forwarded here: expected values are
+the program through messages with plain values (isolation.confined), which are forwarded here: expected values are
 never in the program's process.
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .isolation import Confined, Isolation, Limits, adopt_orphans, kill_children
+from braid.isolation.sandbox import Confined, Isolation, Limits, adopt_orphans, kill_children
 
 MAX_OUTPUT_BYTES = 1 << 20
 """A program that prints more than this fails the test."""
@@ -118,7 +118,7 @@ def _hold(assertions: str, code: str, isolation: Isolation, limits: Limits) -> b
 
 
 def _job(text: str) -> bytes:
-    """Encode a job for confined.py: ten digits of length, then the text."""
+    """Encode a job for isolation.confined: ten digits of length, then the text."""
     data = text.encode(errors="surrogatepass")
     return b"%010d" % len(data) + data
 

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Thread
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from braid.errors import RewardError
+from braid.isolation import threads
 from braid.report.streams import REWARD_THREADS
 
 T = TypeVar("T")
@@ -24,38 +24,14 @@ PING_S = 1.0
 """An event loop that does not respond within this time is considered blocked."""
 
 
-_idle: list[SimpleQueue[tuple[Callable[[], Any], Future[Any]]]] = []
-"""Jobs of the threads that wait for one; starting a thread takes ten times as long as waking one."""
-
-
 def start(function: Callable[[], T]) -> Future[T]:
     """Call the function in a separate thread. The future fails with RewardError if it raises."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-    try:
-        jobs = _idle.pop()
-    except IndexError:
-        jobs = SimpleQueue()
-        Thread(target=_serve, args=(jobs,), name=REWARD_THREADS, daemon=True).start()
-    jobs.put((function, future))
-    return future
 
+    def call() -> T:
+        with _as_reward_error():
+            return function()
 
-def _serve(jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
-    while True:
-        function, future = jobs.get()
-        value, failure = None, None
-        try:
-            with _as_reward_error():
-                value = function()
-        except BaseException as error:
-            failure = error
-        _idle.append(jobs)
-        if failure is None:
-            future.set_result(value)
-        else:
-            future.set_exception(failure)
-        del function, future, value, failure  # a waiting thread holds no trajectory
+    return threads.start(call)
 
 
 async def within(future: Future[T], timeout_s: float, limit: str | None = None) -> T:

@@ -5,7 +5,7 @@ a read-only view of the files of the system and of Python, an empty private fold
 memory, processes and files. bubblewrap does that with namespaces, sandlock with Landlock and seccomp;
 `process` only sets limits and is not a sandbox.
 
-confined.py runs inside; programs.py decides what to run.
+confined.py runs inside; the callers decide what to run.
 """
 
 from __future__ import annotations

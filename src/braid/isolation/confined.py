@@ -1,13 +1,13 @@
 """Runs inside a sandbox: a model's program, or the tests that call it. Standard library only.
 
-isolation.py passes this file's text to `python -c`, with a role and limits. The process writes an empty line
+sandbox.py passes this file's text to `python -c`, with a role and limits. The process writes an empty line
 when its limits are set, then reads its job. The rest of standard input depends on the role:
 
     program   runs the code as a script, which reads the rest of standard input
     answer    runs the code, then serves requests of the tests: calls, attribute reads, operators
     tests     runs the tests; names that they do not define are looked up in the answer's process
 
-Requests and replies are JSON lines that programs.py forwards between the two processes. Only plain values are
+Requests and replies are JSON lines that rewards.programs forwards between the two processes. Only plain values are
 exchanged: everything from the program's process is treated as data, and comparisons with expected values run
 in the process of the tests.
 """
