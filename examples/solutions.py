@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from braid.envs.text.calculator import calculate
+from braid.envs.agents.calculator import calculate
 
 
 def chain_sum(row: Mapping[str, Any]) -> str:

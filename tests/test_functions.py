@@ -64,3 +64,10 @@ def test_an_invalid_path_is_reported_with_its_key(folder: Path, path: str, fault
         load_function(path, base_dir=folder, key="reward.parts[0].path")
     assert str(caught.value).startswith("reward.parts[0].path: ")
     assert fault in str(caught.value)
+
+
+def test_a_class_is_loaded_where_one_is_allowed(folder: Path) -> None:
+    judge = load_function("mine.py:Judge", base_dir=folder, key="k", allows_class=True)
+    assert judge.score("") == 2
+    with pytest.raises(ConfigError, match="is a class, not a function"):
+        load_function("mine.py:Judge", base_dir=folder, key="k")

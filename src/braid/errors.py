@@ -67,6 +67,11 @@ class EnvError(BraidError, RuntimeError):
     """An environment raised or violated its protocol."""
 
 
+class ToolError(BraidError):
+    """A tool could not do what the policy asked. The policy reads the message; any other exception of a tool is
+    a failure of the environment."""
+
+
 class EngineError(BraidError, RuntimeError):
     """The rollout engine failed or refused a request."""
 

@@ -37,18 +37,18 @@ class _NotFound(Exception):
 _FORM = "is not the path of a function; write package.module.function or file.py:function"
 
 
-def load_function(path: str, *, base_dir: Path, key: str) -> Callable[..., Any]:
+def load_function(path: str, *, base_dir: Path, key: str, allows_class: bool = False) -> Callable[..., Any]:
     """Load the callable named by `path`. File paths are relative to `base_dir` (the config's folder); a file
     is executed only once.
 
     Raises ConfigError for the config key `key` if the file, module or function does not exist, importing it
-    fails, or it is a class or not callable.
+    fails, it is not callable, or, without `allows_class`, a class.
     """
     try:
         if path.startswith(_GIVEN):
             return _given(path.removeprefix(_GIVEN))
         module, names = _from_file(path, base_dir) if ":" in path else _from_package(path)
-        return _member(module, names, path)
+        return _member(module, names, path, allows_class=allows_class)
     except _NotFound as problem:
         raise ConfigError([Problem(key, str(problem), "config")]) from problem.__cause__
 
@@ -62,14 +62,14 @@ def _given(name: str) -> Callable[..., Any]:
     return GIVEN[name]
 
 
-def _member(module: ModuleType, names: Sequence[str], path: str) -> Callable[..., Any]:
+def _member(module: ModuleType, names: Sequence[str], path: str, *, allows_class: bool) -> Callable[..., Any]:
     found: Any = module
     for name in names:
         if not hasattr(found, name):
             known = [n for n in vars(found) if not n.startswith("_")]
             raise _NotFound(f"{path!r}: {module.__name__!r} has no {name!r}{suggest(name, known)}")
         found = getattr(found, name)
-    if isinstance(found, type):
+    if isinstance(found, type) and not allows_class:
         instance = found.__name__.lower()
         raise _NotFound(
             f"{path!r} is a class, not a function; name a function, or an instance: define `{instance} = "

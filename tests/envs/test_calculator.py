@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import asyncio
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.envs.text.calculator import MAX_CHARACTERS, CalculatorError, calculate, calculator
+from braid.envs.agents.calculator import MAX_CHARACTERS, CalculatorError, calculate, calculator
 
 
 @pytest.mark.parametrize(
@@ -98,5 +97,5 @@ def _words(expression: str) -> list[str]:
 
 @given(st.text(alphabet="0123456789+-*/%^(). eE_x", max_size=40) | st.text(max_size=40))
 def test_any_input_gets_a_short_answer(text: str) -> None:
-    answer = asyncio.run(calculator(text))
+    answer = calculator(text)
     assert 0 < len(answer) <= 100

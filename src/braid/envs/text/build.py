@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from braid.config.rollout import SingleTurnEnv, ToolEnv
+from braid.envs.agents import calculator
 
 from .base import TextEnv
-from .calculator import calculator
 from .single_turn import SingleTurn
 from .tools import Tool, ToolConversation
 
-TOOLS: dict[str, tuple[str, Tool]] = {"calculator": ("calc", calculator)}
+
+async def _calculator(text: str) -> str:
+    return calculator.calculator(text)
+
+
+TOOLS: dict[str, tuple[str, Tool]] = {"calculator": ("calc", _calculator)}
 """Name in the config -> (tag written by the policy, tool)."""
 
 

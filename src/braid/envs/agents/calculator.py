@@ -38,7 +38,7 @@ class CalculatorError(ValueError):
 
 
 def calculate(expression: str) -> str:
-    """Evaluate `expression`: integers are printed in full, other numbers with 12 significant digits.
+    """The value of `expression`: integers are printed in full, other numbers with 12 significant digits.
 
     Raises CalculatorError for a syntax error, a division by zero, or an exceeded bound.
     """
@@ -51,10 +51,17 @@ def calculate(expression: str) -> str:
     return _format(value)
 
 
-async def calculator(text: str) -> str:
-    """The tool function: returns "error: ..." for expressions that cannot be evaluated."""
+def calculator(expression: str) -> str:
+    """Evaluate an arithmetic expression exactly.
+
+    Args:
+        expression: Numbers, the operators + - * / // % **, and parentheses.
+
+    Returns:
+        The value, or "error: ..." if the expression cannot be evaluated.
+    """
     try:
-        return calculate(text)
+        return calculate(expression)
     except CalculatorError as error:
         return f"error: {error}"
 

@@ -1,0 +1,68 @@
+"""The tools that a config names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from braid.config.rollout import McpServer, SearchTool, ToolsEnv
+from braid.errors import ConfigError, Problem, suggest
+from braid.functions import load_function
+
+from .calculator import calculator
+from .functions import class_toolbox, function_tool
+from .tools import OpenToolbox, ToolEnv, fixed
+
+NAMES = ("calculator",)
+"""Tools with a name of their own."""
+
+
+class ToolEnvs:
+    """Makes tool environments, one per episode. `close` ends what they share."""
+
+    def __init__(self, config: ToolsEnv, base_dir: Path) -> None:
+        """Paths are relative to `base_dir`, the config's folder. Raises ConfigError."""
+        self._config, self._base_dir = config, base_dir
+        self._closers: list[Callable[[], Awaitable[None]]] = []
+        self._names: list[str] = []
+        self._toolboxes = [self._toolbox(i, tool) for i, tool in enumerate(config.tools)]
+        twice = [name for name, count in Counter(self._names).items() if count > 1]
+        if twice:
+            problem = f"two tools are named {twice[0]!r}; rename one of them"
+            raise ConfigError([Problem("env.tools", problem, "config")])
+
+    def __call__(self) -> ToolEnv:
+        config = self._config
+        return ToolEnv(
+            self._toolboxes,
+            timeout_s=config.tool_timeout_s,
+            max_result_characters=config.max_result_characters,
+        )
+
+    async def close(self) -> None:
+        for close in self._closers:
+            await close()
+
+    def _toolbox(self, index: int, tool: str | McpServer | SearchTool) -> OpenToolbox:
+        key = f"env.tools[{index}]"
+        if isinstance(tool, McpServer | SearchTool):
+            raise NotImplementedError
+        if tool == "calculator":
+            function = calculator
+        elif "." not in tool and ":" not in tool:
+            problem = (
+                f"unknown tool {tool!r}{suggest(tool, NAMES)}; allowed are {', '.join(NAMES)}, a function or class "
+                "(package.module.name or file.py:name), an MCP server ({command: ...} or {url: ...}), and a search "
+                "index ({index: documents.jsonl})"
+            )
+            raise ConfigError([Problem(key, problem, "config")])
+        else:
+            function = load_function(tool, base_dir=self._base_dir, key=key, allows_class=True)
+        if isinstance(function, type):
+            schemas, toolbox = class_toolbox(function, key=key)
+            self._names += [schema["function"]["name"] for schema in schemas]
+            return toolbox
+        found = function_tool(function, key=key)
+        self._names.append(found.name)
+        return fixed([found])
