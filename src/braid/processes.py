@@ -1,16 +1,26 @@
-"""Processes of this machine, from /proc (Linux): their children, and how to kill them."""
+"""Processes of this machine, from /proc (Linux): their children, and how to kill them.
+
+    python processes.py PARENT COMMAND...
+
+runs a command that is killed, with what it has started, when the process PARENT ends for any reason.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 _LIMIT_S = 5.0
 """Time for killed processes to disappear."""
+_TICK_S = 0.5
+"""Interval at which a process checks that its parent is alive."""
 
 
 def children(pid: int) -> list[int]:
@@ -72,6 +82,24 @@ def kill_group(group: int) -> None:
         kill([own])
 
 
+def guarded(command: Sequence[str]) -> list[str]:
+    """The command, changed so that it does not outlive this process."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def end_with(parent: int) -> None:
+    """Kill this process, its descendants and its process group when its parent, with this process id, has
+    ended."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_TICK_S)
+        kill(descendants(os.getpid()))
+        kill_group(os.getpgrp())
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def _shared_memory(pids: Iterable[int]) -> set[Path]:
     """The files in /dev/shm that these processes have mapped."""
     found: set[Path] = set()
@@ -91,3 +119,22 @@ def _stats() -> Iterator[tuple[int, tuple[str, int, int]]]:
         with contextlib.suppress(OSError):
             state, parent, group = stat.read_text().rpartition(")")[2].split()[:3]
             yield int(stat.parent.name), (state, int(parent), int(group))
+
+
+def _main(parent: int, command: Sequence[str]) -> None:
+    end_with(parent)
+    try:
+        process = subprocess.Popen(command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
+    with open(os.devnull, "r+b") as null:  # the command alone holds its standard streams
+        os.dup2(null.fileno(), 0)
+        os.dup2(null.fileno(), 1)
+    code = process.wait()
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2:])

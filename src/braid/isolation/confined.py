@@ -6,6 +6,7 @@ when its limits are set, then reads its job. The rest of standard input depends 
     program   runs the code as a script, which reads the rest of standard input
     answer    runs the code, then serves requests of the tests: calls, attribute reads, operators
     tests     runs the tests; names that they do not define are looked up in the answer's process
+    session   runs code of requests in one namespace; the job is the maximum length of a reply's text
 
 Requests and replies are JSON lines that rewards.programs forwards between the two processes. Only plain values are
 exchanged: everything from the program's process is treated as data, and comparisons with expected values run
@@ -37,7 +38,8 @@ def main() -> None:
     os.environ.clear()
     os.write(1, b"\n")
     job = _read(int(_read(10))).decode("utf-8", "surrogatepass")
-    {"program": run_program, "answer": run_answer, "tests": run_tests}[role](job)
+    roles = {"program": run_program, "answer": run_answer, "tests": run_tests, "session": run_session}
+    roles[role](job)
 
 
 def _confine(limits: dict[str, Any]) -> None:
@@ -448,6 +450,67 @@ def _modules_in(text: str) -> set[str]:
     read = {n.value.id for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)}
     called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
     return {name for name in read - called if name in sys.stdlib_module_names or name in ALIASES}
+
+
+# ---- sessions -------------------------------------------------------------------------------------------------------------
+
+
+class _Output(io.StringIO):
+    """Keeps the first `limit` characters, and counts all."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit, self.count = limit, 0
+
+    def write(self, text: str) -> int:
+        super().write(text[: max(0, self.limit - self.count)])
+        self.count += len(text)
+        return len(text)
+
+
+def run_session(limit: str) -> None:
+    """Reply to each request with what its code prints, the value of an expression at its end, and the traceback
+    of an exception."""
+    import ast
+    import linecache
+
+    channel, names, process = Channel(), _module("__main__"), os.getpid()
+    while True:
+        code, output = channel.hear()["code"], _Output(int(limit))
+        file = f"<call {len(linecache.cache) + 1}>"
+        linecache.cache[file] = (len(code), None, code.splitlines(keepends=True), file)
+        sys.stdout = sys.stderr = output
+        failure = ""
+        try:
+            tree = ast.parse(code, file)
+            is_value = bool(tree.body) and isinstance(tree.body[-1], ast.Expr)
+            last = ast.Expression(tree.body.pop().value) if is_value else None
+            exec(compile(tree, file, "exec"), names)
+            value = eval(compile(last, file, "eval"), names) if last else None
+            if value is not None:
+                output.write(repr(value))
+        except BaseException as error:
+            failure = _traceback(error, output.limit // 2)
+        if os.getpid() != process:  # a fork of the code
+            os._exit(0)
+        channel.say({"output": _joined(output, failure)})
+
+
+def _traceback(error: BaseException, limit: int) -> str:
+    import traceback
+
+    of_code = error.__traceback__ and error.__traceback__.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, of_code))
+    return lines if len(lines) <= limit else f"...{lines[3 - limit :]}"
+
+
+def _joined(output: _Output, failure: str) -> str:
+    """The output, cut so that the exception, which matters most, is within the limit too."""
+    text = output.getvalue()
+    if output.count + len(failure) > output.limit:
+        note = f"\n[cut: {output.count:,} characters]"
+        text = text[: max(0, output.limit - len(failure) - len(note) - 1)] + note
+    return "\n".join(part.rstrip("\n") for part in (text, failure) if part)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from braid.processes import descendants, kill
 
 from . import seccomp
 
-Role = Literal["program", "answer", "tests"]
+Role = Literal["program", "answer", "tests", "session"]
 Isolation = Literal["bubblewrap", "bubblewrap, user namespace", "sandlock", "process"]
 """config.reward.CodeConfig.isolation, resolved for this machine. As root, bubblewrap runs each program under
 a separate user, otherwise in a separate user namespace."""
@@ -70,7 +70,8 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one test."""
+    """Limits of one test or session. `timeout_s` bounds the CPU time of each process; deadlines are up to the
+    caller."""
 
     timeout_s: float
     memory_bytes: int
@@ -92,7 +93,7 @@ def find_isolation(asked: str, key: str = "reward.code.isolation") -> Isolation:
             except SandboxError as error:
                 reasons.append(f"{isolation}: {error}")
     problem = (
-        f"code rewards run programs written by the model, but no sandbox works on this machine ({'; '.join(reasons)}). "
+        f"programs written by the model need a sandbox, but no sandbox works on this machine ({'; '.join(reasons)}). "
         "Install bubblewrap (apt-get install bubblewrap; user namespaces must be allowed), or use Linux 6.12 or newer "
         f"with the package sandlock; {key}=process runs programs with resource limits but no sandbox"
     )

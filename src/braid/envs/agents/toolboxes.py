@@ -9,12 +9,14 @@ from pathlib import Path
 from braid.config.rollout import McpServer, SearchTool, ToolsEnv
 from braid.errors import ConfigError, Problem, suggest
 from braid.functions import load_function
+from braid.isolation.sandbox import find_isolation
 
 from .calculator import calculator
 from .functions import class_toolbox, function_tool
+from .python import PythonTool
 from .tools import OpenToolbox, ToolEnv, fixed
 
-NAMES = ("calculator",)
+NAMES = ("calculator", "python")
 """Tools with a name of their own."""
 
 
@@ -48,6 +50,8 @@ class ToolEnvs:
         key = f"env.tools[{index}]"
         if isinstance(tool, McpServer | SearchTool):
             raise NotImplementedError
+        if tool == "python":
+            return self._python()
         if tool == "calculator":
             function = calculator
         elif "." not in tool and ":" not in tool:
@@ -66,3 +70,15 @@ class ToolEnvs:
         found = function_tool(function, key=key)
         self._names.append(found.name)
         return fixed([found])
+
+    def _python(self) -> OpenToolbox:
+        config = self._config
+        tool = PythonTool(
+            find_isolation(config.python.isolation, "env.python.isolation"),
+            memory_bytes=config.python.memory_bytes,
+            timeout_s=config.tool_timeout_s,
+            max_characters=config.max_result_characters,
+        )
+        self._names.append("python")
+        self._closers.append(tool.close)
+        return tool
