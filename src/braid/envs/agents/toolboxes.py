@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from braid.config.rollout import McpServer, SearchTool, ToolsEnv
 from braid.errors import ConfigError, Problem, suggest
@@ -14,6 +16,7 @@ from braid.isolation.sandbox import find_isolation
 from .calculator import calculator
 from .functions import class_toolbox, function_tool
 from .python import PythonTool
+from .search import SearchIndex
 from .tools import OpenToolbox, ToolEnv, fixed
 
 NAMES = ("calculator", "python")
@@ -48,8 +51,11 @@ class ToolEnvs:
 
     def _toolbox(self, index: int, tool: str | McpServer | SearchTool) -> OpenToolbox:
         key = f"env.tools[{index}]"
-        if isinstance(tool, McpServer | SearchTool):
+        if isinstance(tool, McpServer):
             raise NotImplementedError
+        if isinstance(tool, SearchTool):
+            _require("bm25s", key)
+            return self._function(self._index(tool, key).search, key)
         if tool == "python":
             return self._python()
         if tool == "calculator":
@@ -67,9 +73,19 @@ class ToolEnvs:
             schemas, toolbox = class_toolbox(function, key=key)
             self._names += [schema["function"]["name"] for schema in schemas]
             return toolbox
-        found = function_tool(function, key=key)
-        self._names.append(found.name)
-        return fixed([found])
+        return self._function(function, key)
+
+    def _function(self, function: Callable[..., Any], key: str) -> OpenToolbox:
+        tool = function_tool(function, key=key)
+        self._names.append(tool.name)
+        return fixed([tool])
+
+    def _index(self, tool: SearchTool, key: str) -> SearchIndex:
+        path = self._base_dir / Path(tool.index).expanduser()
+        if not path.is_file():
+            near = suggest(path.name, [p.name for p in path.parent.glob("*.jsonl")])
+            raise ConfigError([Problem(f"{key}.index", f"no such file: {path}{near}", "config")])
+        return SearchIndex.read(path)
 
     def _python(self) -> OpenToolbox:
         config = self._config
@@ -82,3 +98,9 @@ class ToolEnvs:
         self._names.append("python")
         self._closers.append(tool.close)
         return tool
+
+
+def _require(package: str, key: str) -> None:
+    if find_spec(package) is None:
+        problem = f"needs the package {package}, which is not installed: pip install 'braid-rl[agents]'"
+        raise ConfigError([Problem(key, problem, "config")])
