@@ -1,0 +1,220 @@
+"""OpenAI's chat completions: requests are read and checked, answers written.
+
+The run decides how tokens are sampled, since training needs the log-probs of that distribution. Other sampling options
+of a request are ignored with a warning; options that change the form of the answer are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
+
+from braid.envs.agents.base import ToolSchema
+from braid.errors import RewardError
+from braid.rewards.scorer import as_score
+from braid.types import Action, Message
+
+_TYPES = {401: "authentication_error", 409: "conflict_error", 500: "server_error", 503: "server_error"}
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class RequestError(Exception):
+    """A request that is refused, with its HTTP status; `code` and `param` as in OpenAI's errors."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = _TYPES.get(status, "invalid_request_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _text(content: Any) -> Any:
+    """The content of a message, which may come in parts."""
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    if content is None or isinstance(content, str):
+        return content or ""
+    raise ValueError("only text is supported, without images, audio and files")
+
+
+def _arguments(arguments: Any) -> Any:
+    """Arguments of a tool call as chat templates take them, as an object if they are one."""
+    try:
+        parsed = json.loads(arguments)
+    except (TypeError, ValueError, RecursionError):
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
+
+
+def _role(role: Any) -> Any:
+    return "system" if role == "developer" else role
+
+
+class _Function(BaseModel):
+    name: str
+    arguments: Annotated[Any, BeforeValidator(_arguments)] = ""
+
+
+class _ToolCall(BaseModel):
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(BaseModel):
+    role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)]
+    content: Annotated[str, BeforeValidator(_text)] = ""
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+
+class _Tool(BaseModel, extra="allow"):
+    type: Literal["function"]
+    function: dict[str, Any]
+
+
+class _StreamOptions(BaseModel):
+    include_usage: bool | None = None
+
+
+class _TextFormat(BaseModel):
+    type: Literal["text"]
+
+
+class ChatRequest(BaseModel, extra="allow"):
+    """A request to continue a conversation. Options that are not listed here have no effect."""
+
+    model: str = "policy"
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[_Tool] | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: Literal[1] | None = None
+    logprobs: Literal[False] | None = None
+    seed: None = None
+    response_format: _TextFormat | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    functions: None = None
+    audio: None = None
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+
+    def conversation(self) -> tuple[list[Message], list[ToolSchema]]:
+        """Messages and tools as chat templates take them."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return list(map(_plain, self.messages)), [tool.model_dump() for tool in tools]
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage is True
+
+
+class PostedReward(BaseModel):
+    """The body of POST /v1/reward."""
+
+    reward: Any
+
+
+def read(kind: type[M], body: bytes) -> M:
+    """Read the body of a request. Raises RequestError."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        param = ".".join(map(str, first["loc"]))
+        got = json.dumps(first["input"], default=str)[:100] if param else "the body"
+        problem = f"{param}={got}" if param else got
+        raise RequestError(400, f"{problem} is not supported here: {first['msg']}", param=param) from error
+
+
+def read_reward(value: object) -> float | dict[str, float]:
+    """A reward, or several by name, whose sum is the reward. Raises RequestError unless all are finite numbers."""
+    try:
+        if isinstance(value, Mapping):
+            return {str(name): as_score(one) for name, one in value.items()}
+        return as_score(value)
+    except RewardError as error:
+        raise RequestError(400, f"reward: {error}", param="reward") from error
+
+
+def _plain(message: _Message) -> Message:
+    return cast(
+        "Message", {k: v for k, v in message.model_dump(exclude_none=True).items() if v or k == "content"}
+    )
+
+
+def fingerprints(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[bytes]:
+    """A hash of the conversation after each message, [len(messages) + 1]."""
+    found = [_digest(b"", tools)]
+    for message in messages:
+        found.append(_with(found[-1], message))
+    return found
+
+
+def answered(before: bytes, answer: Mapping[str, Any]) -> bytes:
+    """The hash of a conversation that goes on with an answer."""
+    return _with(before, _plain(_Message.model_validate(answer)))
+
+
+def _with(before: bytes, message: Message) -> bytes:
+    """Messages of the assistant are the same if their tool calls are, and their text but for white space around it."""
+    said = {k: v for k, v in message.items() if k != "reasoning_content"}
+    if message["role"] == "assistant":
+        said["content"] = message["content"].strip()
+    return _digest(before, said)
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    return sha256(before + json.dumps(value, sort_keys=True).encode()).digest()
+
+
+def message_of(action: Action, stops: Sequence[str] = ()) -> dict[str, Any]:
+    """The policy's turn as a message, cut before the first of the request's stop strings. If a tool call is malformed
+    the whole turn is text, for the program to see the mistake."""
+    calls = action.tool_calls
+    if any(call.status != "ok" for call in calls):
+        return {"role": "assistant", "content": action.raw_text}
+    text = action.text
+    for string in stops:
+        text = text.partition(string)[0]
+    message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+    if action.reasoning:
+        message["reasoning_content"] = action.reasoning
+    if calls:
+        written = [(call, json.dumps(call.arguments, ensure_ascii=False)) for call in calls]
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+            for call, arguments in written
+        ]
+    return message
+
+
+def as_chunks(answer: Mapping[str, Any], *, has_usage: bool) -> Iterator[dict[str, Any]]:
+    """An answer as the chunks of a stream: one with the message, one with the finish reason, one with the usage."""
+    (choice,) = answer["choices"]
+    message = dict(choice["message"])
+    if "tool_calls" in message:
+        message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+    head = {k: answer[k] for k in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    for delta, reason in ((message, None), ({}, choice["finish_reason"])):
+        yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+    if has_usage:
+        yield head | {"choices": [], "usage": answer["usage"]}

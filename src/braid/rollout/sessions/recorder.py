@@ -1,0 +1,242 @@
+"""The recorder of one episode: answers a program's calls with the policy, and keeps the exact tokens of each.
+
+A call whose messages extend a conversation that was answered before continues its segment: the policy reads the tokens
+that it read and wrote, then those of the new messages. Any other call starts a segment: another agent, a compacted
+history, or a second continuation of the same turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cache
+from hashlib import sha256
+from typing import Any, Protocol
+
+import numpy as np
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from braid.envs.agents.base import ToolSchema
+from braid.errors import EngineError
+from braid.models.tokenizer import plain_text, whole_text
+from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
+from braid.types import Action, Message, Segment, Status, Trajectory, Turn
+
+from .chat_api import ChatRequest, RequestError, answered, fingerprints, message_of
+
+logger = logging.getLogger(__name__)
+
+
+class ChatFormat(Protocol):
+    """Renders conversations as tokens."""
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]: ...
+
+    def delta(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], last_ids: Sequence[int]
+    ) -> list[int]: ...
+
+    def parse(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Action: ...
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A request and its answer, which its retries share. `digest` is that of the body; `num_waiting` clients wait."""
+
+    digest: bytes
+    key: tuple[int, int]
+    task: asyncio.Task[dict[str, Any]] = field(init=False)
+    num_waiting: int = 1
+    turn: Turn | None = None
+    is_delivered: bool = False
+
+
+@dataclass(slots=True)
+class _Context:
+    """What a call reads: all of its tokens, of which `new` follow the turn `after`. `said` is the fingerprint of its
+    messages."""
+
+    tools: Sequence[ToolSchema]
+    said: bytes
+    ids: list[int]
+    new: list[int]
+    after: tuple[Segment, int] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """An episode while its program runs. `key` seeds the random numbers: those of a call depend on its prompt, and on
+    how many calls with the same prompt were before it."""
+
+    engine: RolloutEngine
+    chat: ChatFormat
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Sampling
+    _: KW_ONLY
+    max_context_tokens: int
+    key: tuple[int, ...]
+    is_open: bool = True
+    has_overflowed: bool = False
+    """Whether the last call did not fit into the context."""
+    engine_failure: str = ""
+    """Why the last call failed, if it did."""
+    posted: object = None
+    """The reward that the program has posted."""
+    _calls: list[Call] = field(default_factory=list)
+    _segments: list[Segment] = field(default_factory=list)
+    _turns: dict[bytes, tuple[Segment, int]] = field(default_factory=dict)
+    """Where each conversation that ends with a recorded turn is, by its fingerprint."""
+
+    def call(self, request: ChatRequest, digest: bytes, *, is_retry: bool | None) -> Call:
+        """Begin to answer a request, or join the call that it repeats; `leave` it in the end. `is_retry` is None if
+        the client does not say: then a repetition of a call that runs, or of the last one, is taken for a retry.
+        Raises RequestError."""
+        for name, value in (request.model_extra or {}).items():
+            if value is not None and getattr(self.sampling, name, None) != value:
+                _warn_of(name)
+        if is_retry is not False:
+            for call in reversed(self._calls):
+                is_last = call is self._calls[-1]
+                if call.digest == digest and (is_retry or is_last or not call.task.done()):
+                    call.num_waiting += 1
+                    return call
+        try:
+            context = self._context(request)
+        except (ValueError, TemplateError) as error:
+            raise RequestError(400, f"the chat template cannot render this conversation: {error}") from error
+        room = self.max_context_tokens - len(context.ids)
+        self.has_overflowed = room < 1
+        if room < 1:
+            raise RequestError(
+                400,
+                f"the conversation has {len(context.ids)} tokens; the maximum context length is "
+                f"{self.max_context_tokens} tokens, including the answer",
+                code="context_length_exceeded",
+                param="messages",
+            )
+        prompt = int.from_bytes(sha256(np.array(context.ids, np.int64).tobytes()).digest()[:7])
+        used = {call.key for call in self._calls}
+        key = next((prompt, i) for i in itertools.count() if (prompt, i) not in used)
+        call = Call(digest, key)
+        call.task = asyncio.create_task(self._answer(call, request, context, room))
+        self._calls.append(call)
+        return call
+
+    def leave(self, call: Call) -> None:
+        """A client does not wait any more. A call without an answer is forgotten with its last client, and cancelled if
+        it runs."""
+        call.num_waiting -= 1
+        if not call.num_waiting and (not call.task.done() or call.turn is None) and call in self._calls:
+            call.task.cancel()
+            self._calls.remove(call)
+
+    def _context(self, request: ChatRequest) -> _Context:
+        messages, tools = request.conversation()
+        said = fingerprints(messages, tools)
+        for num in range(len(messages) - 1, 0, -1):
+            if messages[num]["role"] == "assistant":
+                break  # not written by the policy, so it cannot follow one of its turns
+            if (place := self._turns.get(said[num])) is not None:
+                segment, number = place
+                before = [i for t in segment.turns[: number + 1] for i in (*t.context_ids, *t.output_ids)]
+                new = self.chat.delta(messages[num:], tools, segment.turns[number].output_ids)
+                return _Context(tools, said[-1], [*before, *new], new, place)
+        ids = self.chat.opening(messages, tools)
+        return _Context(tools, said[-1], ids, ids)
+
+    async def _answer(self, call: Call, request: ChatRequest, context: _Context, room: int) -> dict[str, Any]:
+        """Sample and record a turn; returns OpenAI's answer."""
+        asked = request.max_completion_tokens or request.max_tokens or room
+        most = min(asked, self.sampling.max_new_tokens, room)
+        sampling = replace(
+            self.sampling,
+            max_new_tokens=most,
+            min_new_tokens=min(self.sampling.min_new_tokens, most),
+            stop_strings=(*self.sampling.stop_strings, *request.stops),
+        )
+        try:
+            completion = await self.engine.generate(
+                Request(tuple(context.ids), sampling, (*self.key, *call.key))
+            )
+            if completion.stop_reason == "cancelled" or not completion.token_ids:
+                raise EngineError("the request was cancelled, or its completion is empty")
+        except EngineError as error:
+            self.engine_failure = str(error)
+            raise
+        self.engine_failure = ""
+        ids = completion.token_ids
+        action = self.chat.parse(ids[:-1] if ids[-1] in sampling.stop_token_ids else ids, context.tools)
+        message = message_of(action, request.stops)
+        segment, number = self._record(context, completion)
+        call.turn = segment.turns[number]
+        self._turns[answered(context.said, message)] = segment, number
+        reason = "tool_calls" if "tool_calls" in message else completion.stop_reason
+        read, written = len(context.ids), len(ids)
+        return {
+            "id": f"chatcmpl-{call.key[0]:x}-{call.key[1]}",
+            "object": "chat.completion",
+            "created": int(completion.end_s),
+            "model": request.model,
+            "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
+            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written},
+        }
+
+    def _record(self, context: _Context, completion: Completion) -> tuple[Segment, int]:
+        """Append a turn to the segment that it continues, unless this has gone on; returns its place."""
+        segment, new = Segment(), context.ids
+        if context.after is not None:
+            before, number = context.after
+            last = before.turns[number]
+            last.env_s = max(0.0, completion.start_s - last.end_s)
+            if last is before.turns[-1]:
+                segment, new = before, context.new
+        turn = Turn(
+            context_ids=new,
+            output_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            stop_reason=completion.stop_reason,
+            policy_version=completion.policy_version,
+            start_s=completion.start_s,
+            end_s=completion.end_s,
+        )
+        if not segment.turns:
+            self._segments.append(segment)
+        segment.turns.append(turn)
+        return segment, len(segment.turns) - 1
+
+    async def close(self) -> None:
+        """End the episode: running calls are cancelled, further ones refused."""
+        self.is_open = False
+        tasks = [call.task for call in self._calls]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def write_to(self, trajectory: Trajectory) -> None:
+        """Set the trajectory's segments, in the order of their last turns, its texts and its status. Turns whose
+        answers reached no client are left out."""
+        lost = {id(call.turn) for call in self._calls if not call.is_delivered}
+        for segment in self._segments:
+            while segment.turns and id(segment.turns[-1]) in lost:
+                segment.turns.pop()
+        trajectory.segments = sorted((s for s in self._segments if s.turns), key=lambda s: s.turns[-1].end_s)
+        ids = [i for t in trajectory.turns for i in (*t.context_ids, *t.output_ids)]
+        trajectory.facts["turns"] = float(len(trajectory.turns))
+        if self.has_overflowed:
+            trajectory.status = Status.TRUNCATED
+        if trajectory.segments:
+            last = trajectory.segments[-1].turns[-1]
+            if last.stop_reason == "length":
+                trajectory.status = Status.TRUNCATED
+            trajectory.text = whole_text(self.tokenizer, ids[len(trajectory.turns[0].context_ids) :])
+            has_end = last.output_ids[-1] in self.sampling.stop_token_ids
+            trajectory.answer_text = plain_text(self.tokenizer, last.output_ids[: -1 if has_end else None])
+
+
+@cache
+def _warn_of(option: str) -> None:
+    logger.warning("the option %r of programs' requests has no effect: the run's config decides", option)

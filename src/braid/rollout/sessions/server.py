@@ -1,0 +1,241 @@
+"""An OpenAI-compatible server, through which programs play episodes. Each episode has its own API key.
+
+An answer is complete before its first byte is sent, and is then streamed if the client asked for that; comments keep
+the connection open meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import json
+import logging
+import re
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from hashlib import sha256
+from typing import Any
+
+import uvicorn
+
+from braid.errors import ConfigError, EngineError, Problem
+
+from .chat_api import ChatRequest, PostedReward, RequestError, as_chunks, read, read_reward
+from .recorder import Session
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 * 2**20
+_KEEP_ALIVE_S = 5.0
+_IDLE_S = 3600
+"""Time after which idle connections are closed: longer than a program thinks, so that none is as it is used."""
+_PATHS = "POST /v1/chat/completions, GET /v1/models and POST /v1/reward"
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+class SessionServer:
+    """Listens from the first episode on until its event loop ends. `max_episodes` bounds those that run at a time."""
+
+    def __init__(self, host: str, port: int, *, max_episodes: int) -> None:
+        self._host, self._port, self._max_episodes = host, port, max_episodes
+        self._secret = secrets.token_bytes(32)
+        self._numbers = itertools.count()
+        self._sessions: dict[int, Session] = {}
+        self._serving: asyncio.Task[None] | None = None
+        self._base_url = ""
+        self._places = asyncio.Semaphore(max_episodes)
+
+    @asynccontextmanager
+    async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
+        """Answer calls of the session's program until the block ends; gives the base URL and API key. Raises
+        ConfigError if the port cannot be used."""
+        if self._serving is None or self._serving.done():
+            self._listen()
+        async with self._places:
+            number = next(self._numbers)
+            self._sessions[number] = session
+            try:
+                yield self._base_url, self._key(number)
+            finally:
+                del self._sessions[number]
+                await session.close()
+
+    def _key(self, number: int) -> str:
+        return f"braid-{number}-{hmac.digest(self._secret, str(number).encode(), 'sha256').hex()}"
+
+    def _listen(self) -> None:
+        try:
+            listener = socket.create_server((self._host, self._port))
+        except OSError as error:
+            problem = f"{self._host}:{self._port} cannot be used: {error}; choose another, or port 0 for any free one"
+            raise ConfigError([Problem("env.port", problem)]) from error
+        self._base_url = f"http://{self._host}:{listener.getsockname()[1]}/v1"
+        self._places = asyncio.Semaphore(self._max_episodes)
+        self._serving = asyncio.create_task(self._serve(listener))
+
+    async def _serve(self, listener: socket.socket) -> None:
+        config = uvicorn.Config(
+            self._app,
+            interface="asgi3",
+            proxy_headers=False,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=_IDLE_S,
+            timeout_graceful_shutdown=1,
+        )
+        server = _Server(config)
+        try:
+            await server.serve([listener])
+        finally:
+            if server.started:
+                await server.shutdown([listener])
+            listener.close()
+
+    async def _app(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        reply = _Reply(send)
+        try:
+            await self._handle(scope, receive, reply)
+        except RequestError as error:
+            await reply.json(error.body, error.status)
+        except EngineError as error:
+            failed = RequestError(503, f"the engine failed: {error}")
+            await reply.json(failed.body, 503)
+        except _ClientGoneError:
+            pass
+        except Exception as error:
+            logger.exception("a call of a program failed")
+            await reply.json(RequestError(500, f"{type(error).__name__}: {error}").body, 500)
+
+    async def _handle(self, scope: MutableMapping[str, Any], receive: Receive, reply: _Reply) -> None:
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        session = self._session(headers)
+        body = await _body(receive)
+        if not session.is_open:
+            raise RequestError(409, "the episode is over")
+        match scope["method"], scope["path"]:
+            case "POST", "/v1/chat/completions":
+                await _complete(session, body, headers, receive, reply)
+            case "POST", "/v1/reward":
+                session.posted = read_reward(read(PostedReward, body).reward)
+                await reply.json({"reward": session.posted})
+            case "GET", "/v1/models":
+                model = {"id": "policy", "object": "model", "created": 0, "owned_by": "braid"}
+                await reply.json({"object": "list", "data": [model]})
+            case method, path:
+                raise RequestError(404, f"{method} {path} does not exist; this server has {_PATHS}")
+
+    def _session(self, headers: Mapping[bytes, str]) -> Session:
+        found = re.fullmatch(r"Bearer (braid-([0-9]{1,18})-[0-9a-f]{64})", headers.get(b"authorization", ""))
+        if found is None or not hmac.compare_digest(self._key(number := int(found[2])), found[1]):
+            raise RequestError(401, "the API key is not that of an episode", code="invalid_api_key")
+        if (session := self._sessions.get(number)) is None:
+            raise RequestError(409, "the episode is over")
+        return session
+
+
+async def _complete(
+    session: Session, body: bytes, headers: Mapping[bytes, str], receive: Receive, reply: _Reply
+) -> None:
+    """Answer a chat completion. Ends the call if the client disconnects, unless another one waits for it."""
+    request = read(ChatRequest, body)
+    retries = headers.get(b"x-stainless-retry-count")  # sent by OpenAI's clients
+    call = session.call(request, sha256(body).digest(), is_retry=None if retries is None else retries != "0")
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        while not call.task.done():
+            either = {call.task, gone}
+            await asyncio.wait(either, timeout=_KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                return
+            if request.stream and not call.task.done():
+                await reply.keep_alive()
+        if call.task.cancelled():
+            raise RequestError(409, "the episode is over")
+        answer = call.task.result()
+        call.is_delivered = True
+        if request.stream:
+            await reply.stream(as_chunks(answer, has_usage=request.has_usage))
+        else:
+            await reply.json(answer)
+    finally:
+        gone.cancel()
+        session.leave(call)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        part = await receive()
+        if part["type"] == "http.disconnect":
+            raise _ClientGoneError
+        body += part.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+        if not part.get("more_body"):
+            return bytes(body)
+
+
+class _Reply:
+    """The answer to a request; once a stream has begun, an error is one of its events."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._is_stream = send, False
+
+    async def json(self, body: Mapping[str, Any], status: int = 200) -> None:
+        if self._is_stream:
+            await self._write(_event(body), is_last=True)
+            return
+        await self._start(status, b"application/json")
+        await self._write(json.dumps(body).encode(), is_last=True)
+
+    async def stream(self, chunks: Iterator[Mapping[str, Any]]) -> None:
+        await self._open_stream()
+        await self._write(b"".join(map(_event, chunks)) + b"data: [DONE]\n\n", is_last=True)
+
+    async def keep_alive(self) -> None:
+        await self._open_stream()
+        await self._write(b": keep-alive\n\n")
+
+    async def _open_stream(self) -> None:
+        if not self._is_stream:
+            self._is_stream = True
+            await self._start(200, b"text/event-stream")
+
+    async def _start(self, status: int, kind: bytes) -> None:
+        await self._send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]}
+        )
+
+    async def _write(self, data: bytes, *, is_last: bool = False) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+class _ClientGoneError(Exception):
+    """The client has disconnected."""
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the run."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        yield
