@@ -47,7 +47,7 @@ def side_trl(folder: str, rounds: int) -> list[tuple[int, float]]:
     tokens: list[int] = []
     out: list[tuple[int, float]] = []
 
-    def reward_func(completion_ids: list[list[int]], **_: object) -> list[float]:
+    def reward_func(completion_ids: list[list[int]], **_: object) -> list[float | None]:
         tokens.append(sum(len(ids) for ids in completion_ids))
         return [reward(ids) for ids in completion_ids]
 
