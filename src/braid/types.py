@@ -210,7 +210,7 @@ class Trajectory:
     reward: float | None = None
     shaped: ShapedReward | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
-    facts: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     attempts: int = 1
     known_lengths: Lengths | None = None
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from braid.config.reward import CodeReward
-from braid.config.rollout import ToolEnv
+from braid.config.rollout import ChatEnv
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.isolation.sandbox import find_isolation
@@ -49,8 +49,8 @@ def _lengths(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if plan.max_trajectory_tokens is None:
         return
     longest = f"at most {plan.max_trajectory_tokens:,}"
-    if isinstance(config.env, ToolEnv):
-        how = "env.max_context_tokens: prompt, turns and tool replies"
+    if isinstance(config.env, ChatEnv):
+        how = "env.max_context_tokens: prompt, turns and replies"
         yield Figure("tokens per trajectory", longest, how)
         return
     prompt, sampling = f"{config.data.max_prompt_tokens} prompt", config.rollout.sampling

@@ -51,6 +51,19 @@ class SamplingConfig(Section):
         return self
 
 
+class Timeouts(Section):
+    """Time limits of an episode, in seconds. A call that takes longer is a failure of the environment."""
+
+    start_s: PositiveFloat = 300.0
+    """Time limit of an environment's start."""
+    step_s: PositiveFloat = 300.0
+    """Time limit of an environment's reply to a turn."""
+    close_s: PositiveFloat = 30.0
+    """Time limit of closing an environment."""
+    episode_s: PositiveFloat | None = None
+    """Time limit of an episode, sampling included, after which it is truncated; null for none."""
+
+
 class SingleTurnEnv(Section):
     """The policy answers once, and rewards score the answer."""
 
@@ -58,19 +71,26 @@ class SingleTurnEnv(Section):
     """One response per prompt."""
 
 
-class ToolEnv(Section):
-    """A conversation in which the policy may call tools; tool replies are context and never trained on."""
+class ChatEnv(Section):
+    """Settings of conversations of several turns."""
 
-    kind: Literal["tools"]
-    """Multiple turns with tool calls."""
-    tools: tuple[Literal["calculator"], ...] = ("calculator",)
-    """Available tools."""
     max_turns: PositiveInt = 4
     """Maximum turns of the policy, after which the trajectory is truncated."""
     max_context_tokens: PositiveInt = 1024
     """Maximum tokens of prompt, turns and replies, after which the trajectory is truncated."""
-    tool_timeout_s: PositiveFloat = 5.0
-    """Timeout of one tool call, in seconds."""
+    cut_turns: Literal["end", "continue"] = "end"
+    """A turn cut at sampling.max_new_tokens ends the episode as truncated, or the environment replies to it."""
+    thinking: Literal["keep", "as_template"] = "keep"
+    """The policy's reasoning in earlier turns: keep it, so that a conversation is one training row, or drop it where
+    the chat template does, which begins a new segment and row."""
+    tool_format: (
+        Literal["hermes", "qwen_xml", "glm", "llama", "mistral", "deepseek", "pythonic", "harmony", "tag"]
+        | None
+    ) = None
+    """Format of the policy's tool calls; null: that of the chat template, or `tag`
+    (`<calculator>6*7</calculator>`) without one."""
+    timeouts: Timeouts = Timeouts()
+    """Time limits."""
 
 
 class McpServer(Section):
@@ -132,7 +152,7 @@ class PythonSandbox(Section):
     """Address space limit of an episode's Python process, in bytes."""
 
 
-class ToolsEnv(Section):
+class ToolEnv(ChatEnv):
     """A conversation in which the policy may call tools, by the tool calls of its chat template."""
 
     kind: Literal["tools"]
@@ -146,6 +166,27 @@ class ToolsEnv(Section):
     """Maximum length of a tool's result, which is cut after it."""
     python: PythonSandbox = PythonSandbox()
     """Sandbox of the tool `python`."""
+
+
+class AgentEnvConfig(ChatEnv):
+    """A text environment: an adapter by its name, or a class of your own."""
+
+    kind: Literal["agent"]
+    """A text environment of several turns."""
+    name: str
+    """Name of an adapter (gymnasium, skyrl_gym, gem, reasoning_gym, textarena, textworld, openenv, guess), or
+    package.module.Class or file.py:Class of your own."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    run_in: Literal["auto", "inline", "thread", "process"] = "auto"
+    """Where the environment's methods run: on the event loop (async methods), in threads, or in processes. auto: as the
+    environment demands; async methods inline, others in threads."""
+    processes: PositiveInt = 2
+    """Processes per rollout worker where run_in is process; each runs one episode at a time."""
+    tasks: PositiveInt = 4096
+    """Number of tasks, each a seed, for environments that need no data (data.train is empty)."""
+    eval_episodes: PositiveInt = 100
+    """Episodes per evaluation where data.eval is empty, each with its own seed."""
 
 
 class GymnasiumEnv(Section):
@@ -236,7 +277,8 @@ class LiberoEnv(_RobotEnv):
 
 
 EnvConfig = Annotated[
-    SingleTurnEnv | ToolEnv | GymnasiumEnv | ManiskillEnv | LiberoEnv, Field(discriminator="kind")
+    SingleTurnEnv | ToolEnv | AgentEnvConfig | GymnasiumEnv | ManiskillEnv | LiberoEnv,
+    Field(discriminator="kind"),
 ]
 
 

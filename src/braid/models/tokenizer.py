@@ -68,6 +68,13 @@ def plain_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
+def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The special tokens that the tokenizer adds before a text."""
+    with_special: list[int] = tokenizer("1")["input_ids"]  # pyright: ignore[reportAssignmentType]
+    bare: list[int] = tokenizer("1", add_special_tokens=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+    return with_special[: with_special.index(bare[0])]
+
+
 def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All tokens that end an answer: model.eos_token_id if set, else the tokenizer's end token and those of
     the model's generation_config.json or config.json. Raises ModelError if that file is invalid."""

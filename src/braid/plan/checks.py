@@ -13,7 +13,7 @@ from typing import cast
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSSES
 from braid.config.roles import TrainingRole, train_config
-from braid.config.rollout import GymnasiumEnv, ToolEnv
+from braid.config.rollout import AgentEnvConfig, ChatEnv, GymnasiumEnv
 from braid.config.schema import RunConfig
 
 from . import advantages, available
@@ -24,7 +24,7 @@ from .placement import format_numbers, parse_placement
 from .plan import Plan
 from .rewards import reward_problems
 from .sizes import kv_budget_tokens
-from .unused import has_tokens, is_of_text, set_keys, unused_keys
+from .unused import has_own_tasks, has_tokens, is_of_text, set_keys, unused_keys
 
 Finding = tuple[str, str]
 """The key that should be changed, and what is wrong."""
@@ -88,11 +88,13 @@ def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if isinstance(config.env, GymnasiumEnv):
         return
-    if plan.verb == "train" and not config.data.train:
+    has_tasks = has_own_tasks(config)
+    if plan.verb == "train" and not config.data.train and not has_tasks:
         yield "data.train", "no training prompts; add at least one source"
-    if plan.verb == "eval" and not config.data.eval:
+    if plan.verb == "eval" and not config.data.eval and not has_tasks:
         yield "data.eval", "no evaluation prompts; add at least one source"
-    if (plan.verb == "train" or config.data.eval) and not config.reward.parts:
+    is_scored = config.reward.parts or isinstance(config.env, AgentEnvConfig)
+    if (plan.verb == "train" or config.data.eval) and not is_scored:
         yield "reward.parts", f"no reward for env.kind={config.env.kind}; add at least one part"
     if plan.verb == "sft" and config.sft is None:
         yield "sft", "no examples; add sources with response_key or response_function to sft.data"
@@ -115,7 +117,7 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if target.min_final is None and target.min_gain is None:
         return
     key = "eval.target.min_final" if target.min_final is not None else "eval.target.min_gain"
-    if not config.data.eval and not isinstance(config.env, GymnasiumEnv):
+    if not config.data.eval and not isinstance(config.env, GymnasiumEnv) and not has_own_tasks(config):
         yield key, "a target needs evaluation data; add sources to data.eval"
     if plan.verb != "eval" and not of.at_end:
         yield key, "the target is measured after the last round; set eval.at_end=true"
@@ -187,7 +189,7 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if bound is not None and prompt >= bound and has_tokens(config):
         yield "rollout.max_sequence_tokens", f"{no_room} {bound} tokens; raise it above {prompt}"
     samplings = [("rollout.sampling", config.rollout.sampling, plan.max_trajectory_tokens)]
-    if isinstance(env, ToolEnv):
+    if isinstance(env, ChatEnv):
         context = env.max_context_tokens
         if prompt >= context:
             why = f"{no_room} a context of {context} tokens; raise it above {prompt}"
@@ -198,7 +200,7 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if total is None:
             continue
         changed = f"{key}.max_new_tokens"
-        if total == bound or isinstance(env, ToolEnv):
+        if total == bound or isinstance(env, ChatEnv):
             changed = "rollout.max_sequence_tokens" if total == bound else "env.max_context_tokens"
             arithmetic = f"a trajectory has up to {total} tokens ({changed})"
         else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from braid.config.rollout import GymnasiumEnv, SamplingConfig, ToolEnv
+from braid.config.rollout import ChatEnv, GymnasiumEnv, SamplingConfig
 from braid.config.schema import RunConfig
 
 from .plan import Plan
@@ -21,7 +21,7 @@ def token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | Non
     if isinstance(env, GymnasiumEnv):
         return None, None
     limit = config.rollout.max_sequence_tokens or math.inf
-    if isinstance(env, ToolEnv):
+    if isinstance(env, ChatEnv):
         total = int(min(env.max_context_tokens, limit))
         return min(env.max_turns * new, max(total - 1, 0)), total
     total = int(min(prompt + new, limit))

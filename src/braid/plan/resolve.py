@@ -16,7 +16,7 @@ from braid.config.cluster import Role
 from braid.config.data import ProceduralSource
 from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole
-from braid.config.rollout import GymnasiumEnv
+from braid.config.rollout import AgentEnvConfig, GymnasiumEnv
 from braid.config.schema import RunConfig
 from braid.config.source import DEFAULT
 from braid.config.train import TrainConfig
@@ -153,6 +153,8 @@ def _sizes(config: RunConfig) -> dict[TrainingRole, ModelSize | None]:
 
 def _known_prompts(config: RunConfig) -> int | None:
     """Number of training prompts, if the config alone determines it."""
+    if isinstance(config.env, AgentEnvConfig) and not config.data.train:
+        return config.env.tasks
     sources = [source for source in config.data.train if isinstance(source, ProceduralSource)]
     if not sources or len(sources) < len(config.data.train):
         return None

@@ -16,7 +16,7 @@ from typing import Any
 from braid.algorithms.recipes import ADVANTAGES, POLICY_LOSSES
 from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
-from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
+from braid.config.rollout import AgentEnvConfig, ChatEnv, GymnasiumEnv, SamplingConfig, SingleTurnEnv
 from braid.config.schema import RunConfig
 from braid.config.shape import fields_of, sections_of
 from braid.config.train import TrainConfig
@@ -241,7 +241,7 @@ def _prompts(config: RunConfig, plan: Plan) -> _Unused:
             "reward.overlong checkpoint.export_every_rounds critic.path model.{tokenizer,chat_template} "
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}",
         )
-    if is_of_text(config) and not config.data.eval:
+    if is_of_text(config) and not config.data.eval and not has_own_tasks(config):
         why, keys = "there are no data.eval sources", "every_rounds,samples_per_prompt,pass_at,sampling"
         yield why, f"eval.{{{keys},batch_prompts,shuffle}} report.eval_samples"
         if plan.recipe.supervised_coef == 0:
@@ -272,7 +272,7 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
         yield "a round does not have more prompts than that", "rollout.request_batch"
     samplings = (rollout.sampling, config.eval.sampling or rollout.sampling)
     longest = config.data.max_prompt_tokens + max(sampling.max_new_tokens for sampling in samplings)
-    if isinstance(env, ToolEnv):
+    if isinstance(env, ChatEnv):
         longest = env.max_context_tokens
     if rollout.max_sequence_tokens is not None and rollout.max_sequence_tokens >= longest:
         keys = "rollout.max_sequence_tokens"
@@ -392,9 +392,15 @@ def has_tokens(config: RunConfig) -> bool:
     return not isinstance(config.env, GymnasiumEnv)
 
 
+def has_own_tasks(config: RunConfig) -> bool:
+    """Whether the environment makes its tasks itself, from seeds."""
+    data = config.data
+    return isinstance(config.env, AgentEnvConfig) and not data.train and not data.eval
+
+
 def is_of_text(config: RunConfig) -> bool:
     """Whether the environment is one of messages."""
-    return isinstance(config.env, SingleTurnEnv | ToolEnv)
+    return isinstance(config.env, SingleTurnEnv | ChatEnv)
 
 
 _RULES: tuple[Callable[[RunConfig, Plan], _Unused], ...] = (

@@ -28,7 +28,7 @@ _STORED = (
     "attempts",
     "reward",
     "reward_parts",
-    "facts",
+    "metrics",
     "text",
     "answer_text",
 )
@@ -132,7 +132,7 @@ def _sample(record: dict[str, Any]) -> Sample:
     segments = record.get("segments", [{"agent": Segment().agent, "num_turns": len(turns)}] if turns else [])
     trajectory.segments = [Segment(list(islice(left, s["num_turns"])), s["agent"]) for s in segments]
     trajectory.status = Status(trajectory.status)
-    for values in (trajectory.reward_parts, trajectory.facts):
+    for values in (trajectory.reward_parts, trajectory.metrics):
         values |= dict(zip(values, _numbers(values.values()), strict=True))
     return sample
 

@@ -35,13 +35,13 @@ class TrajectoryMetadata(NamedTuple):
     reward: float | None
     shaped: ShapedReward | None
     reward_parts: dict[str, float]
-    facts: dict[str, float]
+    metrics: dict[str, float]
     attempts: int
     known_lengths: Lengths
 
     @classmethod
     def of(cls, t: Trajectory) -> TrajectoryMetadata:
-        known = (t.sample, t.status, t.reason, t.reward, t.shaped, t.reward_parts, t.facts, t.attempts)
+        known = (t.sample, t.status, t.reason, t.reward, t.shaped, t.reward_parts, t.metrics, t.attempts)
         return cls(*known, t.lengths)
 
 

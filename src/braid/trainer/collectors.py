@@ -11,19 +11,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from braid.cluster.workers import Place
-from braid.config.rollout import GymnasiumEnv, SamplingConfig, SingleTurnEnv, ToolEnv
+from braid.config.rollout import (
+    AgentEnvConfig,
+    ChatEnv,
+    GymnasiumEnv,
+    SamplingConfig,
+    SingleTurnEnv,
+    Timeouts,
+    ToolEnv,
+)
 from braid.config.schema import RunConfig
-from braid.envs.text.build import text_env_maker
+from braid.envs.agents.base import AgentEnv
+from braid.envs.agents.build import agent_env_maker
+from braid.envs.agents.single_turn import SingleTurn
+from braid.envs.agents.tools import tool_env_maker
 from braid.models.causal_lm import CausalLM
+from braid.models.chat import ChatFormat
 from braid.models.mlp import MlpPolicy
 from braid.models.roles import make_policy
 from braid.plan import Plan, longest_row
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
+from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.drivers.base import Driver
 from braid.rollout.drivers.simulators import SimulatorDriver
-from braid.rollout.drivers.text import TextDriver
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
@@ -148,20 +160,22 @@ def text_collector(
     in_background: bool = False,
 ) -> Collector:
     """A collector of text episodes sampled with `engine`; `link`, `check` and `in_background` as in Collector."""
-    env, tokenizer, rollout = config.env, inputs.tokenizer, config.rollout
-    assert isinstance(env, SingleTurnEnv | ToolEnv), "env is a simulator, not a text environment"
+    env, rollout = config.env, config.rollout
+    chat, new_env = chat_format(config, inputs), _env_maker(config, base_dir)
 
     def driver(sampling: SamplingConfig, context: int | None) -> Driver:
         assert context is not None, "text episodes have a context limit"
-        return TextDriver(
+        limits = Limits(context, None, Timeouts())
+        if isinstance(env, ChatEnv):
+            limits = Limits(context, env.max_turns, env.timeouts, env.cut_turns == "continue")
+        return AgentDriver(
             engine,
-            text_env_maker(env),
-            tokenizer,
+            new_env,
+            chat,
             sampling_of(sampling, inputs.end_token_ids),
+            limits,
             seed=config.run.seed,
             retries=rollout.retries,
-            max_context_tokens=context,
-            env_timeout_s=rollout.env_timeout_s,
         )
 
     longest = plan.max_trajectory_tokens
@@ -186,6 +200,36 @@ def text_collector(
         check=check,
         in_background=in_background,
     )
+
+
+def chat_format(config: RunConfig, inputs: TextInputs) -> ChatFormat:
+    """The format of the policy's conversations. Raises ModelError if its chat template cannot be continued."""
+    env, data = config.env, config.data
+    of_chat: dict[str, Any] = {}
+    if isinstance(env, ChatEnv):
+        of_chat = {"tool_format": env.tool_format, "thinking": env.thinking}
+    chat = ChatFormat(
+        inputs.tokenizer,
+        end_token_ids=inputs.end_token_ids,
+        use_template=data.use_chat_template != "never",
+        template_kwargs=data.chat_template_kwargs,
+        **of_chat,
+    )
+    if isinstance(env, ChatEnv) and env.max_turns > 1:
+        chat.check(uses_tools=isinstance(env, ToolEnv))
+    return chat
+
+
+def _env_maker(config: RunConfig, base_dir: Path) -> Callable[[], AgentEnv]:
+    match config.env:
+        case SingleTurnEnv():
+            return SingleTurn
+        case ToolEnv() as env:
+            return tool_env_maker(env, base_dir)
+        case AgentEnvConfig() as env:
+            return agent_env_maker(env.name, env.kwargs, base_dir, env.run_in, env.processes)
+        case other:
+            raise AssertionError(f"{other.kind} is a simulator, not a text environment")
 
 
 def simulator_collector(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braid.config.data import covers
 from braid.config.load import Loaded
-from braid.config.rollout import GymnasiumEnv
+from braid.config.rollout import AgentEnvConfig, EnvConfig, GymnasiumEnv
 from braid.config.schema import RunConfig
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
@@ -19,6 +20,7 @@ from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
 from braid.plan import Verb, policy_size
 from braid.plan.rewards import mix_problems, source_problems
+from braid.plan.unused import has_own_tasks
 from braid.rollout.collector import Use
 from braid.types import Prompt
 
@@ -59,15 +61,31 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
     examples = config.sft.data if config.sft is not None and verb != "eval" else ()
     size = policy_size(config)
     max_positions = None if size is None else size.max_positions
+    prompts = {
+        "train": load_prompts(train, data, tokenizer, base_dir=base_dir, role="train"),
+        "eval": load_prompts(data.eval, data, tokenizer, base_dir=base_dir, role="eval"),
+    }
+    if has_own_tasks(config):
+        prompts = _own_tasks(config.env)
     return TextInputs(
         tokenizer,
-        load_prompts(train, data, tokenizer, base_dir=base_dir, role="train"),
-        load_prompts(data.eval, data, tokenizer, base_dir=base_dir, role="eval"),
+        prompts["train"],
+        prompts["eval"],
         load_examples(
             examples, data, tokenizer, base_dir=base_dir, max_positions=max_positions, end_token_ids=ends
         ),
         ends,
     )
+
+
+def _own_tasks(env: EnvConfig) -> dict[str, PromptSet]:
+    """Prompts of a text environment that makes its tasks from seeds."""
+    assert isinstance(env, AgentEnvConfig), "other environments need data"
+    name = re.split(r"[.:]", env.name)[-1]
+    return {
+        use: PromptSet(reset_prompts(name, count), {})
+        for use, count in (("train", env.tasks), ("eval", env.eval_episodes))
+    }
 
 
 def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:

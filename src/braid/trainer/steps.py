@@ -162,6 +162,8 @@ def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
     for trajectory in trajectories:
         if turns := trajectory.lengths.turns:
             told["rollout/turns_mean"].append(turns)
+        for name, value in trajectory.metrics.items():
+            told[f"env/{name}"].append(value)
         if (reward := trajectory.reward) is not None:
             told["reward/mean"].append(reward)
             told[f"reward/source/{trajectory.prompt.source}"].append(reward)

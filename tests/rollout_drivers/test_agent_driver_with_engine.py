@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 
 import numpy as np
@@ -11,18 +12,20 @@ from tests.driven import drive
 from tests.rows import rows_of
 
 from braid.config.model import BuildSpec, ModelConfig
+from braid.config.rollout import Timeouts
 from braid.data.prompts import PromptSet
 from braid.data.worked import ExampleSet
-from braid.envs.text.base import Reply
-from braid.envs.text.single_turn import SingleTurn
+from braid.envs.agents.base import AgentEnv, Opening, Step
+from braid.envs.agents.single_turn import SingleTurn
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
+from braid.models.chat import ChatFormat
 from braid.models.loading import load_policy, load_tokenizer
-from braid.rollout.drivers.text import TextDriver
+from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.trainer.inputs import TextInputs
-from braid.types import Group, Prompt
+from braid.types import Action, Group, Message, Prompt
 
 MODEL = ModelConfig(
     build=BuildSpec(
@@ -37,17 +40,20 @@ TEMPERATURE = 0.8
 class Echo:
     """Answers twice with the turn's length, then ends. A turn ends at a 5 or a 7."""
 
-    stop_strings: tuple[str, ...] = ("5", "7")
-
     def __init__(self) -> None:
         self.count = 0
 
-    async def start(self, prompt: Prompt) -> None:
+    async def start(self, task: Prompt, seed: int) -> Opening:  # noqa: ARG002
         self.count = 0
+        return Opening(stop_strings=("5", "7"))
 
-    async def reply(self, text: str) -> Reply:
+    async def step(self, action: Action) -> Step:
         self.count += 1
-        return Reply(f"<{len(text)}>", 0.25, is_done=self.count == 3)
+        message: Message = {"role": "user", "content": f"<{len(action.text)}>"}
+        return Step([message], 0.25, is_done=self.count == 3)
+
+    async def close(self) -> None:
+        """Do nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +61,17 @@ def lm() -> CausalLM:
     return load_policy(MODEL, temperature=TEMPERATURE, seed=0, device=torch.device("cpu"))
 
 
+def _driver(engine: NativeEngine, env: Callable[[], AgentEnv], sampling: Sampling) -> AgentDriver:
+    chat = ChatFormat(TOKENIZER, end_token_ids=sampling.stop_token_ids)
+    return AgentDriver(engine, env, chat, sampling, Limits(128, None, Timeouts()), seed=3, retries=0)
+
+
 def _run(lm: CausalLM, prompts: list[Prompt], *, max_running: int = 64) -> list[Group]:
     engine = NativeEngine(lm, decode=lambda ids: str(TOKENIZER.decode(list(ids))), max_running=max_running)
     sampling = Sampling(
         max_new_tokens=24, temperature=TEMPERATURE, stop_token_ids=tuple(TOKENIZER.encode("<eos>"))
     )
-    driver = TextDriver(
-        engine, Echo, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128, env_timeout_s=60.0
-    )
+    driver = _driver(engine, Echo, sampling)
     with closing(engine):
         return drive(driver, prompts, 4, (0, 1))
 
@@ -73,9 +82,7 @@ def test_stop_strings_and_stored_texts_see_special_tokens_and_rewards_do_not(lm:
     inputs = TextInputs(TOKENIZER, none, none, ExampleSet([], {}), ())
     engine = NativeEngine(lm, decode=inputs.decode)
     sampling = Sampling(max_new_tokens=24, temperature=2.0, stop_strings=("<eos>",))
-    driver = TextDriver(
-        engine, SingleTurn, TOKENIZER, sampling, seed=3, retries=0, max_context_tokens=128, env_timeout_s=60.0
-    )
+    driver = _driver(engine, SingleTurn, sampling)
     with closing(engine):
         groups = drive(driver, _prompts(8), 4, (0, 1))
     trajectories = [t for g in groups for t in g.trajectories]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,14 +11,15 @@ from tests.driven import drive, groups_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from braid.config.rollout import ToolEnv
-from braid.envs.text.base import Reply, TextEnv
-from braid.envs.text.build import text_env_maker
-from braid.envs.text.single_turn import SingleTurn
+from braid.config.rollout import Timeouts, ToolEnv
+from braid.envs.agents.base import AgentEnv, Opening, Step
+from braid.envs.agents.single_turn import SingleTurn
+from braid.envs.agents.tools import tool_env_maker
 from braid.errors import EngineError
-from braid.rollout.drivers.text import TextDriver
+from braid.models.chat import ChatFormat
+from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.types import Group, Prompt, Status, StopReason
+from braid.types import Action, Group, Prompt, Status, StopReason
 
 EOS = 1
 SAMPLING = Sampling(max_new_tokens=64, stop_token_ids=(EOS,))
@@ -76,18 +78,22 @@ class ScriptedEngine:
 class Env:
     """Replies or raises as configured."""
 
-    stop_strings: tuple[str, ...] = ("!",)
-
-    def __init__(
-        self, reply: Callable[[str], Reply], start: Callable[[Prompt], None] = lambda _: None
-    ) -> None:
+    def __init__(self, reply: Callable[[str], Any], start: Callable[[Prompt], None] = lambda _: None) -> None:
         self._reply, self._start = reply, start
 
-    async def start(self, prompt: Prompt) -> None:
-        self._start(prompt)
+    async def start(self, task: Prompt, seed: int) -> Opening:  # noqa: ARG002
+        self._start(task)
+        return Opening(stop_strings=("!",))
 
-    async def reply(self, text: str) -> Reply:
-        return self._reply(text)
+    async def step(self, action: Action) -> Step:
+        return self._reply(action.text)
+
+    async def close(self) -> None:
+        """Do nothing."""
+
+
+def _says(text: str = "", reward: float = 0.0, **rest: Any) -> Step:
+    return Step([{"role": "user", "content": text}], reward, **rest)
 
 
 def _prompt(text: str) -> Prompt:
@@ -96,49 +102,50 @@ def _prompt(text: str) -> Prompt:
 
 def _driver(
     engine: Any,
-    env: Callable[[], TextEnv],
+    env: Callable[[], AgentEnv],
     sampling: Sampling = SAMPLING,
     retries: int = 1,
     max_context_tokens: int = 200,
-    env_timeout_s: float = 60.0,
-) -> TextDriver:
-    return TextDriver(
+    step_s: float = 60.0,
+    max_turns: int = 4,
+) -> AgentDriver:
+    return AgentDriver(
         engine,
         env,
-        TOKENIZER,
+        ChatFormat(TOKENIZER, end_token_ids=sampling.stop_token_ids),
         sampling,
+        Limits(max_context_tokens, max_turns, Timeouts(step_s=step_s)),
         seed=7,
         retries=retries,
-        max_context_tokens=max_context_tokens,
-        env_timeout_s=env_timeout_s,
     )
 
 
 def _drive(
     script: Script,
-    env: Callable[[], TextEnv] = SingleTurn,
+    env: Callable[[], AgentEnv] = SingleTurn,
     *,
     prompts: tuple[str, ...] = ("2*3=",),
     group_size: int = 1,
     retries: int = 1,
     max_context_tokens: int = 200,
-    env_timeout_s: float = 60.0,
+    step_s: float = 60.0,
     sampling: Sampling = SAMPLING,
     key: tuple[int, ...] = (0, 5),
+    max_turns: int = 4,
 ) -> tuple[ScriptedEngine, list[Group]]:
     engine = ScriptedEngine(script, version=9)
-    driver = _driver(engine, env, sampling, retries, max_context_tokens, env_timeout_s)
+    driver = _driver(engine, env, sampling, retries, max_context_tokens, step_s, max_turns)
     groups = drive(driver, [_prompt(p) for p in prompts], group_size, key)
     return engine, groups
 
 
-def _tools(max_turns: int = 4) -> Callable[[], TextEnv]:
-    return text_env_maker(ToolEnv(kind="tools", max_turns=max_turns))
+def _tools() -> Callable[[], AgentEnv]:
+    return tool_env_maker(ToolEnv(kind="tools"), Path())
 
 
 def _calls_then_answers(request: Request) -> tuple[str, StopReason]:
     text = _text(request.prompt_ids)
-    return ("A:6", "stop") if "<out>" in text else ("<calc>2*3</calc>", "stop")
+    return ("A:6", "stop") if "<out>" in text else ("<calculator>2*3</calculator>", "stop")
 
 
 def _one(groups: list[Group]) -> Any:
@@ -166,14 +173,14 @@ def test_later_turns_read_exactly_the_tokens_before_and_then_the_reply() -> None
     first, second = trajectory.turns
     assert second.context_ids == _ids("<out>6</out>")
     assert engine.requests[1].prompt_ids == (*first.context_ids, *first.output_ids, *second.context_ids)
-    assert trajectory.text == "<calc>2*3</calc><out>6</out>A:6<eos>"
+    assert trajectory.text == "<calculator>2*3</calculator><out>6</out>A:6<eos>"
     assert trajectory.answer_text == "A:6"
     assert trajectory.status is Status.FINISHED
-    assert trajectory.facts["turns"] == 2
+    assert trajectory.metrics["turns"] == 2
 
 
 def test_a_turn_knows_the_time_that_environment_and_tools_took_to_reply() -> None:
-    _, groups = _drive(lambda _: ("hi", "stop"), lambda: Env(lambda _: Reply(is_done=True, tool_s=0.5)))
+    _, groups = _drive(lambda _: ("hi", "stop"), lambda: Env(lambda _: Step(is_done=True, tool_s=0.5)))
     (turn,) = _one(groups).turns
     assert turn.env_s > 0
     assert turn.tool_s == 0.5
@@ -183,7 +190,7 @@ def test_sampled_tokens_are_never_tokenised_again() -> None:
     """An unknown token decodes to text that would tokenise otherwise; it stays the token it was."""
     unknown = TOKENIZER.unk_token_id
     engine, _ = _drive(
-        lambda r: ("~<calc>1</calc>", "stop") if len(r.prompt_ids) < 10 else ("A:1", "stop"), _tools()
+        lambda r: ("~<calculator>1</calculator>", "stop") if len(r.prompt_ids) < 10 else ("A:1", "stop"), _tools()
     )
     assert unknown in engine.requests[1].prompt_ids
     assert (
@@ -194,7 +201,7 @@ def test_sampled_tokens_are_never_tokenised_again() -> None:
 def test_stop_strings_of_the_environment_join_those_of_the_config() -> None:
     sampling = Sampling(max_new_tokens=64, stop_token_ids=(EOS,), stop_strings=("?",))
     engine, _ = _drive(lambda _: ("A:6", "stop"), _tools(), sampling=sampling)
-    assert engine.requests[0].sampling.stop_strings == ("?", "</calc>")
+    assert engine.requests[0].sampling.stop_strings == ("?", "</calculator>")
 
 
 def test_results_are_in_the_order_of_prompts() -> None:
@@ -217,14 +224,14 @@ def test_every_request_has_a_unique_key_from_its_position() -> None:
 
 
 def test_an_answer_cut_by_length_is_truncated_and_the_environment_is_not_asked() -> None:
-    _, groups = _drive(lambda _: ("<calc>1</calc", "length"), _tools())
+    _, groups = _drive(lambda _: ("<calculator>1</calculator", "length"), _tools())
     trajectory = _one(groups)
     assert trajectory.status is Status.TRUNCATED
     assert len(trajectory.turns) == 1
 
 
 def test_too_many_turns_truncate() -> None:
-    _, groups = _drive(lambda _: ("<calc>1</calc>", "stop"), _tools(max_turns=3))
+    _, groups = _drive(lambda _: ("<calculator>1</calculator>", "stop"), _tools(), max_turns=3)
     trajectory = _one(groups)
     assert trajectory.status is Status.TRUNCATED
     assert len(trajectory.turns) == 3
@@ -239,7 +246,7 @@ def test_a_turn_gets_no_more_tokens_than_the_context_has_left() -> None:
 
 def test_a_reply_that_fills_the_context_truncates() -> None:
     _, groups = _drive(
-        lambda _: ("hi!", "stop"), lambda: Env(lambda _: Reply("b" * 50)), max_context_tokens=40
+        lambda _: ("hi!", "stop"), lambda: Env(lambda _: _says("b" * 50)), max_context_tokens=40
     )
     trajectory = _one(groups)
     assert trajectory.status is Status.TRUNCATED
@@ -255,7 +262,7 @@ def test_a_prompt_that_fills_the_context_is_invalid_and_not_retried() -> None:
 
 
 def test_rewards_of_the_environment_stay_with_their_turns() -> None:
-    replies = iter([Reply("ok", 0.5), Reply(reward=2.0, is_done=True)])
+    replies = iter([_says("ok", 0.5), Step(reward=2.0, is_done=True)])
     _, groups = _drive(lambda _: ("hi!", "stop"), lambda: Env(lambda _: next(replies)))
     assert [t.reward for t in _one(groups).turns] == [0.5, 2.0]
 
@@ -268,14 +275,14 @@ def _raise(error: Exception) -> Any:
     ("env", "reason"),
     [
         (lambda: Env(lambda _: _raise(OSError("no disk"))), "environment: OSError: no disk"),
-        (lambda: Env(lambda _: Reply(), lambda _: _raise(KeyError("x"))), "environment: KeyError: 'x'"),
+        (lambda: Env(lambda _: _says(), lambda _: _raise(KeyError("x"))), "environment: KeyError: 'x'"),
         (lambda: _raise(ValueError("no env")), "environment: ValueError: no env"),
-        (lambda: Env(lambda _: Reply(reward=float("nan"))), "environment: reward nan is not finite"),
-        (lambda: Env(lambda _: None), "environment: NoneType is not a Reply"),  # pyright: ignore[reportArgumentType]
+        (lambda: Env(lambda _: Step(reward=float("nan"))), "environment: reward nan is not finite"),
+        (lambda: Env(lambda _: None), "environment: step() returned NoneType, not a Step"),
     ],
 )
 def test_a_failing_environment_makes_the_trajectory_invalid_with_its_reason(
-    env: Callable[[], TextEnv], reason: str
+    env: Callable[[], AgentEnv], reason: str
 ) -> None:
     _, groups = _drive(lambda _: ("hi!", "stop"), env, retries=2)
     trajectory = _one(groups)
@@ -335,14 +342,14 @@ class Slow(Env):
     num_hanging: int
 
     def __init__(self) -> None:
-        super().__init__(lambda _: Reply(is_done=True))
+        super().__init__(lambda _: Step(is_done=True))
         Slow.num_open += 1
 
-    async def reply(self, text: str) -> Reply:
+    async def step(self, action: Action) -> Step:
         if Slow.num_hanging:
             Slow.num_hanging -= 1
             await asyncio.Event().wait()
-        return await super().reply(text)
+        return await super().step(action)
 
     async def close(self) -> None:
         await asyncio.sleep(0)
@@ -355,13 +362,13 @@ def test_a_late_environment_is_retried_with_its_time_limit_as_the_reason_and_clo
 ) -> None:
     monkeypatch.setattr(Slow, "num_open", 0)
     monkeypatch.setattr(Slow, "num_hanging", num_hanging, raising=False)
-    _, groups = _drive(lambda _: ("A!", "stop"), Slow, env_timeout_s=0.02)
+    _, groups = _drive(lambda _: ("A!", "stop"), Slow, step_s=0.02)
     trajectory = _one(groups)
     assert trajectory.attempts == 2
     if num_hanging == 1:
         assert trajectory.status is Status.FINISHED
     else:
-        assert trajectory.reason == "environment: reply() took longer than rollout.env_timeout_s=0.02"
+        assert trajectory.reason == "environment: step() took longer than env.timeouts.step_s=0.02"
     assert Slow.num_open == 0
 
 
@@ -388,6 +395,6 @@ def test_an_environment_that_fails_to_close_changes_nothing(caplog: pytest.LogCa
         async def close(self) -> None:
             raise OSError("no such window")
 
-    _, groups = _drive(lambda _: ("A!", "stop"), lambda: Broken(lambda _: Reply(is_done=True)))
+    _, groups = _drive(lambda _: ("A!", "stop"), lambda: Broken(lambda _: Step(is_done=True)))
     assert _one(groups).status is Status.FINISHED
     assert "no such window" in caplog.text

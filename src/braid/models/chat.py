@@ -1,0 +1,277 @@
+"""Chat formats: from messages to tokens by a chat template, and from sampled tokens to actions.
+
+Tokens that the policy sampled are never tokenised again. New messages are appended to them as a *delta*: the template
+renders a conversation whose last answer is a sentinel, and the delta is what follows the sentinel. Text in messages
+cannot forge control tokens: occurrences of the tokenizer's added tokens in them are encoded as ordinary text.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from braid.errors import ModelError
+from braid.types import Action, Message, StopReason
+
+from .tokenizer import leading_tokens, whole_text
+from .tool_calls import ToolFormat, ToolSchema, detect_format, parse_calls
+
+PLAIN_TEMPLATE = "{% for m in messages %}{{ '<out>' + m.content + '</out>' if m.role == 'tool' else m.content }}{% endfor %}"
+"""For models without a chat template: the texts of the messages, without roles; results of tools in a tag."""
+
+Thinking = Literal["keep", "as_template"]
+_SENTINEL, _REASON = "@@answer {}@@", "@@reason {}@@"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A past turn of the policy: its sampled tokens, and which messages followed it."""
+
+    output_ids: Sequence[int]
+    replies: Sequence[Message]
+
+
+class ChatFormat:
+    """The format of one model's conversations."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        end_token_ids: Sequence[int],
+        use_template: bool = True,
+        tool_format: ToolFormat | None = None,
+        thinking: Thinking = "keep",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Without `use_template`, or a template of the tokenizer, messages are texts without roles. `tool_format` None:
+        that of the template. `thinking`: keep that of earlier turns, or do as the template does."""
+        own: Any = tokenizer.chat_template if use_template else None
+        if isinstance(own, dict):
+            own = own.get("tool_use", own.get("default"))
+        self.tokenizer, self._ends = tokenizer, frozenset(end_token_ids)
+        self._template: str = own or PLAIN_TEMPLATE
+        self.is_plain = not own
+        self._tool_format = tool_format or detect_format(own)
+        self.thinking: Thinking = thinking
+        self._kwargs = dict(template_kwargs or {})
+        added = sorted(
+            (str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True
+        )
+        self._added = "|".join(re.escape(token) for token in added if len(token) > 1) or r"(?!)"
+
+    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
+        """Tokens of a conversation, up to the start of the policy's answer."""
+        start = leading_tokens(self.tokenizer) if self.is_plain else []
+        return start + self._encode(self._render(messages, tools))
+
+    def delta(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], last_ids: Sequence[int]
+    ) -> list[int]:
+        """Tokens from the end of the policy's turn `last_ids` to the start of its next one, with `messages` between
+        them. Begins with the template's end of a turn, unless the turn ends with it."""
+        closing, tail = self._tail(messages, tools)
+        last = self._text([last_ids[-1]]) if last_ids[-1] in self._ends else ""
+        if last and (closing + tail).startswith(last):
+            return self._encode((closing + tail).removeprefix(last))
+        if last and last in closing:
+            closing = closing.split(last, 1)[1]
+        return self._encode(closing + tail)
+
+    def conversation(
+        self, messages: Sequence[Message], answers: Sequence[Answer], tools: Sequence[ToolSchema]
+    ) -> list[int]:
+        """Tokens of a whole conversation as the template renders it, which may drop the reasoning of earlier
+        turns. Of the policy's turns, the sampled tokens are kept."""
+        chat: list[dict[str, Any]] = [dict(message) for message in messages]
+        sampled: dict[str, Sequence[int]] = {}
+        for i, answer in enumerate(answers):
+            reasoning, content = self._split_reasoning(answer.output_ids)
+            turn: dict[str, Any] = {"role": "assistant", "content": _SENTINEL.format(i)}
+            sampled[_SENTINEL.format(i)] = content
+            if reasoning:
+                turn["reasoning_content"] = _REASON.format(i)
+                sampled[_REASON.format(i)] = reasoning
+            chat += [turn, *(dict(message) for message in answer.replies)]
+        text = self._render(chat, tools)
+        for i in range(len(answers)):
+            if _REASON.format(i) in text:  # kept: the turn is as it was sampled
+                before, after = text.split(_REASON.format(i))
+                start = before.rindex(self._thinking_start)
+                text = before[:start] + _SENTINEL.format(i) + after.split(_SENTINEL.format(i), 1)[1]
+                sampled[_SENTINEL.format(i)] = [
+                    *sampled[_REASON.format(i)],
+                    *sampled[_SENTINEL.format(i)],
+                ]
+        ids: list[int] = []
+        for part in re.split("(" + "|".join(map(re.escape, sampled)) + ")", text):
+            ids += sampled[part] if part in sampled else self._encode(part)
+        return ids
+
+    def parse(
+        self,
+        ids: Sequence[int],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        stop_reason: StopReason = "stop",
+        new_id: Callable[[], str] = lambda: "call",
+    ) -> Action:
+        """The policy's turn as environments see it. `new_id` makes the ids of tool calls."""
+        kept = ids[:-1] if ids and ids[-1] in self._ends else ids
+        raw = self._text(kept)
+        reasoning, end, text = raw.rpartition("</think>")
+        if not end and self._opens_thinking:
+            reasoning, text = raw, ""  # cut while it was thinking
+        reasoning = reasoning.removeprefix("<think>").strip("\n")
+        text = text.lstrip("\n") if end else text
+        rest, calls = text, ()
+        if self._tool_format is not None:
+            rest, calls = parse_calls(text, tools, self._tool_format, new_id)
+        return Action(rest, reasoning, calls, stop_reason, raw)
+
+    def check(self, *, uses_tools: bool) -> None:
+        """Check that conversations with this template can be continued token by token. Raises ModelError with the
+        reason if not, or if it cannot show tools that the run has."""
+        problem = None
+        tool: Message = {"role": "tool", "content": "reply", "tool_call_id": "call00000", "name": "tool"}
+        replies: list[Message] = [tool] if uses_tools else [{"role": "user", "content": "reply"}]
+        try:
+            text = self._render([{"role": "user", "content": "ask"}], [_TOOL] if uses_tools else [])
+            if uses_tools and not self.is_plain and '"tool"' not in text and "tool" not in text:
+                problem = "it does not show tools to the model; use a template for tools, or remove env.tools"
+            elif uses_tools and self._tool_format is None:
+                problem = "its format of tool calls is unknown; set env.tool_format"
+            elif "reply" not in self._tail(replies, [_TOOL] if uses_tools else [])[1]:
+                problem = "the environment's reply does not follow the policy's turn"
+        except ModelError as error:
+            problem = str(error)
+        if problem is not None:
+            raise ModelError(f"the chat template cannot be used for episodes of several turns: {problem}")
+
+    def _tail(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[str, str]:
+        """What follows an answer: the template's end of the turn; then `messages` and the start of the next answer.
+        Results of tools follow an answer that calls them, as some templates demand."""
+        first: Message = {"role": "user", "content": "ask"}
+        plain = {"role": "assistant", "content": _SENTINEL}
+        bases: list[dict[str, Any]] = [plain]
+        called = [m for m in messages if m["role"] == "tool"]
+        if called and "tool_calls" in self._template:
+            bases = [_calling(called, {"value": _SENTINEL}), _calling(called, _AS_TEXT), plain]
+        problem: ModelError | None = None
+        for base in bases:
+            try:
+                before = self._render([first, base], tools, asks=False)
+                text = self._render([first, base, *messages], tools)
+            except ModelError as error:
+                problem = problem or error
+                continue
+            (head, _, closing), (new_head, _, tail) = before.rpartition(_SENTINEL), text.rpartition(_SENTINEL)
+            if _EMPTY_THINKING.sub("", head) != _EMPTY_THINKING.sub("", new_head):
+                problem = ModelError("it renders earlier turns differently once a message follows")
+                continue
+            if base is not plain:
+                ends = [tail.find(end) for end in self._turn_ends if end in tail]
+                if not ends:
+                    continue
+                closing, tail = "", tail[min(ends) :]
+            shared = os.path.commonprefix([closing, tail])  # noqa: RUF071  # of strings, not of paths
+            return shared, tail.removeprefix(shared)
+        raise problem or ModelError("it has no token that ends a turn with a tool call")
+
+    @cached_property
+    def _turn_ends(self) -> list[str]:
+        """Texts of the tokens that end a turn."""
+        user: Message = {"role": "user", "content": "ask"}
+        text = self._render([user, {"role": "assistant", "content": _SENTINEL}, user], [])
+        tail = text[text.rfind(_SENTINEL) + len(_SENTINEL) :]
+        first = re.match(self._added, tail)
+        return [*([first[0]] if first else []), *(self._text([token]) for token in self._ends)]
+
+    @cached_property
+    def _opens_thinking(self) -> bool:
+        """Whether the template opens the policy's reasoning for it."""
+        text = self._render([{"role": "user", "content": "ask"}], [])
+        return text.rstrip().endswith("<think>")
+
+    @property
+    def _thinking_start(self) -> str:
+        return "" if self._opens_thinking else "<think>"
+
+    def _split_reasoning(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The tokens of a turn's reasoning, with its markers and the line ends after it, and the others without the
+        end token."""
+        kept = list(ids[:-1] if ids and ids[-1] in self._ends else ids)
+        if "</think>" not in self._text(kept):
+            return [], kept
+        end = next(i for i in range(1, len(kept) + 1) if "</think>" in self._text(kept[:i]))
+        while end < len(kept) and not self._text(kept[end : end + 1]).strip("\n"):
+            end += 1
+        return kept[:end], kept[end:]
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema], *, asks: bool = True
+    ) -> str:
+        """The template's text, with a mark inside each forged token. Raises ModelError if the template refuses."""
+        import jinja2
+
+        chat: Any = [{**m, "content": self._marked(m["content"])} for m in messages]
+        shown: Any = [dict(tool) for tool in tools] or None
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    chat,
+                    tools=shown,
+                    chat_template=self._template,
+                    tokenize=False,
+                    add_generation_prompt=asks,
+                    **self._kwargs,
+                )
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(str(m["role"]) for m in messages)
+            raise ModelError(f"the chat template rejects messages with the roles {roles}: {error}") from error
+
+    def _marked(self, text: str) -> str:
+        """`text` with a mark after the first character of each added token that it contains."""
+        return re.sub(rf"(?=(?:{self._added}))(.)", rf"\1{_MARK}", text.replace(_MARK, ""), flags=re.DOTALL)
+
+    def _encode(self, text: str) -> list[int]:
+        """Tokens of rendered text; marks are borders between tokens."""
+        parts = (part for part in text.split(_MARK) if part)
+        return [i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False)]
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return whole_text(self.tokenizer, ids)
+
+
+_MARK = "\ue0f7"
+"""A private-use character, which is removed from messages."""
+_EMPTY_THINKING = re.compile(r"<think>\s*</think>\s*")
+_AS_TEXT = '{"value": "' + _SENTINEL + '"}'
+_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": "tool",
+        "description": "A tool.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+
+
+def _calling(results: Sequence[Message], arguments: object) -> dict[str, Any]:
+    """A message of the policy with the calls that `results` answer."""
+    calls = [
+        {
+            "id": result.get("tool_call_id", "call00000"),
+            "type": "function",
+            "function": {"name": result.get("name", "tool"), "arguments": arguments},
+        }
+        for result in results
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}

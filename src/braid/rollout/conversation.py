@@ -1,0 +1,105 @@
+"""One agent's conversation in an episode: tokens of messages and of the policy's turns, recorded as segments.
+
+In a later turn the policy reads exactly the tokens that it read and wrote before, followed by the new messages. Where
+the template drops the reasoning of earlier turns (`env.thinking=as_template`), a new segment begins instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from braid.errors import EngineError
+from braid.models.chat import Answer, ChatFormat, ToolSchema
+from braid.types import Action, Key, Message, Segment, Trajectory, Turn
+
+from .engine import Request, RolloutEngine, Sampling
+
+
+class Conversation:
+    """Samples the turns of `agent` and records them in `trajectory`."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        chat: ChatFormat,
+        trajectory: Trajectory,
+        *,
+        key: Key,
+        agent: str = "main",
+    ) -> None:
+        """`key` seeds the random numbers of its turns, together with their number within the trajectory."""
+        self._engine, self._chat, self._trajectory, self._key = engine, chat, trajectory, key
+        self._agent = agent
+        self._segment: Segment | None = None
+        self._history: list[int] = []
+        self.unread: list[int] = []
+        """Tokens that the next turn reads and no earlier one did."""
+        self._messages: list[Message] = []
+        self._answers: list[Answer] = []
+        self._tools: tuple[ToolSchema, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the next turn reads."""
+        return len(self._history) + len(self.unread)
+
+    def open(self, messages: Sequence[Message], tools: Sequence[ToolSchema], ids: Sequence[int] = ()) -> None:
+        """Start with `messages`; `ids` are their tokens, if known."""
+        self._messages, self._tools = list(messages), tuple(tools)
+        self.unread = list(ids) or self._chat.opening(messages, tools)
+
+    def read(self, messages: Sequence[Message]) -> None:
+        """Append messages after the policy's turn."""
+        assert self._segment is not None, "the policy has not answered yet"
+        last = self._segment.turns[-1].output_ids
+        self._answers.append(Answer(last, tuple(messages)))
+        if self._chat.thinking == "keep":
+            self.unread = self._chat.delta(messages, self._tools, last)
+            return
+        ids, known = self._chat.conversation(self._messages, self._answers, self._tools), len(self._history)
+        if ids[:known] == self._history:
+            self.unread = ids[known:]
+        else:
+            self._segment, self._history, self.unread = None, [], ids
+
+    async def turn(self, sampling: Sampling, max_tokens: int) -> tuple[Turn, Action] | None:
+        """Sample a turn; None if `max_tokens` of context and turn leave no room for one. Raises EngineError."""
+        room = max_tokens - self.num_tokens
+        if room < 1:
+            return None
+        trajectory = self._trajectory
+        number = len(trajectory.turns)
+        self._history += self.unread
+        request = Request(tuple(self._history), _within(sampling, room), (*self._key, number))
+        completion = await self._engine.generate(request)
+        if completion.stop_reason == "cancelled":
+            raise EngineError("the request was cancelled")
+        if not (ids := completion.token_ids):
+            raise EngineError("the completion has no tokens")
+        turn = Turn(
+            context_ids=self.unread,
+            output_ids=ids,
+            logprobs=completion.logprobs,
+            stop_reason=completion.stop_reason,
+            policy_version=completion.policy_version,
+            start_s=completion.start_s,
+            end_s=completion.end_s,
+        )
+        if self._segment is None:
+            self._segment = Segment(agent=self._agent)
+            trajectory.segments.append(self._segment)
+        self._segment.turns.append(turn)
+        self._history += ids
+        self.unread = []
+        calls = (f"call{number:03}{i:02}" for i in range(100))
+        action = self._chat.parse(
+            ids, self._tools, stop_reason=completion.stop_reason, new_id=lambda: next(calls)
+        )
+        return turn, action
+
+
+def _within(sampling: Sampling, room: int) -> Sampling:
+    if room >= sampling.max_new_tokens:
+        return sampling
+    return replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))

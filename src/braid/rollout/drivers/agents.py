@@ -1,0 +1,212 @@
+"""The agent driver: an engine and an environment make trajectories of text. Random numbers depend only on a
+trajectory's key, not on the batch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from braid.cluster.loops import all_of
+from braid.config.rollout import Timeouts
+from braid.envs.agents.base import AgentEnv, Opening, Step
+from braid.errors import BraidError, EngineError, EnvError
+from braid.models.chat import ChatFormat
+from braid.models.tokenizer import plain_text, whole_text
+from braid.rollout.conversation import Conversation
+from braid.rollout.engine import RolloutEngine, Sampling
+from braid.types import Action, Group, Key, Prompt, Status, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of an episode. `max_context_tokens` bounds prompt, turns and replies together: a turn gets no more
+    tokens than are left, and an episode that runs out of tokens or turns is truncated. A turn cut by its own limit
+    ends the episode too, unless `continues_cut_turns`."""
+
+    max_context_tokens: int
+    max_turns: int | None
+    timeouts: Timeouts
+    continues_cut_turns: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDriver:
+    """Turns prompts into groups of trajectories with an engine and one fresh environment per trajectory.
+
+    A trajectory whose environment or engine fails is sampled anew up to `retries` times, with other random numbers,
+    then left invalid with the reason of its last failure.
+    """
+
+    engine: RolloutEngine
+    new_env: Callable[[], AgentEnv]
+    chat: ChatFormat
+    sampling: Sampling
+    limits: Limits
+    _: KW_ONLY
+    seed: int
+    retries: int
+
+    async def group(self, prompt: Prompt, group_size: int, key: Key) -> Group:
+        """See Driver."""
+        samples = range(group_size)
+        env_seed = int(np.random.SeedSequence((self.seed, *key)).generate_state(1)[0])
+        return Group(
+            prompt, await all_of(self._trajectory(prompt, i, (self.seed, *key, i), env_seed) for i in samples)
+        )
+
+    async def _trajectory(self, prompt: Prompt, sample: int, key: Key, env_seed: int) -> Trajectory:
+        trajectory = Trajectory(prompt, sample)
+        for attempt in range(self.retries + 1):
+            trajectory = Trajectory(prompt, sample, attempts=attempt + 1)
+            conversation = Conversation(self.engine, self.chat, trajectory, key=(*key, attempt))
+            limit_s = self.limits.timeouts.episode_s
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._attempt(trajectory, conversation, env_seed)
+            except _NoRoom as problem:
+                trajectory.invalidate(f"prompt: {problem}")
+                break
+            except _EnvFailure as failure:
+                trajectory.invalidate(f"environment: {failure}")
+            except EngineError as error:
+                trajectory.invalidate(f"engine: {error}")
+            except TimeoutError:
+                trajectory.status = Status.TRUNCATED
+                if not trajectory.segments:
+                    trajectory.invalidate(f"no turn ended within env.timeouts.episode_s={limit_s:g}")
+            if trajectory.is_valid:
+                break
+        return trajectory
+
+    async def _attempt(self, trajectory: Trajectory, conversation: Conversation, env_seed: int) -> None:
+        env = _Guarded(self.new_env, self.limits.timeouts)
+        try:
+            opening = await env.start(trajectory.prompt, env_seed)
+            self._open(conversation, opening, trajectory)
+            await self._turns(trajectory, env, conversation, opening.stop_strings)
+        finally:
+            await env.close()
+
+    def _open(self, conversation: Conversation, opening: Opening, trajectory: Trajectory) -> None:
+        prompt = trajectory.prompt
+        messages = opening.messages or prompt.messages
+        is_ready = not opening.messages and not opening.tools
+        try:
+            conversation.open(messages, opening.tools, prompt.token_ids if is_ready else ())
+        except BraidError as error:
+            raise _EnvFailure(str(error)) from error
+        if (num := conversation.num_tokens) >= (limit := self.limits.max_context_tokens):
+            raise _NoRoom(
+                f"{num} tokens leave no room for an answer in a context of {limit} tokens; lower "
+                "data.max_prompt_tokens, or raise the context limit"
+            )
+
+    async def _turns(
+        self, trajectory: Trajectory, env: _Guarded, conversation: Conversation, stops: Sequence[str]
+    ) -> None:
+        """Run turns until the episode is over or a limit is reached."""
+        limits, tokenizer = self.limits, self.chat.tokenizer
+        sampling = replace(self.sampling, stop_strings=(*self.sampling.stop_strings, *stops))
+        while True:
+            sampled = await conversation.turn(sampling, limits.max_context_tokens)
+            if sampled is None:
+                trajectory.status = Status.TRUNCATED
+                return
+            turn, action = sampled
+            num_turns = len(trajectory.turns)
+            trajectory.metrics["turns"] = float(num_turns)
+            ids = turn.output_ids
+            has_end = ids[-1] in sampling.stop_token_ids
+            trajectory.answer_text = plain_text(tokenizer, ids[:-1] if has_end else ids)
+            trajectory.text += whole_text(tokenizer, ids)
+            has_room = conversation.num_tokens < limits.max_context_tokens
+            if action.stop_reason == "length" and not (limits.continues_cut_turns and has_room):
+                trajectory.status = Status.TRUNCATED
+                return
+            step = await _timed(env, action, turn, trajectory)
+            if step.is_done or step.is_truncated or num_turns == limits.max_turns:
+                trajectory.text += "".join(message["content"] for message in step.messages)
+                trajectory.status = Status.FINISHED if step.is_done else Status.TRUNCATED
+                return
+            try:
+                conversation.read(step.messages)
+            except BraidError as error:
+                raise _EnvFailure(str(error)) from error
+            trajectory.text += whole_text(tokenizer, conversation.unread)
+
+
+async def _timed(env: _Guarded, action: Action, turn: Turn, trajectory: Trajectory) -> Step:
+    """Step the environment; records reward, times and metrics."""
+    start_s = time.perf_counter()
+    step = await env.step(action)
+    turn.reward, turn.env_s, turn.tool_s = step.reward, time.perf_counter() - start_s, step.tool_s
+    added = {"env_s": turn.env_s, "tool_s": turn.tool_s, **step.metrics}
+    added |= {f"calls_{call.status}": 1.0 for call in action.tool_calls}
+    for name, value in added.items():
+        trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + value
+    return step
+
+
+class _NoRoom(Exception):
+    """The prompt fills the context."""
+
+
+class _EnvFailure(Exception):
+    """An environment raised, was late, or returned an invalid reply."""
+
+
+class _Guarded:
+    """An environment whose calls have deadlines, and whose exceptions are raised as _EnvFailure."""
+
+    def __init__(self, new_env: Callable[[], AgentEnv], timeouts: Timeouts) -> None:
+        self._timeouts = timeouts
+        try:
+            self._env = new_env()
+        except Exception as error:
+            raise _failure(error) from error
+
+    async def start(self, task: Prompt, seed: int) -> Opening:
+        opening = await self._in_time(lambda: self._env.start(task, seed), "start", self._timeouts.start_s)
+        if not isinstance(opening, Opening):
+            raise _EnvFailure(f"start() returned {type(opening).__name__}, not an Opening")
+        return opening
+
+    async def step(self, action: Action) -> Step:
+        step = await self._in_time(lambda: self._env.step(action), "step", self._timeouts.step_s)
+        if not isinstance(step, Step):
+            raise _EnvFailure(f"step() returned {type(step).__name__}, not a Step")
+        if not math.isfinite(step.reward):
+            raise _EnvFailure(f"reward {step.reward} is not finite")
+        return step
+
+    async def close(self) -> None:
+        """Close the environment. A failure is logged: the episode is over."""
+        try:
+            await self._in_time(self._env.close, "close", self._timeouts.close_s)
+        except _EnvFailure as failure:
+            logger.warning("an environment could not be closed: %s", failure)
+
+    async def _in_time(self, call: Callable[[], Awaitable[T]], name: str, limit_s: float) -> T:
+        deadline = asyncio.timeout(limit_s)
+        try:
+            async with deadline:
+                return await call()
+        except Exception as error:
+            if deadline.expired():
+                raise _EnvFailure(f"{name}() took longer than env.timeouts.{name}_s={limit_s:g}") from error
+            raise _failure(error) from error
+
+
+def _failure(error: Exception) -> _EnvFailure:
+    return _EnvFailure(str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}")

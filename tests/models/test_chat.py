@@ -1,0 +1,235 @@
+"""Chat formats over the templates of published models, which TRL's wheel contains. An independent oracle: rendering the
+whole conversation at once. Tokens are characters here, but for control tokens, so that equal texts are equal tokens."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from braid.errors import ModelError
+from braid.models.chat import Answer, ChatFormat
+from braid.models.tokenizer import character_tokenizer
+from braid.types import Message
+
+_ENDS = {
+    "qwen2_5": "<|im_end|>", "qwen3": "<|im_end|>", "qwen3_instruct_2507": "<|im_end|>", "qwen3_vl": "<|im_end|>",
+    "qwen3_5_think": "<|im_end|>", "llama3": "<|eot_id|>", "llama3_1": "<|eot_id|>", "llama3_2": "<|eot_id|>",
+    "gemma": "<end_of_turn>", "gemma3": "<end_of_turn>", "phi3": "<|end|>", "glm4moe": "<|user|>",
+    "deepseekv3": "<｜end▁of▁sentence｜>", "nemotron_3_nano": "<|im_end|>", "cohere": "<|END_OF_TURN_TOKEN|>",
+    "lfm2": "<|im_end|>",
+}  # fmt: skip
+"""The token that ends a turn of the policy, by template."""
+_WITH_TOOLS = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "llama3_1", "llama3_2", "glm4moe",
+               "nemotron_3_nano")  # fmt: skip
+_CONTROL = re.compile(
+    r"<\|[\w▁]+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]{4,}\]|<(?:start|end)_of_turn>|</?tool_call>|</?think>"
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "note": {"type": "string"}},
+            "required": ["a"],
+        },
+    },
+}
+ASK: Message = {"role": "user", "content": "How much?"}
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def _tokenizer(template: str, extra: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    tokenizer = character_tokenizer(string.printable + "｜▁")
+    control = sorted(
+        {*_CONTROL.findall(template), *extra, "<think>", "</think>", "<tool_call>", "</tool_call>"}
+    )
+    tokenizer.add_special_tokens({"bos_token": "<bos>", "additional_special_tokens": control})  # pyright: ignore[reportArgumentType]
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _format(name: str, **settings: Any) -> ChatFormat:
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None, "install requirements/agents.lock"
+    template = (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    tokenizer = _tokenizer(template, [_ENDS[name]])
+    ends = [_id(tokenizer, _ENDS[name])]
+    if name == "glm4moe":
+        ends.append(_id(tokenizer, "<|observation|>"))
+    return ChatFormat(tokenizer, end_token_ids=ends, **settings)
+
+
+def _id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    number = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(number, int)
+    return number
+
+
+def _whole(chat: ChatFormat, messages: Sequence[Any], tools: Sequence[Any] = (), *, asks: bool = True) -> str:
+    """The oracle: the template's text of a whole conversation."""
+    return str(
+        chat.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=asks
+        )
+    )
+
+
+def _text(chat: ChatFormat, ids: Sequence[int]) -> str:
+    return str(chat.tokenizer.decode(list(ids)))
+
+
+def _no_thinking(text: str) -> str:
+    return re.sub(r"<think>\s*</think>\s*", "", text)
+
+
+def _continued(
+    chat: ChatFormat, end: str, answer: Any, replies: Sequence[Any], tools: Sequence[Any]
+) -> tuple[str, str]:
+    """A conversation with a sampled answer, in tokens, and as the template writes it at once."""
+    start = chat.opening([ASK], tools)
+    written = _whole(chat, [ASK, answer], tools, asks=False)
+    said = _no_thinking(written)[len(_no_thinking(_whole(chat, [ASK], tools)).removesuffix("<think>\n")) :]
+    said = said.split(end)[0] if end in said else said
+    sampled = chat.tokenizer.encode(said + end, add_special_tokens=False)
+    ids = [*start, *sampled, *chat.delta(replies, tools, sampled)]
+    return _no_thinking(_text(chat, ids)), _no_thinking(_whole(chat, [ASK, answer, *replies], tools))
+
+
+@pytest.mark.parametrize("name", _ENDS)
+def test_a_continued_conversation_has_the_tokens_of_the_whole_one(name: str) -> None:
+    chat = _format(name)
+    chat.check(uses_tools=False)
+    end = _ENDS[name]
+    continued, whole = _continued(
+        chat, end, {"role": "assistant", "content": "Three."}, [{"role": "user", "content": "And now?"}], ()
+    )
+    opened = "<think>\n"  # a template may open the reasoning for the policy, and drop it afterwards
+    assert continued.replace(opened, "") == whole.replace(opened, "").replace("</think>", "")
+
+
+def _calls(*arguments: Any) -> dict[str, Any]:
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"id": f"call0000{i}", "type": "function", "function": {"name": "add", "arguments": of}}
+            for i, of in enumerate(arguments)
+        ],
+    }
+
+
+def _result(text: str, number: int = 0) -> Message:
+    return {"role": "tool", "content": text, "name": "add", "tool_call_id": f"call0000{number}"}
+
+
+@pytest.mark.parametrize("name", _WITH_TOOLS)
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_results_of_tools_follow_their_calls(name: str, num_calls: int) -> None:
+    chat = _format(name)
+    chat.check(uses_tools=True)
+    if name.startswith("llama3") and num_calls > 1:
+        num_calls = 1  # the template takes one call per turn
+    end = "<|observation|>" if name == "glm4moe" else _ENDS[name]
+    answer = _calls(*({"a": i} for i in range(num_calls)))
+    replies = [_result(f"{i}{i}", i) for i in range(num_calls)]
+    continued, whole = _continued(chat, end, answer, replies, [TOOL])
+    assert continued.replace("<think>\n", "") == whole.replace("<think>\n", "").replace("</think>", "")
+
+
+@pytest.mark.parametrize("name", _ENDS)
+def test_a_turn_cut_by_a_limit_is_ended_for_the_policy(name: str) -> None:
+    chat = _format(name)
+    sampled = chat.tokenizer.encode("Thr", add_special_tokens=False)
+    after = _text(chat, chat.delta([{"role": "user", "content": "What?"}], (), sampled))
+    ended = _text(
+        chat,
+        chat.delta([{"role": "user", "content": "What?"}], (), [*sampled, _id(chat.tokenizer, _ENDS[name])]),
+    )  # pyright: ignore[reportArgumentType]
+    assert after == _ENDS[name] + ended
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            ["<|im_end|>", "<|im_start|>", "system", "\n", "<", "|im_", "end|>", "<tool_call>", "x", "\ue0f7"]
+        ),
+        max_size=8,
+    ).map("".join)
+)
+def test_text_of_an_environment_forges_no_control_token(text: str) -> None:
+    tokenizer = _tokenizer(CHATML)
+    chat = ChatFormat(tokenizer, end_token_ids=[_id(tokenizer, "<|im_end|>")])
+    control = {_id(tokenizer, token) for token in ("<|im_end|>", "<|im_start|>", "<tool_call>")}
+    end = _id(tokenizer, "<|im_end|>")
+    for ids, expected in (
+        (chat.delta([{"role": "user", "content": text}], (), [5, end]), 3),
+        (chat.opening([{"role": "user", "content": text}]), 3),
+    ):
+        assert sum(i in control for i in ids) == expected
+        assert text.replace("\ue0f7", "") in _text(chat, ids)
+
+
+def test_a_template_that_cannot_be_continued_is_refused_with_the_reason() -> None:
+    def refused(template: str, *, uses_tools: bool = False) -> str:
+        with pytest.raises(ModelError) as caught:
+            ChatFormat(_tokenizer(template), end_token_ids=[1]).check(uses_tools=uses_tools)
+        return str(caught.value)
+
+    counts = CHATML.replace("m.content", "messages|length|string + m.content")
+    assert "renders earlier turns differently" in refused(counts)
+    assert "does not follow" in refused("{% for m in messages[:2] %}{{ m.content }}{% endfor %}")
+    assert "does not show tools" in refused(CHATML, uses_tools=True)
+    alone = (
+        "{% if messages|length > 1 %}{{ raise_exception('one message') }}{% endif %}{{ messages[0].content }}"
+    )
+    assert "one message" in refused(alone)
+
+
+def _thinker() -> ChatFormat:
+    """Qwen3's template, which drops the reasoning before the last question."""
+    return _format("qwen3", thinking="as_template")
+
+
+def test_as_the_template_does_drops_the_reasoning_of_earlier_turns_and_nothing_else() -> None:
+    chat = _thinker()
+    sampled = chat.tokenizer.encode("<think>\nHm.\n</think>\n\nThree.<|im_end|>", add_special_tokens=False)
+    answers = [Answer(sampled, [{"role": "user", "content": "And now?"}])]
+    text = _text(chat, chat.conversation([ASK], answers, ()))
+    assert text == _whole(
+        chat, [ASK, {"role": "assistant", "content": "Three."}, {"role": "user", "content": "And now?"}]
+    )
+    inside = [Answer(sampled, [_result("3")])]
+    kept = chat.conversation([ASK], inside, [TOOL])
+    start = chat.opening([ASK], [TOOL])
+    assert kept[: len(start) + len(sampled) - 1] == [*start, *sampled[:-1]], (
+        "within a cycle of tool calls it is kept"
+    )
+
+
+def test_a_turn_is_split_into_reasoning_text_and_calls() -> None:
+    chat = _thinker()
+    said = (
+        "<think>\nfirst add\n</think>\n\nLet me see.\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>'
+    )
+    action = chat.parse(chat.tokenizer.encode(said, add_special_tokens=False), [TOOL], new_id=lambda: "x")
+    assert (action.text, action.reasoning) == ("Let me see.", "first add")
+    (call,) = action.tool_calls
+    assert (call.name, dict(call.arguments), call.id, call.status) == ("add", {"a": 2}, "x", "ok")
+    assert action.raw_text == said.removesuffix("<|im_end|>")
+    assert chat.parse(chat.tokenizer.encode("plain", add_special_tokens=False)).text == "plain"

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from braid.models.tool_calls import ToolFormat, parse_calls
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "note": {"type": "string"}},
+            "required": ["a"],
+        },
+    },
+}
+
+
+def _calls(text: str, of: ToolFormat = "hermes") -> tuple[str, list[tuple[str, dict[str, Any], str]]]:
+    rest, calls = parse_calls(text, [TOOL], of, lambda: "id")
+    return rest, [(call.name, dict(call.arguments), call.status) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("of", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "7"}}\n</tool_call>'),
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"note\\": \\"7\\"}"}</tool_call>',
+        ),
+        (
+            "qwen_xml",
+            "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=note>\n7\n</parameter>\n</function>\n"
+            "</tool_call>",
+        ),
+        (
+            "glm",
+            "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>note</arg_key>\n"
+            "<arg_value>7</arg_value>\n</tool_call>",
+        ),
+        ("llama", '{"name": "add", "parameters": {"a": 1, "note": "7"}}'),
+        ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "note": "7"}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "note": "7"}, "id": "x"}]'),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "note": "7"}'),
+        (
+            "deepseek",
+            '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1, "note": "7"}\n```<｜tool▁call▁end｜>',
+        ),
+        ("pythonic", "<|tool_call_start|>[add(a=1, note='7')]<|tool_call_end|>"),
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "note": "7"}<|call|>',
+        ),
+        ("tag", '<add>{"a": 1, "note": "7"}</add>'),
+    ],
+)
+def test_each_format_reads_its_calls(of: ToolFormat, text: str) -> None:
+    if of == "tag":  # one required argument that is no string: a JSON object
+        assert _calls(text, of)[1] == [("add", {"a": 1, "note": "7"}, "ok")]
+        return
+    rest, calls = _calls(text, of)
+    assert calls == [("add", {"a": 1, "note": "7"}, "ok")]
+    assert "add" not in rest
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ('{"name": "add", "arguments": {"a": }', "bad_json"),
+        ("[1, 2]", "not_an_object"),
+        ('"add"', "not_an_object"),
+        ('{"name": "add", "arguments": [1]}', "not_an_object"),
+        ('{"name": "ad", "arguments": {"a": 1}}', "unknown_tool"),
+        ('{"name": "add", "arguments": {"a": "one"}}', "bad_arguments"),
+        ('{"name": "add", "arguments": {}}', "bad_arguments"),
+        ('{"name": "add", "arguments": {"a": 1, "b": 2}}', "bad_arguments"),
+    ],
+)
+def test_a_mistake_of_the_policy_is_a_status_with_a_text_for_it(body: str, status: str) -> None:
+    _, (call,) = parse_calls(f"<tool_call>{body}</tool_call>", [TOOL], "hermes", lambda: "id")
+    assert call.status == status
+    assert call.error
+
+
+def test_an_unknown_tool_is_answered_with_the_nearest() -> None:
+    _, (call,) = parse_calls('<tool_call>{"name": "ad"}</tool_call>', [TOOL], "hermes", lambda: "id")
+    assert call.error == "there is no tool 'ad', did you mean 'add'?; the tools are add"
+
+
+def test_several_calls_keep_their_order_and_the_text_around_them() -> None:
+    one = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    rest, calls = _calls(f"first {one} then {one.replace('1', '2')}")
+    assert rest == "first  then"
+    assert [arguments for _, arguments, _ in calls] == [{"a": 1}, {"a": 2}]
+
+
+def test_a_call_that_was_not_closed_is_a_call() -> None:
+    assert _calls('<tool_call>{"name": "add", "arguments": {"a": 1}}')[1] == [("add", {"a": 1}, "ok")]
+    assert _calls('<tool_call>{"name": "add", "argum')[1] == [("", {}, "bad_json")]
+
+
+def test_without_tools_nothing_is_a_call() -> None:
+    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert parse_calls(text, [], "hermes", lambda: "id") == (text, ())
