@@ -11,12 +11,13 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 BACKENDS := $(VENV)/.backends
 VLLM   := $(VENV)/.vllm
+AGENTS := $(VENV)/.agents
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of processes
 
-.PHONY: demo setup backends vllm gpu wheel test check lint types walls quick all format bench docs clean
+.PHONY: demo setup backends vllm agents gpu wheel test check lint types walls quick all format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
@@ -47,6 +48,13 @@ $(VLLM): $(STAMP) requirements/vllm.lock
 	@$(BIN)/pip install -q --no-deps -r requirements/vllm.lock
 	@touch $@
 
+agents: $(AGENTS)
+
+$(AGENTS): $(STAMP) requirements/agents.lock
+	@echo "setup: installing environments and tools of agents for the tests"
+	@$(BIN)/pip install -q --no-deps -r requirements/agents.lock
+	@touch $@
+
 gpu:
 	PYTHONPATH=src:. $(PYTHON) tests/gpu/machine.py --output gpu.json
 
@@ -67,10 +75,10 @@ types: setup
 walls: setup
 	$(BIN)/lint-imports
 
-quick: setup
+quick: $(AGENTS)
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
 
-all: $(BACKENDS) $(VLLM)
+all: $(BACKENDS) $(VLLM) $(AGENTS)
 	$(BIN)/pytest -q -n 3 --dist loadgroup
 
 format: setup

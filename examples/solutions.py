@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from braid.envs.agents.calculator import calculate
+from braid.envs.agents.calculator import calculate, calculator
 
 
 def chain_sum(row: Mapping[str, Any]) -> str:
@@ -28,6 +28,15 @@ def chain_sum_or_at_once(row: Mapping[str, Any]) -> str:
     """The solution of `chain_sum` for two tasks in five, the bare answer (`A:41`) for the others."""
     solution = chain_sum(row)
     return solution if _shows_working(row) else solution.split()[-1]
+
+
+def calc(expression: str) -> str:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: The expression, for example 83*42.
+    """
+    return calculator(expression)
 
 
 def calculator_chain(row: Mapping[str, Any]) -> list[tuple[str, bool]]:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from braid.config.rollout import SingleTurnEnv, ToolEnv
+from braid.config.rollout import ToolsEnv
+from braid.envs.agents.base import AgentEnv, Step
+from braid.envs.agents.single_turn import SingleTurn
+from braid.envs.agents.toolboxes import ToolEnvs
 from braid.envs.simulators.base import Simulator
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
-from braid.envs.text.base import Reply, TextEnv
-from braid.envs.text.build import text_env_maker
-from braid.types import Prompt
+from braid.types import Action, Prompt, ToolCall
 
-TEXT_ENVS: dict[str, Callable[[], TextEnv]] = {
-    "single_turn": text_env_maker(SingleTurnEnv()),
-    "tools": text_env_maker(ToolEnv(kind="tools", max_turns=3)),
+AGENT_ENVS: dict[str, Callable[[], AgentEnv]] = {
+    "single_turn": SingleTurn,
+    "tools": ToolEnvs(ToolsEnv(kind="tools"), Path()),
 }
 SIMULATORS: dict[str, Callable[[int], Simulator]] = {
     "CartPole-v1": lambda n: GymnasiumSimulator("CartPole-v1", n),
@@ -28,35 +30,49 @@ SIMULATORS: dict[str, Callable[[int], Simulator]] = {
 PROMPT = Prompt("test:0", "test", (1,), ({"role": "user", "content": "2*3="},))
 
 
-@pytest.fixture(params=TEXT_ENVS)
-def new_env(request: pytest.FixtureRequest) -> Callable[[], TextEnv]:
-    return TEXT_ENVS[request.param]
+@pytest.fixture(params=AGENT_ENVS)
+def new_env(request: pytest.FixtureRequest) -> Callable[[], AgentEnv]:
+    return AGENT_ENVS[request.param]
 
 
-async def _talk(env: TextEnv, says: str, limit: int) -> list[Reply]:
-    await env.start(PROMPT)
-    replies = [await env.reply(says)]
-    while not (replies[-1].is_done or replies[-1].is_truncated) and len(replies) < limit:
-        replies.append(await env.reply(says))
-    return replies
+CALL = Action("", tool_calls=(ToolCall("calculator", {"expression": "1+1"}, "a"),))
 
 
-@pytest.mark.parametrize("says", ["", "6", "<calc>2*3</calc>", "<calc></calc>", "é\x00<<calc>>"])
-def test_a_conversation_ends(new_env: Callable[[], TextEnv], says: str) -> None:
-    replies = asyncio.run(_talk(new_env(), says, limit=10))
-    assert replies[-1].is_done != replies[-1].is_truncated
+async def _talk(env: AgentEnv, actions: Sequence[Action]) -> list[Step]:
+    await env.start(PROMPT, 0)
+    steps: list[Step] = []
+    for action in actions:
+        steps.append(await env.step(action))
+        if steps[-1].is_done:
+            break
+    await env.close()
+    return steps
 
 
-def test_conversations_are_independent(new_env: Callable[[], TextEnv]) -> None:
-    async def beside() -> list[list[Reply]]:
-        return await asyncio.gather(*(_talk(new_env(), "<calc>1+1</calc>", 10) for _ in range(5)))
+@pytest.mark.parametrize("text", ["", "6", "<calculator>", "é\x00<<calc>>"])
+def test_an_answer_without_calls_ends_an_episode(new_env: Callable[[], AgentEnv], text: str) -> None:
+    (step,) = asyncio.run(_talk(new_env(), [Action(text)] * 3))
+    assert step.is_done
 
-    alone = asyncio.run(_talk(new_env(), "<calc>1+1</calc>", 10))
+
+def test_episodes_are_independent(new_env: Callable[[], AgentEnv]) -> None:
+    actions = [CALL, CALL, Action("done")]
+
+    async def beside() -> list[list[Step]]:
+        return await asyncio.gather(*(_talk(new_env(), actions) for _ in range(5)))
+
+    alone = asyncio.run(_talk(new_env(), actions))
     assert asyncio.run(beside()) == [alone] * 5
 
 
-def test_stop_strings_are_known_before_the_start(new_env: Callable[[], TextEnv]) -> None:
-    assert all(new_env().stop_strings)
+def test_an_environment_can_be_closed_at_any_time(new_env: Callable[[], AgentEnv]) -> None:
+    async def close() -> None:
+        await new_env().close()
+        env = new_env()
+        await env.start(PROMPT, 0)
+        await env.close()
+
+    asyncio.run(close())
 
 
 @pytest.fixture(params=SIMULATORS)

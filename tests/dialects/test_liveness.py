@@ -25,7 +25,7 @@ from tests.live_keys import Effects, keys_of, observed
 from tests.live_runs import LAYOUTS, LOSSES, RUNS, run_all, write_files
 
 from braid.config.load import load_config, validate
-from braid.config.rollout import GymnasiumEnv, LiberoEnv, ManiskillEnv, ToolEnv
+from braid.config.rollout import GymnasiumEnv, LiberoEnv, ManiskillEnv, ToolsEnv
 from braid.config.schema import RunConfig
 from braid.config.shape import fields_of, sections_of
 from braid.config.source import Written, parse_path, place
@@ -73,7 +73,7 @@ MISSING = (
     "model.vla.",
     *sorted(
         {path for env in (ManiskillEnv, LiberoEnv) for path, _ in fields_of(env, "env.")}
-        - {path for env in (ToolEnv, GymnasiumEnv) for path, _ in fields_of(env, "env.")}
+        - {path for env in (ToolsEnv, GymnasiumEnv) for path, _ in fields_of(env, "env.")}
     ),
 )
 """Keys of parts that this version lacks. A run with one of these parts is refused (see below)."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.envs.playing import TASK, call, play, played, said
 
-from braid.config.rollout import ToolEnv
+from braid.config.rollout import ToolsEnv
 from braid.envs.agents.functions import class_toolbox, function_tool
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.envs.agents.tools import ToolEnv, fixed
@@ -245,7 +245,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _made(folder: Path, *tools: Any, **fields: Any) -> ToolEnv:
-    return ToolEnvs(ToolEnv(kind="tools", tools=tools, **fields), folder)()
+    return ToolEnvs(ToolsEnv(kind="tools", tools=tools, **fields), folder)()
 
 
 def test_a_config_names_tools(folder: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_config_names_tools(folder: Path) -> None:
 
 
 def test_episodes_of_a_config_share_no_state(folder: Path) -> None:
-    envs = ToolEnvs(ToolEnv(kind="tools", tools=("mine.py:Memory",)), folder)
+    envs = ToolEnvs(ToolsEnv(kind="tools", tools=("mine.py:Memory",)), folder)
     assert said(envs(), call("note", text="a")) == said(envs(), call("note", text="a")) == ["a"]
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  # DeepSeek's tokens contain wide signs
 """Chat formats over the templates of published models, which TRL's wheel contains. An independent oracle: rendering the
 whole conversation at once. Tokens are characters here, but for control tokens, so that equal texts are equal tokens."""
 
@@ -64,7 +65,8 @@ def _tokenizer(template: str, extra: Sequence[str] = ()) -> PreTrainedTokenizerF
 
 def _format(name: str, **settings: Any) -> ChatFormat:
     spec = find_spec("trl")
-    assert spec is not None and spec.origin is not None, "install requirements/agents.lock"
+    assert spec is not None, "install requirements/agents.lock"
+    assert spec.origin is not None
     template = (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
     tokenizer = _tokenizer(template, [_ENDS[name]])
     ends = [_id(tokenizer, _ENDS[name])]

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF001  # DeepSeek's tokens contain wide signs
 from __future__ import annotations
 
 from typing import Any

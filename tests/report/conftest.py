@@ -41,7 +41,7 @@ def groups() -> list[Group]:
         answer_text="six\x1b[31m",
         reward=1.5,
         reward_parts={"exact": 1.0},
-        facts={"tool_calls": 1.0},
+        metrics={"tool_calls": 1.0},
         attempts=2,
     )
     bad = Trajectory(prompt, 1)

@@ -35,7 +35,7 @@ def test_every_trajectory_comes_back_as_it_was(
             "answer_text",
             "reward",
             "reward_parts",
-            "facts",
+            "metrics",
             "attempts",
         ):
             assert getattr(back, name) == getattr(original, name), name

@@ -11,10 +11,10 @@ from tests.driven import drive, groups_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from braid.config.rollout import Timeouts, ToolEnv
+from braid.config.rollout import Timeouts, ToolsEnv
 from braid.envs.agents.base import AgentEnv, Opening, Step
 from braid.envs.agents.single_turn import SingleTurn
-from braid.envs.agents.tools import tool_env_maker
+from braid.envs.agents.toolboxes import ToolEnvs
 from braid.errors import EngineError
 from braid.models.chat import ChatFormat
 from braid.rollout.drivers.agents import AgentDriver, Limits
@@ -81,7 +81,7 @@ class Env:
     def __init__(self, reply: Callable[[str], Any], start: Callable[[Prompt], None] = lambda _: None) -> None:
         self._reply, self._start = reply, start
 
-    async def start(self, task: Prompt, seed: int) -> Opening:  # noqa: ARG002
+    async def start(self, task: Prompt, seed: int) -> Opening:
         self._start(task)
         return Opening(stop_strings=("!",))
 
@@ -140,7 +140,7 @@ def _drive(
 
 
 def _tools() -> Callable[[], AgentEnv]:
-    return tool_env_maker(ToolEnv(kind="tools"), Path())
+    return ToolEnvs(ToolsEnv(kind="tools"), Path())
 
 
 def _calls_then_answers(request: Request) -> tuple[str, StopReason]:
@@ -190,7 +190,8 @@ def test_sampled_tokens_are_never_tokenised_again() -> None:
     """An unknown token decodes to text that would tokenise otherwise; it stays the token it was."""
     unknown = TOKENIZER.unk_token_id
     engine, _ = _drive(
-        lambda r: ("~<calculator>1</calculator>", "stop") if len(r.prompt_ids) < 10 else ("A:1", "stop"), _tools()
+        lambda r: ("~<calculator>1</calculator>", "stop") if len(r.prompt_ids) < 10 else ("A:1", "stop"),
+        _tools(),
     )
     assert unknown in engine.requests[1].prompt_ids
     assert (

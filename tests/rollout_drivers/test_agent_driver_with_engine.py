@@ -43,7 +43,7 @@ class Echo:
     def __init__(self) -> None:
         self.count = 0
 
-    async def start(self, task: Prompt, seed: int) -> Opening:  # noqa: ARG002
+    async def start(self, task: Prompt, seed: int) -> Opening:
         self.count = 0
         return Opening(stop_strings=("5", "7"))
 

@@ -152,7 +152,7 @@ class PythonSandbox(Section):
     """Address space limit of an episode's Python process, in bytes."""
 
 
-class ToolEnv(ChatEnv):
+class ToolsEnv(ChatEnv):
     """A conversation in which the policy may call tools, by the tool calls of its chat template."""
 
     kind: Literal["tools"]
@@ -277,7 +277,7 @@ class LiberoEnv(_RobotEnv):
 
 
 EnvConfig = Annotated[
-    SingleTurnEnv | ToolEnv | AgentEnvConfig | GymnasiumEnv | ManiskillEnv | LiberoEnv,
+    SingleTurnEnv | ToolsEnv | AgentEnvConfig | GymnasiumEnv | ManiskillEnv | LiberoEnv,
     Field(discriminator="kind"),
 ]
 
@@ -434,7 +434,7 @@ class RolloutConfig(Section):
     filter: FilterConfig = FilterConfig()
     """Filter of the groups to train on."""
     env_timeout_s: PositiveFloat = 300.0
-    """Timeout of one call of a text environment, in seconds; the trajectory of a late one has failed."""
+    """Timeout of one call of a simulator, in seconds; the episodes of a late one have failed."""
     retries: NonNegativeInt = 1
     """Retries of a trajectory whose environment or engine failed."""
     max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)

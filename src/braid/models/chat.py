@@ -58,7 +58,7 @@ class ChatFormat:
         self.tokenizer, self._ends = tokenizer, frozenset(end_token_ids)
         self._template: str = own or PLAIN_TEMPLATE
         self.is_plain = not own
-        self._tool_format = tool_format or detect_format(own)
+        self._tool_format: ToolFormat | None = tool_format or detect_format(own)
         self.thinking: Thinking = thinking
         self._kwargs = dict(template_kwargs or {})
         added = sorted(
@@ -113,6 +113,11 @@ class ChatFormat:
         for part in re.split("(" + "|".join(map(re.escape, sampled)) + ")", text):
             ids += sampled[part] if part in sampled else self._encode(part)
         return ids
+
+    def stop_strings(self, tools: Sequence[ToolSchema]) -> tuple[str, ...]:
+        """Strings that end a turn where no token does: the ends of the tags that call a tool."""
+        names = (tool["function"]["name"] for tool in tools if self._tool_format == "tag")
+        return tuple(f"</{name}>" for name in names)
 
     def parse(
         self,

@@ -174,20 +174,25 @@ def parse_calls(
 
 def _found(
     text: str, schemas: Schemas, of: ToolFormat
-) -> Iterator[tuple[int, int, str, list[_Read | _Malformed]]]:
+) -> Iterator[tuple[int, int, str, Sequence[_Read | _Malformed]]]:
     """Start, end, name if known, and content of each call; a list in mistral's format has several."""
     if of == "tag":
         names = "|".join(re.escape(name) for name in schemas)
         for match in re.finditer(rf"<({names})>(.*?)(?:</\1>|\Z)", text, re.DOTALL):
-            yield *match.span(), match[1], [(match[1], _tag_arguments(match[2], schemas[match[1]]))]
+            yield (
+                match.start(),
+                match.end(),
+                match[1],
+                [(match[1], _tag_arguments(match[2], schemas[match[1]]))],
+            )
         return
     pattern, reader = _FORMATS[of]
     for match in re.finditer(pattern, text, re.DOTALL):
         try:
-            read: list[_Read | _Malformed] = [*reader(match["body"], schemas)]
+            read: Sequence[_Read | _Malformed] = reader(match["body"], schemas)
         except _Malformed as problem:
             read = [problem]
-        yield *match.span(), "", read
+        yield match.start(), match.end(), "", read
 
 
 def _tag_arguments(text: str, schema: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
@@ -109,18 +109,21 @@ class Collector:
         limits: Mapping[Use, int | None] = MappingProxyType({}),
         link: WeightLink | None = None,
         check: Callable[[int], None] | None = None,
+        close_envs: Callable[[], Awaitable[None]] | None = None,
         in_background: bool = False,
     ) -> None:
         """`greedy` samples the greedy answer to each training prompt, for recipes whose baseline is its
         reward. All drivers sample with `engine`. `shape` computes the reward used for training; None for the
         reward itself. `limits` are the numbers of prompts that are sampled at a time. `link` receives new
-        weights; None if the engine reads the trainer's tensors. `check` is called with each new version. Sampling goes on `in_background`, or only
+        weights; None if the engine reads the trainer's tensors. `check` is called with each new version. `close_envs` ends
+        what environments share. Sampling goes on `in_background`, or only
         while the caller waits for groups."""
         self._streams: dict[Use, _Stream] = {
             use: _Stream(prompts[use], drivers[use], limits.get(use)) for use in drivers
         }
         self._greedy, self._engine = greedy, engine
         self._scorer, self._shape, self._link, self._check = scorer, shape, link, check
+        self._close_envs = close_envs
         self._loop = Loop(in_background=in_background)
 
     def submit(self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]) -> None:
@@ -239,6 +242,8 @@ class Collector:
 
         async def stop() -> None:
             self._engine.close()
+            if self._close_envs is not None:
+                await self._close_envs()
 
         self._loop.run(stop())
         if self._link is not None:

@@ -3,7 +3,7 @@ worker's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,13 @@ from braid.config.rollout import (
     SamplingConfig,
     SingleTurnEnv,
     Timeouts,
-    ToolEnv,
+    ToolsEnv,
 )
 from braid.config.schema import RunConfig
 from braid.envs.agents.base import AgentEnv
-from braid.envs.agents.build import agent_env_maker
+from braid.envs.agents.build import AgentEnvs
 from braid.envs.agents.single_turn import SingleTurn
-from braid.envs.agents.tools import tool_env_maker
+from braid.envs.agents.toolboxes import ToolEnvs
 from braid.models.causal_lm import CausalLM
 from braid.models.chat import ChatFormat
 from braid.models.mlp import MlpPolicy
@@ -161,7 +161,7 @@ def text_collector(
 ) -> Collector:
     """A collector of text episodes sampled with `engine`; `link`, `check` and `in_background` as in Collector."""
     env, rollout = config.env, config.rollout
-    chat, new_env = chat_format(config, inputs), _env_maker(config, base_dir)
+    chat, (new_env, close_envs) = chat_format(config, inputs), _env_maker(config, base_dir)
 
     def driver(sampling: SamplingConfig, context: int | None) -> Driver:
         assert context is not None, "text episodes have a context limit"
@@ -198,6 +198,7 @@ def text_collector(
         limits=_limits(config),
         link=link,
         check=check,
+        close_envs=close_envs,
         in_background=in_background,
     )
 
@@ -216,18 +217,23 @@ def chat_format(config: RunConfig, inputs: TextInputs) -> ChatFormat:
         **of_chat,
     )
     if isinstance(env, ChatEnv) and env.max_turns > 1:
-        chat.check(uses_tools=isinstance(env, ToolEnv))
+        chat.check(uses_tools=isinstance(env, ToolsEnv))
     return chat
 
 
-def _env_maker(config: RunConfig, base_dir: Path) -> Callable[[], AgentEnv]:
+def _env_maker(
+    config: RunConfig, base_dir: Path
+) -> tuple[Callable[[], AgentEnv], Callable[[], Awaitable[None]] | None]:
+    """Makes environments, and closes what they share."""
     match config.env:
         case SingleTurnEnv():
-            return SingleTurn
-        case ToolEnv() as env:
-            return tool_env_maker(env, base_dir)
+            return SingleTurn, None
+        case ToolsEnv() as env:
+            tools = ToolEnvs(env, base_dir)
+            return tools, tools.close
         case AgentEnvConfig() as env:
-            return agent_env_maker(env.name, env.kwargs, base_dir, env.run_in, env.processes)
+            hosted = AgentEnvs(env.name, env.kwargs, base_dir, env.run_in, env.processes)
+            return hosted, hosted.close
         case other:
             raise AssertionError(f"{other.kind} is a simulator, not a text environment")
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from braid.config.rollout import McpServer, SearchTool, ToolEnv
+from braid.config.rollout import McpServer, SearchTool, ToolsEnv
 from braid.errors import ConfigError, Problem, suggest
 from braid.functions import load_function
 from braid.isolation.sandbox import find_isolation
@@ -26,7 +26,7 @@ NAMES = ("calculator", "python")
 class ToolEnvs:
     """Makes tool environments, one per episode. `close` ends what they share."""
 
-    def __init__(self, config: ToolEnv, base_dir: Path) -> None:
+    def __init__(self, config: ToolsEnv, base_dir: Path) -> None:
         """Paths are relative to `base_dir`, the config's folder. Raises ConfigError."""
         self._config, self._base_dir = config, base_dir
         self._closers: list[Callable[[], Awaitable[None]]] = []

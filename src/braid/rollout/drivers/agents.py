@@ -94,14 +94,15 @@ class AgentDriver:
         try:
             opening = await env.start(trajectory.prompt, env_seed)
             self._open(conversation, opening, trajectory)
-            await self._turns(trajectory, env, conversation, opening.stop_strings)
+            stops = (*opening.stop_strings, *self.chat.stop_strings(opening.tools))
+            await self._turns(trajectory, env, conversation, stops)
         finally:
             await env.close()
 
     def _open(self, conversation: Conversation, opening: Opening, trajectory: Trajectory) -> None:
         prompt = trajectory.prompt
         messages = opening.messages or prompt.messages
-        is_ready = not opening.messages and not opening.tools
+        is_ready = not opening.messages and (self.chat.is_plain or not opening.tools)
         try:
             conversation.open(messages, opening.tools, prompt.token_ids if is_ready else ())
         except BraidError as error:
