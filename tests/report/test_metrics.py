@@ -112,6 +112,8 @@ def test_only_times_rates_and_memory_differ_from_one_day_to_the_next() -> None:
         "train/tokens_per_s",
         "pipeline/trainer_wait_s",
         "pipeline/rollout_wait_s",
+        "env/step_s",
+        "env/tool_s",
         "flops/rollout_per_s",
         "flops/infer_per_s",
         "flops/train_per_s",

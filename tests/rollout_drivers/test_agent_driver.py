@@ -176,7 +176,7 @@ def test_later_turns_read_exactly_the_tokens_before_and_then_the_reply() -> None
     assert trajectory.text == "<calculator>2*3</calculator><out>6</out>A:6<eos>"
     assert trajectory.answer_text == "A:6"
     assert trajectory.status is Status.FINISHED
-    assert trajectory.metrics["turns"] == 2
+    assert trajectory.metrics["calls/ok"] == 1
 
 
 def test_a_turn_knows_the_time_that_environment_and_tools_took_to_reply() -> None:

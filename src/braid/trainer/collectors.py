@@ -3,7 +3,7 @@ worker's."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,21 +12,13 @@ import torch
 
 from braid.cluster.workers import Place
 from braid.config.rollout import (
-    AgentEnvConfig,
     ChatEnv,
     GymnasiumEnv,
     SamplingConfig,
-    SingleTurnEnv,
     Timeouts,
-    ToolsEnv,
 )
 from braid.config.schema import RunConfig
-from braid.envs.agents.base import AgentEnv
-from braid.envs.agents.build import AgentEnvs
-from braid.envs.agents.single_turn import SingleTurn
-from braid.envs.agents.toolboxes import ToolEnvs
 from braid.models.causal_lm import CausalLM
-from braid.models.chat import ChatFormat
 from braid.models.mlp import MlpPolicy
 from braid.models.roles import make_policy
 from braid.plan import Plan, longest_row
@@ -47,6 +39,7 @@ from braid.weights.fingerprint import check_synced
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.wire import Ticket
 
+from .conversations import chat_format, env_maker
 from .engines import EngineLink, LocalWeightLink, as_one, start_engines
 from .inputs import TextInputs, reset_states
 from .weight_sync import send_options
@@ -161,7 +154,7 @@ def text_collector(
 ) -> Collector:
     """A collector of text episodes sampled with `engine`; `link`, `check` and `in_background` as in Collector."""
     env, rollout = config.env, config.rollout
-    chat, (new_env, close_envs) = chat_format(config, inputs), _env_maker(config, base_dir)
+    chat, (new_env, close_envs) = chat_format(config, inputs), env_maker(config, base_dir)
 
     def driver(sampling: SamplingConfig, context: int | None) -> Driver:
         assert context is not None, "text episodes have a context limit"
@@ -201,41 +194,6 @@ def text_collector(
         close_envs=close_envs,
         in_background=in_background,
     )
-
-
-def chat_format(config: RunConfig, inputs: TextInputs) -> ChatFormat:
-    """The format of the policy's conversations. Raises ModelError if its chat template cannot be continued."""
-    env, data = config.env, config.data
-    of_chat: dict[str, Any] = {}
-    if isinstance(env, ChatEnv):
-        of_chat = {"tool_format": env.tool_format, "thinking": env.thinking}
-    chat = ChatFormat(
-        inputs.tokenizer,
-        end_token_ids=inputs.end_token_ids,
-        use_template=data.use_chat_template != "never",
-        template_kwargs=data.chat_template_kwargs,
-        **of_chat,
-    )
-    if isinstance(env, ChatEnv) and env.max_turns > 1:
-        chat.check(uses_tools=isinstance(env, ToolsEnv))
-    return chat
-
-
-def _env_maker(
-    config: RunConfig, base_dir: Path
-) -> tuple[Callable[[], AgentEnv], Callable[[], Awaitable[None]] | None]:
-    """Makes environments, and closes what they share."""
-    match config.env:
-        case SingleTurnEnv():
-            return SingleTurn, None
-        case ToolsEnv() as env:
-            tools = ToolEnvs(env, base_dir)
-            return tools, tools.close
-        case AgentEnvConfig() as env:
-            hosted = AgentEnvs(env.name, env.kwargs, base_dir, env.run_in, env.processes)
-            return hosted, hosted.close
-        case other:
-            raise AssertionError(f"{other.kind} is a simulator, not a text environment")
 
 
 def simulator_collector(

@@ -40,6 +40,7 @@ from braid.rewards.programs import read_tests
 from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn
 
+from .conversations import chat_format, env_maker
 from .inputs import TextInputs, check_sources, read_inputs
 
 _MAX_EXAMPLES = 4
@@ -67,6 +68,8 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
     problems = [Problem(key, why) for key, why in missing_packages(config, plan)]
     problems += _missing_folders(config, plan)
     if inputs is not None and plan.verb != "sft":
+        chat_format(config, inputs)
+        env_maker(config, loaded.base_dir)
         if plan.verb == "train":
             check_sources(loaded, inputs)
         prompts = (*inputs.train.prompts, *inputs.eval.prompts)

@@ -18,6 +18,7 @@ import numpy as np
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.kl import steered_coefficient
 from braid.cluster.interrupts import RoundCut
+from braid.config.rollout import ChatEnv
 from braid.config.train import TrainConfig
 from braid.errors import RolloutError, TrainingError
 from braid.models.base import Output
@@ -162,8 +163,6 @@ def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
     for trajectory in trajectories:
         if turns := trajectory.lengths.turns:
             told["rollout/turns_mean"].append(turns)
-        for name, value in trajectory.metrics.items():
-            told[f"env/{name}"].append(value)
         if (reward := trajectory.reward) is not None:
             told["reward/mean"].append(reward)
             told[f"reward/source/{trajectory.prompt.source}"].append(reward)
@@ -176,6 +175,9 @@ def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
             told["reward/greedy_mean"].append(group.greedy.reward)
     for name, values in told.items():
         metrics.mean(name, sum(values), len(values))
+    if isinstance(parts.config.env, ChatEnv):
+        for name in sorted({name for t in valid for name in t.metrics}):
+            metrics.mean(f"env/{name}", sum(t.metrics.get(name, 0.0) for t in valid), len(valid))
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics.mean("reward/std", float(np.std(rewards)) if rewards else 0.0)
     seen = [[t.training_reward for t in group.valid] for group in groups if group.valid]

@@ -126,7 +126,6 @@ class AgentDriver:
                 return
             turn, action = sampled
             num_turns = len(trajectory.turns)
-            trajectory.metrics["turns"] = float(num_turns)
             ids = turn.output_ids
             has_end = ids[-1] in sampling.stop_token_ids
             trajectory.answer_text = plain_text(tokenizer, ids[:-1] if has_end else ids)
@@ -152,9 +151,9 @@ async def _timed(env: _Guarded, action: Action, turn: Turn, trajectory: Trajecto
     start_s = time.perf_counter()
     step = await env.step(action)
     turn.reward, turn.env_s, turn.tool_s = step.reward, time.perf_counter() - start_s, step.tool_s
-    added = {"env_s": turn.env_s, "tool_s": turn.tool_s, **step.metrics}
-    added |= {f"calls_{call.status}": 1.0 for call in action.tool_calls}
-    for name, value in added.items():
+    added = [("step_s", turn.env_s), ("tool_s", turn.tool_s), *step.metrics.items()]
+    added += [(f"calls/{call.status}", 1.0) for call in action.tool_calls]
+    for name, value in added:
         trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + value
     return step
 

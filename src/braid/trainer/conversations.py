@@ -1,0 +1,52 @@
+"""Builds the text environments of a config, and the format of the policy's conversations with them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from braid.config.rollout import AgentEnvConfig, ChatEnv, SingleTurnEnv, ToolsEnv
+from braid.config.schema import RunConfig
+from braid.envs.agents.base import AgentEnv
+from braid.envs.agents.build import AgentEnvs
+from braid.envs.agents.single_turn import SingleTurn
+from braid.envs.agents.toolboxes import ToolEnvs
+from braid.models.chat import ChatFormat
+
+from .inputs import TextInputs
+
+
+def chat_format(config: RunConfig, inputs: TextInputs) -> ChatFormat:
+    """The format of the policy's conversations. Raises ModelError if its chat template cannot be continued."""
+    env, data = config.env, config.data
+    of_chat: dict[str, Any] = {}
+    if isinstance(env, ChatEnv):
+        of_chat = {"tool_format": env.tool_format, "thinking": env.thinking}
+    chat = ChatFormat(
+        inputs.tokenizer,
+        end_token_ids=inputs.end_token_ids,
+        use_template=data.use_chat_template != "never",
+        template_kwargs=data.chat_template_kwargs,
+        **of_chat,
+    )
+    if isinstance(env, ChatEnv) and env.max_turns > 1:
+        chat.check(uses_tools=isinstance(env, ToolsEnv))
+    return chat
+
+
+def env_maker(
+    config: RunConfig, base_dir: Path
+) -> tuple[Callable[[], AgentEnv], Callable[[], Awaitable[None]] | None]:
+    """Makes environments, and closes what they share."""
+    match config.env:
+        case SingleTurnEnv():
+            return SingleTurn, None
+        case ToolsEnv() as env:
+            tools = ToolEnvs(env, base_dir)
+            return tools, tools.close
+        case AgentEnvConfig() as env:
+            hosted = AgentEnvs(env.name, env.kwargs, base_dir, env.run_in, env.processes)
+            return hosted, hosted.close
+        case other:
+            raise AssertionError(f"{other.kind} is a simulator, not a text environment")
