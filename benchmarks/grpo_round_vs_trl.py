@@ -71,7 +71,7 @@ def side_trl(folder: str, rounds: int) -> list[tuple[int, float]]:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(folder),
-        reward_funcs=cast(Any, reward_func),
+        reward_funcs=cast("Any", reward_func),
         args=config,
         train_dataset=Dataset.from_list([{"prompt": p} for p in make_prompts()] * rounds),
         callbacks=[Clock()],
