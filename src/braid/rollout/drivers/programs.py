@@ -94,6 +94,6 @@ class ProgramDriver:
             return
         found = read_reward(reward)
         if isinstance(found, Mapping):
-            trajectory.facts.update({f"reward/{name}": value for name, value in found.items()})
+            trajectory.metrics.update({f"reward/{name}": value for name, value in found.items()})
             found = sum(found.values())
         trajectory.turns[-1].reward = found

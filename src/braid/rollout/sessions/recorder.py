@@ -225,7 +225,6 @@ class Session:
                 segment.turns.pop()
         trajectory.segments = sorted((s for s in self._segments if s.turns), key=lambda s: s.turns[-1].end_s)
         ids = [i for t in trajectory.turns for i in (*t.context_ids, *t.output_ids)]
-        trajectory.facts["turns"] = float(len(trajectory.turns))
         if self.has_overflowed:
             trajectory.status = Status.TRUNCATED
         if trajectory.segments:
