@@ -16,7 +16,7 @@ import numpy as np
 from braid.cluster.loops import all_of
 from braid.config.rollout import Timeouts
 from braid.envs.agents.base import AgentEnv, Opening, Step
-from braid.errors import BraidError, EngineError, EnvError
+from braid.errors import BraidError, ConfigError, EngineError, EnvError
 from braid.models.chat import ChatFormat
 from braid.models.tokenizer import plain_text, whole_text
 from braid.rollout.conversation import Conversation
@@ -72,8 +72,13 @@ class AgentDriver:
             conversation = Conversation(self.engine, self.chat, trajectory, key=(*key, attempt))
             limit_s = self.limits.timeouts.episode_s
             try:
-                async with asyncio.timeout(limit_s):
-                    await self._attempt(trajectory, conversation, env_seed)
+                env = _Guarded(self.new_env, self.limits.timeouts)
+                try:
+                    await env.ready()
+                    async with asyncio.timeout(limit_s):
+                        await self._attempt(trajectory, conversation, env, env_seed)
+                finally:
+                    await env.close()
             except _NoRoom as problem:
                 trajectory.invalidate(f"prompt: {problem}")
                 break
@@ -89,15 +94,13 @@ class AgentDriver:
                 break
         return trajectory
 
-    async def _attempt(self, trajectory: Trajectory, conversation: Conversation, env_seed: int) -> None:
-        env = _Guarded(self.new_env, self.limits.timeouts)
-        try:
-            opening = await env.start(trajectory.prompt, env_seed)
-            self._open(conversation, opening, trajectory)
-            stops = (*opening.stop_strings, *self.chat.stop_strings(opening.tools))
-            await self._turns(trajectory, env, conversation, stops)
-        finally:
-            await env.close()
+    async def _attempt(
+        self, trajectory: Trajectory, conversation: Conversation, env: _Guarded, env_seed: int
+    ) -> None:
+        opening = await env.start(trajectory.prompt, env_seed)
+        self._open(conversation, opening, trajectory)
+        stops = (*opening.stop_strings, *self.chat.stop_strings(opening.tools))
+        await self._turns(trajectory, env, conversation, stops)
 
     def _open(self, conversation: Conversation, opening: Opening, trajectory: Trajectory) -> None:
         prompt = trajectory.prompt
@@ -176,6 +179,11 @@ class _Guarded:
         except Exception as error:
             raise _failure(error) from error
 
+    async def ready(self) -> None:
+        """Wait for what an environment shares with others, such as processes; no deadline includes this."""
+        if ready := getattr(self._env, "ready", None):
+            await self._in_time(ready, "ready", None)
+
     async def start(self, task: Prompt, seed: int) -> Opening:
         opening = await self._in_time(lambda: self._env.start(task, seed), "start", self._timeouts.start_s)
         if not isinstance(opening, Opening):
@@ -197,11 +205,13 @@ class _Guarded:
         except _EnvFailure as failure:
             logger.warning("an environment could not be closed: %s", failure)
 
-    async def _in_time(self, call: Callable[[], Awaitable[T]], name: str, limit_s: float) -> T:
+    async def _in_time(self, call: Callable[[], Awaitable[T]], name: str, limit_s: float | None) -> T:
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
                 return await call()
+        except ConfigError:
+            raise
         except Exception as error:
             if deadline.expired():
                 raise _EnvFailure(f"{name}() took longer than env.timeouts.{name}_s={limit_s:g}") from error
