@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
@@ -52,7 +54,7 @@ class ToolEnvs:
     def _toolbox(self, index: int, tool: str | McpServer | SearchTool) -> OpenToolbox:
         key = f"env.tools[{index}]"
         if isinstance(tool, McpServer):
-            raise NotImplementedError
+            return self._mcp(tool, key)
         if isinstance(tool, SearchTool):
             _require("bm25s", key)
             return self._function(self._index(tool, key).search, key)
@@ -86,6 +88,19 @@ class ToolEnvs:
             near = suggest(path.name, [p.name for p in path.parent.glob("*.jsonl")])
             raise ConfigError([Problem(f"{key}.index", f"no such file: {path}{near}", "config")])
         return SearchIndex.read(path)
+
+    def _mcp(self, server: McpServer, key: str) -> OpenToolbox:
+        _require("mcp", key)
+        from .mcp import McpTools, search_path
+
+        command = server.command
+        if command is not None:
+            path = self._base_dir / command if os.sep in command else command
+            if shutil.which(path, path=search_path()) is None:
+                raise ConfigError([Problem(f"{key}.command", f"no such program: {command!r}", "config")])
+        tools = McpTools(server, self._base_dir, timeout_s=self._config.tool_timeout_s)
+        self._closers.append(tools.close)
+        return tools
 
     def _python(self) -> OpenToolbox:
         config = self._config
