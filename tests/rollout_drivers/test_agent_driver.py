@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from braid.config.rollout import Timeouts, ToolsEnv
 from braid.envs.agents.base import AgentEnv, Opening, Step
+from braid.envs.agents.build import AgentEnvs
 from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.agents.toolboxes import ToolEnvs
-from braid.errors import EngineError
+from braid.errors import ConfigError, EngineError
 from braid.models.chat import ChatFormat
 from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Completion, Request, Sampling
@@ -399,3 +401,41 @@ def test_an_environment_that_fails_to_close_changes_nothing(caplog: pytest.LogCa
     _, groups = _drive(lambda _: ("A!", "stop"), lambda: Broken(lambda _: Step(is_done=True)))
     assert _one(groups).status is Status.FINISHED
     assert "no such window" in caplog.text
+
+
+def test_no_deadline_includes_the_wait_for_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead_s = 0.0
+    monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda _: time.monotonic() + ahead_s)
+
+    class Queued(Env):
+        async def ready(self) -> None:
+            nonlocal ahead_s
+            ahead_s += 1e6
+            await asyncio.sleep(0.001)
+
+    _, groups = _drive(lambda _: ("A!", "stop"), lambda: Queued(lambda _: Step(is_done=True)), retries=0)
+    assert _one(groups).status is Status.FINISHED
+    assert ahead_s == 1e6
+
+
+def test_a_config_that_an_environment_refuses_ends_the_run() -> None:
+    with pytest.raises(ConfigError, match="no such game"):
+        _drive(
+            lambda _: ("A!", "stop"),
+            lambda: Env(lambda _: _says(), lambda _: _raise(ConfigError("no such game"))),
+        )
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_an_environment_that_hangs_in_the_only_process_costs_one_deadline() -> None:
+    envs = AgentEnvs("tests.envs.scripted.Scripted", {}, Path(), "process", 1)
+
+    def script(request: Request) -> tuple[str, StopReason]:
+        sample, attempt, _ = request.key[-3:]
+        return ("hang" if (sample, attempt) == (1, 0) else "end"), "stop"
+
+    _, groups = _drive(script, envs, group_size=4, step_s=1.0)
+    asyncio.run(envs.close())
+    trajectories = groups[0].trajectories
+    assert [t.status for t in trajectories] == [Status.FINISHED] * 4
+    assert [t.attempts for t in trajectories] == [1, 2, 1, 1]

@@ -6,6 +6,7 @@ The protocol is spoken here, since OpenEnv's own client installs its server and 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -63,6 +64,8 @@ class OpenEnv:
 
     async def close(self) -> None:
         if self._socket is not None:
+            with suppress(ConnectionClosed):
+                await self._socket.send(json.dumps({"type": "close"}))  # else the server logs an error
             await self._socket.close()
 
     async def _ask(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +81,8 @@ class OpenEnv:
             return answer["data"]
         reason = answer["data"]
         if kind == "step" and reason.get("code") == "VALIDATION_ERROR":
-            raise _InvalidAction(reason.get("message"))
+            details = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in reason.get("errors", [])]
+            raise _InvalidAction("; ".join(details) or reason.get("message"))
         raise EnvError(f"{self._url} failed at {kind}: {reason.get('message')} ({reason.get('code')})")
 
     def _messages(self, result: dict[str, Any]) -> list[Message]:
