@@ -283,15 +283,15 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ("eval=null", "eval: is empty; remove it, or set it to a mapping with keys before, every_rounds"),
         (
             "env.kind=tool",
-            "env: kind: 'tool' is not one of single_turn, tools, agent, gymnasium, maniskill, libero",
+            "env: kind: 'tool' is not one of single_turn, tools, agent, program, gymnasium, maniskill, libero",
         ),
         (
             "env={max_turns: 3}",
-            "env: missing `kind`; set it to one of single_turn, tools, agent, gymnasium, maniskill, libero [override]",
+            "env: missing `kind`; set it to one of single_turn, tools, agent, program, gymnasium, maniskill, libero [override]",
         ),
         (
             "env=tools",
-            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, agent, gymnasium, maniskill, libero [override]",
+            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, agent, program, gymnasium, maniskill, libero [override]",
         ),
         (
             "data.train=x",

@@ -59,11 +59,13 @@ def test_links_lead_to_files(path: Path) -> None:
 def native_keys() -> set[str]:
     """Every key of the generated reference, with the sections that hold them."""
     keys: set[str] = set()
-    section = ""
+    section = with_kinds = "none"
     for line in (ROOT / "docs" / "config.md").read_text().splitlines():
         if line.startswith("## "):
             section = line[3:].split()[0].replace("[]", "")
             keys.add(section)
+        elif line.startswith("### kind"):  # after the sections of the kind before
+            section = with_kinds = with_kinds if section.startswith(f"{with_kinds}.") else section
         elif found := re.match(r"\| `([\w.]+)` \|", line):
             keys.add(f"{section}.{found[1]}")
     return keys

@@ -22,18 +22,27 @@ from tests.rows import rows_of
 
 from braid.config.model import BuildSpec, ModelConfig
 from braid.errors import ConfigError, EngineError
+from braid.models.chat import ChatFormat
 from braid.models.loading import load_policy
-from braid.models.tokenizer import character_tokenizer, plain_text, whole_text
+from braid.models.tokenizer import character_tokenizer, whole_text
 from braid.rollout.drivers.programs import ProgramDriver
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.sessions import server as server_module
 from braid.rollout.sessions.server import SessionServer
-from braid.types import Action, Group, Message, Prompt, Status, StopReason, ToolCall, Trajectory
+from braid.types import Group, Prompt, Status, StopReason, Trajectory
 
-CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 |\n:{}\"'!?,._-"
+CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 |\n:{}[]()<>/\"'!?,._-@"
 TOKENIZER = character_tokenizer(CHARACTERS)
+TOKENIZER.chat_template = (
+    "{% if tools %}tools|{{ tools | length }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}|{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant|{% endif %}"
+)
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 EOS = 1
+CHAT = ChatFormat(TOKENIZER, end_token_ids=(EOS,), tool_format="hermes")
 TASK = Prompt("test:0", "test", (5, 6), ({"role": "user", "content": "hello"},), {"answer": "yes"})
 TOOL: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 USER: Any = {"role": "user", "content": "hello"}
@@ -41,36 +50,6 @@ USER: Any = {"role": "user", "content": "hello"}
 
 def _ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
-
-
-class PlainChat:
-    """`role|content`, a line for each message. A tool call is `call:` and JSON."""
-
-    def _lines(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        said = [f"{m['role']}|{m['content']}{_called(m)}\n" for m in messages]
-        return _ids("".join(said) + "assistant|")
-
-    def opening(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        return _ids(f"tools|{len(tools)}\n" if tools else "") + self._lines(messages, tools)
-
-    def delta(self, messages: Sequence[Message], tools: Sequence[Any], last_ids: Sequence[int]) -> list[int]:
-        return [*([] if last_ids[-1] == EOS else [EOS]), *_ids("\n"), *self._lines(messages, tools)]
-
-    def parse(self, ids: Sequence[int], tools: Sequence[Any]) -> Action:
-        text = plain_text(TOKENIZER, ids)
-        said, mark, call = text.partition("call:")
-        if not mark:
-            return Action(text, raw_text=text)
-        try:
-            called = ToolCall("add", json.loads(call), f"call{len(ids)}")
-        except ValueError:
-            called = ToolCall("add", {}, "x", "bad_json", "not JSON")
-        return Action(said, tool_calls=(called,), raw_text=text)
-
-
-def _called(message: Message) -> str:
-    calls: list[Any] = dict(message).get("tool_calls") or []  # type: ignore[assignment]
-    return "".join(f"call:{json.dumps(call['function']['arguments'])}" for call in calls)
 
 
 Script = Callable[[str], str | BaseException]
@@ -112,14 +91,13 @@ def _driver(engine: Any, program: Any, **more: Any) -> ProgramDriver:
     options: dict[str, Any] = {
         "retries": 0,
         "max_context_tokens": 400,
+        "max_turns": 50,
         "timeout_s": 60.0,
         "needs_reward": True,
     }
     sampling = more.pop("sampling", Sampling(max_new_tokens=50, stop_token_ids=(EOS,)))
     server = more.pop("server", None) or SessionServer("127.0.0.1", 0, max_episodes=100)
-    return ProgramDriver(
-        server, program, engine, PlainChat(), TOKENIZER, sampling, seed=7, **{**options, **more}
-    )
+    return ProgramDriver(server, program, engine, CHAT, sampling, seed=7, **{**options, **more})
 
 
 def _client(base_url: str, api_key: str, **options: Any) -> AsyncOpenAI:
@@ -143,6 +121,7 @@ def _play(played: Played, engine: Any = None, *, client: Any = None, **more: Any
     driver = _driver(engine or ScriptedEngine(), _with_client(played, **(client or {})), **more)
     (group,) = drive(driver, [TASK])
     (trajectory,) = group.trajectories
+    assert "AssertionError" not in trajectory.reason, trajectory.reason
     return trajectory
 
 
@@ -178,7 +157,7 @@ def test_a_call_is_answered_in_openais_form_and_recorded_exactly() -> None:
             "ok",
             "stop",
         )
-        assert answer.usage.prompt_tokens == len("user|hello\nassistant|")
+        assert answer.usage.prompt_tokens == len("user|hello\nassistant|") + 1
         assert answer.usage.completion_tokens == 3
         assert answer.model == "any"
         (model,) = (await client.models.list()).data
@@ -186,11 +165,10 @@ def test_a_call_is_answered_in_openais_form_and_recorded_exactly() -> None:
         return 0.5
 
     trajectory = _play(played)
-    assert _texts(trajectory) == [[("user|hello\nassistant|", "ok<eos>")]]
+    assert _texts(trajectory) == [[("user|hello<eos>\nassistant|", "ok<eos>")]]
     (turn,) = trajectory.turns
     assert (turn.logprobs, turn.policy_version, turn.stop_reason, turn.reward) == ([-0.5] * 3, 3, "stop", 0.5)
     assert (trajectory.status, trajectory.answer_text, trajectory.text) == (Status.FINISHED, "ok", "ok<eos>")
-    assert trajectory.facts == {"turns": 1.0}
 
 
 def test_a_conversation_is_one_segment_whatever_keys_the_client_drops() -> None:
@@ -211,9 +189,9 @@ def test_a_conversation_is_one_segment_whatever_keys_the_client_drops() -> None:
     trajectory = _play(played, engine)
     assert _texts(trajectory) == [
         [
-            ("user|hello\nassistant|", " a1\n<eos>"),
-            ("\nuser|b\nassistant|", " a2\n<eos>"),
-            ("\nuser|c\nassistant|", " a3\n<eos>"),
+            ("user|hello<eos>\nassistant|", " a1\n<eos>"),
+            ("\nuser|b<eos>\nassistant|", " a2\n<eos>"),
+            ("\nuser|c<eos>\nassistant|", " a3\n<eos>"),
         ]
     ]
     assert [t.reward for t in trajectory.turns] == [0.0, 0.0, 1.0]
@@ -239,13 +217,13 @@ def test_branches_and_compacted_histories_are_segments_that_read_all_of_their_co
         return 1.0
 
     trajectory = _play(played, engine)
-    start = "user|hello\nassistant|"
+    start = "user|hello<eos>\nassistant|"
     assert _texts(trajectory) == [
-        [(start, "a1<eos>"), ("\nuser|more\nassistant|", "a2<eos>")],
-        [(f"{start}a1<eos>\nuser|other\nassistant|", "a2<eos>")],
-        [("system|short\nuser|hello\nassistant|", "a1<eos>")],
-        [(f"{start}forged\nuser|more\nassistant|", "a2<eos>")],
-        [(f"tools|1\n{start}a1\nuser|more\nassistant|", "a2<eos>")],
+        [(start, "a1<eos>"), ("\nuser|more<eos>\nassistant|", "a2<eos>")],
+        [(f"{start}a1<eos>\nuser|other<eos>\nassistant|", "a2<eos>")],
+        [("system|short<eos>\nuser|hello<eos>\nassistant|", "a1<eos>")],
+        [(f"{start}forged<eos>\nuser|more<eos>\nassistant|", "a2<eos>")],
+        [(f"tools|1\n{start}a1<eos>\nuser|more<eos>\nassistant|", "a2<eos>")],
     ]
     trajectory.reward = 1.0
     rows = rows_of([Group(TASK, [trajectory])])
@@ -260,14 +238,14 @@ def test_branches_and_compacted_histories_are_segments_that_read_all_of_their_co
 def test_tool_calls_are_answered_in_openais_form_and_malformed_ones_as_text() -> None:
     def script(prompt: str) -> str:
         if "tool|5" in prompt:
-            return "call:{oops"
-        return 'so call:{"a": 2}'
+            return "<tool_call>{oops</tool_call>"
+        return f"so {CALL}"
 
     async def played(client: AsyncOpenAI) -> float:
         asked = await _ask(client, USER, tools=[TOOL])
         (choice,) = asked.choices
         (call,) = choice.message.tool_calls
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "so ")
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "so")
         assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
         arguments = '{ "a":2 }'  # a client that writes the arguments anew
         said = {
@@ -277,21 +255,21 @@ def test_tool_calls_are_answered_in_openais_form_and_malformed_ones_as_text() ->
         result = {"role": "tool", "tool_call_id": call.id, "content": "5"}
         (choice,) = (await _ask(client, USER, said, result, tools=[TOOL])).choices
         assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
-        assert choice.message.content == "call:{oops"
+        assert choice.message.content == "<tool_call>{oops</tool_call>"
         return 1.0
 
     trajectory = _play(played, ScriptedEngine(script))
     assert _texts(trajectory) == [
         [
-            ("tools|1\nuser|hello\nassistant|", 'so call:{"a": 2}<eos>'),
-            ("\ntool|5\nassistant|", "call:{oops<eos>"),
+            ("tools|1\nuser|hello<eos>\nassistant|", f"so {CALL}<eos>"),
+            ("\ntool|5<eos>\nassistant|", "<tool_call>{oops</tool_call><eos>"),
         ]
     ]
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_streams_are_replayed(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
-    engine = ScriptedEngine(lambda _: 'so call:{"a": 2}')
+    engine = ScriptedEngine(lambda _: f"so {CALL}")
     if is_slow:
         monkeypatch.setattr(server_module, "_KEEP_ALIVE_S", 0.001)
         engine.gate = asyncio.Event()
@@ -302,10 +280,10 @@ def test_streams_are_replayed(monkeypatch: pytest.MonkeyPatch, is_slow: bool) ->
         if engine.gate is not None:
             engine.gate.set()
         chunks = [chunk async for chunk in stream]
-        assert chunks[0].choices[0].delta.content == "so "
+        assert chunks[0].choices[0].delta.content == "so"
         assert chunks[0].choices[0].delta.tool_calls[0].function.arguments == '{"a": 2}'
         assert chunks[1].choices[0].finish_reason == "tool_calls"
-        assert chunks[2].usage.completion_tokens == len('so call:{"a": 2}') + 1
+        assert chunks[2].usage.completion_tokens == len(f"so {CALL}") + 1
         return 1.0
 
     assert len(_play(played, engine).turns) == 1
@@ -558,7 +536,7 @@ def test_a_client_that_goes_away_cancels_its_call_unless_a_retry_waits() -> None
 
     driver = _driver(engine, program)
     (group,) = drive(driver, [TASK])
-    assert _texts(group.trajectories[0]) == [[("user|b\nassistant|", "ok<eos>")]]
+    assert _texts(group.trajectories[0]) == [[("user|b<eos>\nassistant|", "ok<eos>")]]
     assert (len(engine.requests), engine.num_cancelled) == (2, 1)
 
 
@@ -590,7 +568,7 @@ def test_a_program_that_fails_is_played_again_and_then_invalid() -> None:
     assert len({request.key for request in engine.requests}) == 3
 
 
-def test_a_context_that_overflows_truncates_the_trajectory() -> None:
+def test_a_call_beyond_a_limit_truncates_the_trajectory() -> None:
     long = {"role": "user", "content": "x" * 100}
 
     async def fails(client: AsyncOpenAI) -> float:
@@ -605,6 +583,11 @@ def test_a_context_that_overflows_truncates_the_trajectory() -> None:
         assert error.value.code == "context_length_exceeded"
         return 0.5
 
+    async def calls_too_often(client: AsyncOpenAI) -> float:
+        for _ in range(3):
+            await _ask(client, USER)
+        return 1.0
+
     async def compacts(client: AsyncOpenAI) -> float:
         await copes(client)
         await _ask(client, USER)
@@ -613,9 +596,10 @@ def test_a_context_that_overflows_truncates_the_trajectory() -> None:
     for played, reward, status in (
         (fails, 0.0, Status.TRUNCATED),
         (copes, 0.5, Status.TRUNCATED),
+        (calls_too_often, 0.0, Status.TRUNCATED),
         (compacts, 0.5, Status.FINISHED),
     ):
-        trajectory = _play(played, max_context_tokens=100)
+        trajectory = _play(played, max_context_tokens=100, max_turns=2)
         assert (trajectory.status, trajectory.reason) == (status, "")
         assert sum(turn.reward for turn in trajectory.turns) == reward
 
@@ -636,7 +620,7 @@ def test_an_answer_that_is_cut_truncates_the_trajectory_if_it_is_the_last() -> N
     trajectory = _play(continued, engine)
     assert trajectory.status is Status.FINISHED
     assert _texts(trajectory) == [
-        [("user|hello\nassistant|", "ye"), ("<eos>\nuser|again\nassistant|", "yes<eos>")]
+        [("user|hello<eos>\nassistant|", "ye"), ("<eos>\nuser|again<eos>\nassistant|", "yes<eos>")]
     ]
 
 
@@ -667,7 +651,7 @@ def test_rewards_are_returned_or_posted(
     trajectory = _play(played, needs_reward=needs)
     assert (sum(turn.reward for turn in trajectory.turns), trajectory.reason) == (reward, reason)
     if isinstance(given, dict):
-        assert trajectory.facts == {"turns": 1.0, "reward/right": 1.0, "reward/form": 0.25}
+        assert trajectory.metrics == {"reward/right": 1.0, "reward/form": 0.25}
 
 
 def test_a_port_in_use_is_an_error_of_the_config() -> None:
@@ -740,7 +724,7 @@ def test_64_clients_that_disconnect_and_retry_lose_nothing_and_record_nothing_tw
     for task, group in zip(tasks, groups, strict=True):
         (trajectory,) = group.trajectories
         assert (trajectory.reason, trajectory.attempts) == ("", 1)
-        assert [plain_text(TOKENIZER, t.output_ids) for t in trajectory.turns] == kept[task.uid]
+        assert [CHAT.parse(t.output_ids).text for t in trajectory.turns] == kept[task.uid]
         assert len(trajectory.segments) == 1
         trajectory.reward = 1.0
         (row,) = rows_of([group])

@@ -23,7 +23,7 @@ _HUB_NAMES = re.compile(
 _FILES_OR_TEXT = re.compile(r"model\.chat_template|reward\.parts\[\d+\]\.template")
 _DATA = re.compile(r"(data\.(train|eval)|sft\.data)\[\d+\]\.path(\[\d+\])?")
 _FUNCTIONS = re.compile(
-    r"reward\.parts\[\d+\]\.path|(data\.(train|eval)|sft\.data)\[\d+\]\.response_function"
+    r"env\.(program|name|tools\[\d+\])|reward\.parts\[\d+\]\.path|(data\.(train|eval)|sft\.data)\[\d+\]\.response_function"
 )
 
 

@@ -78,17 +78,20 @@ class ChatEnv(Section):
     """Maximum turns of the policy, after which the trajectory is truncated."""
     max_context_tokens: PositiveInt = 1024
     """Maximum tokens of prompt, turns and replies, after which the trajectory is truncated."""
-    cut_turns: Literal["end", "continue"] = "end"
-    """A turn cut at sampling.max_new_tokens ends the episode as truncated, or the environment replies to it."""
-    thinking: Literal["keep", "as_template"] = "keep"
-    """The policy's reasoning in earlier turns: keep it, so that a conversation is one training row, or drop it where
-    the chat template does, which begins a new segment and row."""
     tool_format: (
         Literal["hermes", "qwen_xml", "glm", "llama", "mistral", "deepseek", "pythonic", "harmony", "tag"]
         | None
     ) = None
     """Format of the policy's tool calls; null: that of the chat template, or `tag`
     (`<calculator>6*7</calculator>`) without one."""
+
+
+class _SteppedEnv(ChatEnv):
+    cut_turns: Literal["end", "continue"] = "end"
+    """A turn cut at sampling.max_new_tokens ends the episode as truncated, or the environment replies to it."""
+    thinking: Literal["keep", "as_template"] = "keep"
+    """The policy's reasoning in earlier turns: keep it, so that a conversation is one training row, or drop it where
+    the chat template does, which begins a new segment and row."""
     timeouts: Timeouts = Timeouts()
     """Time limits."""
 
@@ -152,7 +155,7 @@ class PythonSandbox(Section):
     """Address space limit of an episode's Python process, in bytes."""
 
 
-class ToolsEnv(ChatEnv):
+class ToolsEnv(_SteppedEnv):
     """A conversation in which the policy may call tools, by the tool calls of its chat template."""
 
     kind: Literal["tools"]
@@ -168,7 +171,7 @@ class ToolsEnv(ChatEnv):
     """Sandbox of the tool `python`."""
 
 
-class AgentEnvConfig(ChatEnv):
+class AgentEnvConfig(_SteppedEnv):
     """A text environment: an adapter by its name, or a class of your own."""
 
     kind: Literal["agent"]
@@ -187,6 +190,26 @@ class AgentEnvConfig(ChatEnv):
     """Number of tasks, each a seed, for environments that need no data (data.train is empty)."""
     eval_episodes: PositiveInt = 100
     """Episodes per evaluation where data.eval is empty, each with its own seed."""
+
+
+class ProgramEnv(ChatEnv):
+    """A program that plays an episode by calling the policy as an OpenAI-compatible server."""
+
+    kind: Literal["program"]
+    """A program that calls the policy."""
+    program: str | tuple[str, ...] = Field(min_length=1)
+    """Python function `(task, base_url, api_key) -> reward` (package.module.function or file.py:function), or a command
+    line as a list, which reads OPENAI_BASE_URL, OPENAI_API_KEY, BRAID_TASK and BRAID_SEED."""
+    max_turns: PositiveInt = 50
+    """Maximum calls of an episode, after which they are refused and the trajectory is truncated."""
+    episode_timeout_s: PositiveFloat = 600.0
+    """Time limit of an episode, in seconds; a program that takes longer is stopped and has failed."""
+    concurrency: PositiveInt = 64
+    """Maximum number of programs that run at a time, per rollout worker."""
+    host: str = "127.0.0.1"
+    """Address on which the server listens, and by which programs call it."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the server; 0 for any free one."""
 
 
 class GymnasiumEnv(Section):
@@ -277,7 +300,7 @@ class LiberoEnv(_RobotEnv):
 
 
 EnvConfig = Annotated[
-    SingleTurnEnv | ToolsEnv | AgentEnvConfig | GymnasiumEnv | ManiskillEnv | LiberoEnv,
+    SingleTurnEnv | ToolsEnv | AgentEnvConfig | ProgramEnv | GymnasiumEnv | ManiskillEnv | LiberoEnv,
     Field(discriminator="kind"),
 ]
 

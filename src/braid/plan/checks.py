@@ -13,7 +13,7 @@ from typing import cast
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSSES
 from braid.config.roles import TrainingRole, train_config
-from braid.config.rollout import AgentEnvConfig, ChatEnv, GymnasiumEnv
+from braid.config.rollout import AgentEnvConfig, ChatEnv, GymnasiumEnv, ProgramEnv
 from braid.config.schema import RunConfig
 
 from . import advantages, available
@@ -93,7 +93,7 @@ def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield "data.train", "no training prompts; add at least one source"
     if plan.verb == "eval" and not config.data.eval and not has_tasks:
         yield "data.eval", "no evaluation prompts; add at least one source"
-    is_scored = config.reward.parts or isinstance(config.env, AgentEnvConfig)
+    is_scored = config.reward.parts or isinstance(config.env, AgentEnvConfig | ProgramEnv)
     if (plan.verb == "train" or config.data.eval) and not is_scored:
         yield "reward.parts", f"no reward for env.kind={config.env.kind}; add at least one part"
     if plan.verb == "sft" and config.sft is None:

@@ -12,10 +12,12 @@ import torch
 
 from braid.cluster.workers import Place
 from braid.config.rollout import (
-    ChatEnv,
+    AgentEnvConfig,
     GymnasiumEnv,
+    ProgramEnv,
     SamplingConfig,
     Timeouts,
+    ToolsEnv,
 )
 from braid.config.schema import RunConfig
 from braid.models.causal_lm import CausalLM
@@ -27,11 +29,13 @@ from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
 from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.drivers.base import Driver
+from braid.rollout.drivers.programs import ProgramDriver
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.rollout.engines.simulators import SimulatorEngine
+from braid.rollout.sessions.server import SessionServer
 from braid.training.backends.single import autocast_dtype
 from braid.training.worker import device_of
 from braid.types import ShapedReward, Trajectory
@@ -39,7 +43,7 @@ from braid.weights.fingerprint import check_synced
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.wire import Ticket
 
-from .conversations import chat_format, env_maker
+from .conversations import chat_format, env_maker, program_of
 from .engines import EngineLink, LocalWeightLink, as_one, start_engines
 from .inputs import TextInputs, reset_states
 from .weight_sync import send_options
@@ -154,22 +158,31 @@ def text_collector(
 ) -> Collector:
     """A collector of text episodes sampled with `engine`; `link`, `check` and `in_background` as in Collector."""
     env, rollout = config.env, config.rollout
-    chat, (new_env, close_envs) = chat_format(config, inputs), env_maker(config, base_dir)
+    chat, close_envs = chat_format(config, inputs), None
+    common: dict[str, Any] = {"seed": config.run.seed, "retries": rollout.retries}
+    if isinstance(env, ProgramEnv):
+        program = program_of(env, base_dir)
+        server = SessionServer(env.host, env.port, max_episodes=env.concurrency)
+        common |= {"max_turns": env.max_turns, "timeout_s": env.episode_timeout_s}
+        common["needs_reward"] = not config.reward.parts
+
+        def of_context(sampling: Sampling, context: int) -> Driver:
+            return ProgramDriver(
+                server, program, engine, chat, sampling, max_context_tokens=context, **common
+            )
+
+    else:
+        new_env, close_envs = env_maker(config, base_dir)
+
+        def of_context(sampling: Sampling, context: int) -> Driver:
+            limits = Limits(context, None, Timeouts())
+            if isinstance(env, ToolsEnv | AgentEnvConfig):
+                limits = Limits(context, env.max_turns, env.timeouts, env.cut_turns == "continue")
+            return AgentDriver(engine, new_env, chat, sampling, limits, **common)
 
     def driver(sampling: SamplingConfig, context: int | None) -> Driver:
         assert context is not None, "text episodes have a context limit"
-        limits = Limits(context, None, Timeouts())
-        if isinstance(env, ChatEnv):
-            limits = Limits(context, env.max_turns, env.timeouts, env.cut_turns == "continue")
-        return AgentDriver(
-            engine,
-            new_env,
-            chat,
-            sampling_of(sampling, inputs.end_token_ids),
-            limits,
-            seed=config.run.seed,
-            retries=rollout.retries,
-        )
+        return of_context(sampling_of(sampling, inputs.end_token_ids), context)
 
     longest = plan.max_trajectory_tokens
     eval_sampling = config.eval.sampling or rollout.sampling

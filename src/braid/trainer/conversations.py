@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braid.config.rollout import AgentEnvConfig, ChatEnv, SingleTurnEnv, ToolsEnv
+from braid.config.rollout import AgentEnvConfig, ChatEnv, ProgramEnv, SingleTurnEnv, ToolsEnv
 from braid.config.schema import RunConfig
 from braid.envs.agents.base import AgentEnv
 from braid.envs.agents.build import AgentEnvs
 from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.agents.toolboxes import ToolEnvs
+from braid.errors import ConfigError, Problem
+from braid.functions import load_function
 from braid.models.chat import ChatFormat
+from braid.rollout.sessions.programs import Program, run_command, run_function
 
 from .inputs import TextInputs
 
@@ -22,7 +27,9 @@ def chat_format(config: RunConfig, inputs: TextInputs) -> ChatFormat:
     env, data = config.env, config.data
     of_chat: dict[str, Any] = {}
     if isinstance(env, ChatEnv):
-        of_chat = {"tool_format": env.tool_format, "thinking": env.thinking}
+        of_chat = {"tool_format": env.tool_format}
+    if isinstance(env, ToolsEnv | AgentEnvConfig):
+        of_chat |= {"thinking": env.thinking}
     chat = ChatFormat(
         inputs.tokenizer,
         end_token_ids=inputs.end_token_ids,
@@ -30,7 +37,7 @@ def chat_format(config: RunConfig, inputs: TextInputs) -> ChatFormat:
         template_kwargs=data.chat_template_kwargs,
         **of_chat,
     )
-    if isinstance(env, ChatEnv) and env.max_turns > 1:
+    if isinstance(env, ToolsEnv | AgentEnvConfig) and env.max_turns > 1:
         chat.check(uses_tools=isinstance(env, ToolsEnv))
     return chat
 
@@ -50,3 +57,14 @@ def env_maker(
             return hosted, hosted.close
         case other:
             raise AssertionError(f"{other.kind} is a simulator, not a text environment")
+
+
+def program_of(env: ProgramEnv, base_dir: Path) -> Program:
+    """The program that plays the episodes. Raises ConfigError if it does not exist."""
+    if isinstance(env.program, str):
+        return partial(run_function, load_function(env.program, base_dir=base_dir, key="env.program"))
+    name = env.program[0]
+    if shutil.which(name) is None and not (base_dir / name).is_file():
+        problem = f"no such command: {name!r}; install it, or write its path, relative to {base_dir}"
+        raise ConfigError([Problem("env.program", problem, "config")])
+    return partial(run_command, env.program, base_dir)

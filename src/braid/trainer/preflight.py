@@ -27,6 +27,7 @@ from braid.config.reward import (
     ReasoningGymReward,
     RewardPart,
 )
+from braid.config.rollout import ProgramEnv
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, ModelError, Problem, RewardError
 from braid.models.folders import check_folder, expand
@@ -40,7 +41,7 @@ from braid.rewards.programs import read_tests
 from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn
 
-from .conversations import chat_format, env_maker
+from .conversations import chat_format, env_maker, program_of
 from .inputs import TextInputs, check_sources, read_inputs
 
 _MAX_EXAMPLES = 4
@@ -69,7 +70,10 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
     problems += _missing_folders(config, plan)
     if inputs is not None and plan.verb != "sft":
         chat_format(config, inputs)
-        env_maker(config, loaded.base_dir)
+        if isinstance(config.env, ProgramEnv):
+            program_of(config.env, loaded.base_dir)
+        else:
+            env_maker(config, loaded.base_dir)
         if plan.verb == "train":
             check_sources(loaded, inputs)
         prompts = (*inputs.train.prompts, *inputs.eval.prompts)

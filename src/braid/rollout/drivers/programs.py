@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 
-from transformers import PreTrainedTokenizerBase
-
 from braid.cluster.loops import all_of
 from braid.errors import EnvError
+from braid.models.chat import ChatFormat
 from braid.rollout.engine import RolloutEngine, Sampling, seed_of
 from braid.rollout.sessions.chat_api import RequestError, read_reward
 from braid.rollout.sessions.programs import Program
-from braid.rollout.sessions.recorder import ChatFormat, Session
+from braid.rollout.sessions.recorder import Session
 from braid.rollout.sessions.server import SessionServer
 from braid.types import Group, Prompt, Status, Trajectory
 
@@ -22,21 +21,21 @@ from braid.types import Group, Prompt, Status, Trajectory
 class ProgramDriver:
     """Turns prompts into groups of trajectories, each of which `program` plays.
 
-    `max_context_tokens` bounds each context. A trajectory whose program fails or takes longer than `timeout_s` is
-    sampled anew up to `retries` times, then left invalid with the reason of its last failure. After a context overflow
-    that the program does not handle, it is truncated instead. With `needs_reward` the program has to give a reward.
+    `max_context_tokens` bounds each context, `max_turns` the calls of an episode. A trajectory whose program fails or takes longer than `timeout_s` is
+    sampled anew up to `retries` times, then left invalid with the reason of its last failure. If it fails because a
+    limit refused its last call, it is truncated instead. With `needs_reward` the program has to give a reward.
     """
 
     server: SessionServer
     program: Program
     engine: RolloutEngine
     chat: ChatFormat
-    tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     _: KW_ONLY
     seed: int
     retries: int
     max_context_tokens: int
+    max_turns: int
     timeout_s: float
     needs_reward: bool
 
@@ -52,9 +51,9 @@ class ProgramDriver:
             session = Session(
                 self.engine,
                 self.chat,
-                self.tokenizer,
                 self.sampling,
                 max_context_tokens=self.max_context_tokens,
+                max_turns=self.max_turns,
                 key=(*key, attempt),
             )
             try:
@@ -69,14 +68,14 @@ class ProgramDriver:
         return trajectory
 
     async def _play(self, prompt: Prompt, session: Session, seed: int) -> object:
-        """Run the program; returns its reward. Raises EnvError if it fails, unless the context has overflowed."""
+        """Run the program; returns its reward. Raises EnvError if it fails, unless a limit has refused its last call."""
         async with self.server.open(session) as (base_url, api_key):
             deadline = asyncio.timeout(self.timeout_s)
             try:
                 async with deadline:
                     return await self.program(prompt, base_url, api_key, seed)
             except Exception as error:
-                if session.has_overflowed:
+                if session.is_over_limit:
                     return None
                 if deadline.expired():
                     raise EnvError(f"took longer than env.episode_timeout_s={self.timeout_s:g}") from error

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
 
-from braid.envs.agents.base import ToolSchema
 from braid.errors import RewardError
+from braid.models.chat import ToolSchema
 from braid.rewards.scorer import as_score
 from braid.types import Action, Message
 

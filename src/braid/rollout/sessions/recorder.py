@@ -14,33 +14,19 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache
 from hashlib import sha256
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
 
-from braid.envs.agents.base import ToolSchema
-from braid.errors import EngineError
+from braid.errors import EngineError, ModelError
+from braid.models.chat import ChatFormat, ToolSchema
 from braid.models.tokenizer import plain_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from braid.types import Action, Message, Segment, Status, Trajectory, Turn
+from braid.types import Segment, Status, Trajectory, Turn
 
 from .chat_api import ChatRequest, RequestError, answered, fingerprints, message_of
 
 logger = logging.getLogger(__name__)
-
-
-class ChatFormat(Protocol):
-    """Renders conversations as tokens."""
-
-    def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]: ...
-
-    def delta(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema], last_ids: Sequence[int]
-    ) -> list[int]: ...
-
-    def parse(self, ids: Sequence[int], tools: Sequence[ToolSchema]) -> Action: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -74,14 +60,14 @@ class Session:
 
     engine: RolloutEngine
     chat: ChatFormat
-    tokenizer: PreTrainedTokenizerBase
     sampling: Sampling
     _: KW_ONLY
     max_context_tokens: int
+    max_turns: int
     key: tuple[int, ...]
     is_open: bool = True
-    has_overflowed: bool = False
-    """Whether the last call did not fit into the context."""
+    is_over_limit: bool = False
+    """Whether a limit has refused the last call."""
     engine_failure: str = ""
     """Why the last call failed, if it did."""
     posted: object = None
@@ -97,20 +83,27 @@ class Session:
         Raises RequestError."""
         for name, value in (request.model_extra or {}).items():
             if value is not None and getattr(self.sampling, name, None) != value:
-                _warn_of(name)
+                _warn_once(
+                    f"the option {name!r} of programs' requests has no effect: the run's config decides"
+                )
         if is_retry is not False:
             for call in reversed(self._calls):
                 is_last = call is self._calls[-1]
                 if call.digest == digest and (is_retry or is_last or not call.task.done()):
                     call.num_waiting += 1
                     return call
+        self.is_over_limit = len(self._calls) >= self.max_turns
+        if self.is_over_limit:
+            raise RequestError(
+                400, f"the episode has had {self.max_turns} calls, its limit", code="max_turns_exceeded"
+            )
         try:
             context = self._context(request)
-        except (ValueError, TemplateError) as error:
-            raise RequestError(400, f"the chat template cannot render this conversation: {error}") from error
+        except ModelError as error:
+            raise RequestError(400, str(error)) from error
         room = self.max_context_tokens - len(context.ids)
-        self.has_overflowed = room < 1
-        if room < 1:
+        self.is_over_limit = room < 1
+        if self.is_over_limit:
             raise RequestError(
                 400,
                 f"the conversation has {len(context.ids)} tokens; the maximum context length is "
@@ -143,7 +136,11 @@ class Session:
             if (place := self._turns.get(said[num])) is not None:
                 segment, number = place
                 before = [i for t in segment.turns[: number + 1] for i in (*t.context_ids, *t.output_ids)]
-                new = self.chat.delta(messages[num:], tools, segment.turns[number].output_ids)
+                try:
+                    new = self.chat.delta(messages[num:], tools, segment.turns[number].output_ids)
+                except ModelError as error:
+                    _warn_once(f"conversations of programs are not continued but rendered anew: {error}")
+                    break
                 return _Context(tools, said[-1], [*before, *new], new, place)
         ids = self.chat.opening(messages, tools)
         return _Context(tools, said[-1], ids, ids)
@@ -156,7 +153,11 @@ class Session:
             self.sampling,
             max_new_tokens=most,
             min_new_tokens=min(self.sampling.min_new_tokens, most),
-            stop_strings=(*self.sampling.stop_strings, *request.stops),
+            stop_strings=(
+                *self.sampling.stop_strings,
+                *self.chat.stop_strings(context.tools),
+                *request.stops,
+            ),
         )
         try:
             completion = await self.engine.generate(
@@ -169,7 +170,9 @@ class Session:
             raise
         self.engine_failure = ""
         ids = completion.token_ids
-        action = self.chat.parse(ids[:-1] if ids[-1] in sampling.stop_token_ids else ids, context.tools)
+        number = sum(len(segment.turns) for segment in self._segments)
+        calls = (f"call{number:03}{i:02}" for i in range(100))
+        action = self.chat.parse(ids, context.tools, new_id=lambda: next(calls))
         message = message_of(action, request.stops)
         segment, number = self._record(context, completion)
         call.turn = segment.turns[number]
@@ -225,17 +228,19 @@ class Session:
                 segment.turns.pop()
         trajectory.segments = sorted((s for s in self._segments if s.turns), key=lambda s: s.turns[-1].end_s)
         ids = [i for t in trajectory.turns for i in (*t.context_ids, *t.output_ids)]
-        if self.has_overflowed:
+        if self.is_over_limit:
             trajectory.status = Status.TRUNCATED
         if trajectory.segments:
             last = trajectory.segments[-1].turns[-1]
             if last.stop_reason == "length":
                 trajectory.status = Status.TRUNCATED
-            trajectory.text = whole_text(self.tokenizer, ids[len(trajectory.turns[0].context_ids) :])
+            trajectory.text = whole_text(self.chat.tokenizer, ids[len(trajectory.turns[0].context_ids) :])
             has_end = last.output_ids[-1] in self.sampling.stop_token_ids
-            trajectory.answer_text = plain_text(self.tokenizer, last.output_ids[: -1 if has_end else None])
+            trajectory.answer_text = plain_text(
+                self.chat.tokenizer, last.output_ids[: -1 if has_end else None]
+            )
 
 
 @cache
-def _warn_of(option: str) -> None:
-    logger.warning("the option %r of programs' requests has no effect: the run's config decides", option)
+def _warn_once(message: str) -> None:
+    logger.warning(message)

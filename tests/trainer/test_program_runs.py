@@ -1,0 +1,85 @@
+"""Runs whose episodes are played by programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from braid.errors import ConfigError
+from braid.report.samples import read_samples
+from braid.trainer import commands
+from braid.trainer.preflight import check
+
+from .conftest import LoadTiny
+from .test_runs import lines
+
+FUNCTION = """
+from openai import OpenAI
+
+def play(task, base_url, api_key):
+    with OpenAI(base_url=base_url, api_key=api_key) as client:
+        said = client.chat.completions.create(model="", messages=task.messages)
+    return {"right": said.choices[0].message.content == task.fields["answer"], "said": 0.5}
+"""
+COMMAND = """
+import json, os
+from urllib.request import Request, urlopen
+
+def post(path, body):
+    headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + path
+    return json.load(urlopen(Request(url, json.dumps(body).encode(), headers)))
+
+task = json.loads(os.environ["BRAID_TASK"])
+said = post("/chat/completions", {"messages": task["messages"]})["choices"][0]["message"]["content"]
+post("/reward", {"reward": float(said == task["fields"]["answer"])})
+"""
+
+
+def test_a_function_plays_the_episodes_of_training_and_evaluation(
+    load_tiny: LoadTiny, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(FUNCTION)
+    run = commands.train(
+        load_tiny(
+            "env={kind: program, max_context_tokens: 2000, program: 'agent.py:play'}",
+            "reward.parts=[]",
+            "run.max_rounds=2",
+        )
+    ).run_dir
+    for line in lines(run)[-2:]:
+        assert line["rollout/turns_mean"] == 1
+        assert line["reward/mean"] == pytest.approx(line["env/reward/right"] + 0.5)
+    samples = list(read_samples(next((run / "samples").glob("eval_*.jsonl"))))
+    assert {sample.trajectory.reward for sample in samples} <= {0.5, 1.5}
+
+
+def test_a_command_plays_the_episodes_of_a_pipelined_run(load_tiny: LoadTiny, tmp_path: Path) -> None:
+    """The sampling loop then runs in a thread."""
+    (tmp_path / "agent.py").write_text(COMMAND)
+    run = commands.train(
+        load_tiny(
+            "env={kind: program, max_context_tokens: 2000, program: [python3, agent.py]}",
+            "data.eval=[]",
+            "reward.parts=[]",
+            "run.max_rounds=2",
+            "pipeline.max_lag=1",
+            "rollout.prompts_per_round=2",
+            "rollout.group_size=2",
+        )
+    ).run_dir
+    assert [line["rollout/turns_mean"] for line in lines(run)[-2:]] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [
+        ("[no-such-agent, x]", "no such command: 'no-such-agent'"),
+        ("agent.py:play", "no such file"),
+    ],
+)
+def test_a_missing_program_is_an_error_of_the_config(load_tiny: LoadTiny, program: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        check(load_tiny(f"env={{kind: program, max_context_tokens: 2000, program: {program}}}"), "train")
+    assert "env.program" in str(error.value)
