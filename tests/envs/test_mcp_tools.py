@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -32,8 +33,8 @@ COMMAND = {"command": sys.executable, "args": (str(SERVER),)}
 class Run:
     """Plays episodes on one event loop, like a rollout worker."""
 
-    def __init__(self, *servers: dict[str, Any], timeout_s: float = 120.0) -> None:
-        config = ToolsEnv.model_validate({"kind": "tools", "tools": servers, "tool_timeout_s": timeout_s})
+    def __init__(self, *tools: str | dict[str, Any], timeout_s: float = 120.0) -> None:
+        config = ToolsEnv.model_validate({"kind": "tools", "tools": tools, "tool_timeout_s": timeout_s})
         self.envs, self.loop = ToolEnvs(config, SERVER.parent), Loop()
 
     def play(self, *turns: list[ToolCall]) -> tuple[Opening, list[Step]]:
@@ -158,6 +159,22 @@ def test_colliding_names_are_prefixed_with_the_servers(ended: list[Run]) -> None
     assert [m["content"] for m in step.messages] == ["3", "7"]
     with pytest.raises(EnvError, match="tool 'fail' of the MCP server 'other' failed: Error executing"):
         run.say(call("demo_server_fail"), call("other_fail"))
+
+
+def test_a_function_reads_the_same_through_a_server(ended: list[Run]) -> None:
+    turns = [[call("calculator", expression=text)] for text in ("12*7", "1/0", "1/3", "é")]
+    direct = Run("calculator")
+    opening, steps = direct.play(*turns)
+    server = {
+        "command": "python",
+        "args": (str(SERVER.with_name("mcp_calculator.py")), json.dumps(opening.tools[0]["function"])),
+        "env": {"PYTHONPATH": os.pathsep.join(sys.path)},
+    }
+    served = Run(server)
+    ended += [direct, served]
+    found = served.play(*turns)
+    assert found == (opening, steps)
+    assert json.dumps(found[0].tools) == json.dumps(opening.tools), "also in the order of keys"
 
 
 @pytest.mark.parametrize(
