@@ -13,6 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from braid.config.load import Loaded, load_config, plain_data, to_yaml
+from braid.config.rollout import ToolsEnv
+from braid.config.shape import allowed
 from braid.config.source import leaves, path_text
 from braid.errors import ConfigError
 
@@ -432,3 +434,9 @@ def test_a_wrong_type_anywhere_is_a_config_error_and_nothing_else(
     path.write_text(yaml.safe_dump(tree))
     with contextlib.suppress(ConfigError):
         load_config(path)
+
+
+def test_an_item_may_be_a_name_or_a_section() -> None:
+    words = "a string, or a mapping whose `kind` is one of mcp, search"
+    assert allowed(ToolsEnv.model_fields["tools"], 0) == words
+    assert allowed(ToolsEnv.model_fields["tools"]) == f"a list, each {words}"

@@ -109,11 +109,14 @@ def test_a_server_that_dies_is_a_failure_and_the_next_episode_has_a_new_one(run:
 
 def test_a_cancelled_episode_leaves_the_shared_server(run: Run) -> None:
     async def cancelled() -> None:
-        episode = asyncio.create_task(play(run.envs(), [call("hang")]))
-        await asyncio.sleep(0)
-        episode.cancel()
+        env = run.envs()
+        await env.start(TASK, 0)
+        hanging = asyncio.create_task(env.step(Action("", tool_calls=(call("hang"),))))
+        await play(run.envs(), [call("process")])
+        hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await episode
+            await hanging
+        await env.close()
 
     (before,) = run.say(call("process"))
     run.loop.run(cancelled())

@@ -93,11 +93,10 @@ def _words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
         case {"anyOf": options}:
             return ", or ".join(_words(option, definitions) for option in options)
         case {"oneOf": options}:
-            kinds = [
-                definitions[option["$ref"].rpartition("/")[2]]["properties"]["kind"]["const"]
-                for option in options
-            ]
-            return f"a mapping whose `kind` is one of {', '.join(kinds)}"
+            names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
+            kinds = [definitions[name]["properties"]["kind"]["const"] for name in names]
+            plain = [_words(option, definitions) for option in options if "$ref" not in option]
+            return ", or ".join([*plain, f"a mapping whose `kind` is one of {', '.join(kinds)}"])
         case {"properties": keys}:
             return f"a mapping with keys {', '.join(keys)}"
         case {"const": value}:
