@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -413,8 +413,11 @@ def test_no_deadline_includes_the_wait_for_a_process(monkeypatch: pytest.MonkeyP
             ahead_s += 1e6
             await asyncio.sleep(0.001)
 
-    _, groups = _drive(lambda _: ("A!", "stop"), lambda: Queued(lambda _: Step(is_done=True)), retries=0)
-    assert _one(groups).status is Status.FINISHED
+    driver = _driver(
+        ScriptedEngine(lambda _: ("A!", "stop")), lambda: Queued(lambda _: Step(is_done=True)), retries=0
+    )
+    driver = replace(driver, limits=Limits(200, 4, Timeouts(episode_s=600.0)))
+    assert _one(drive(driver, [_prompt("2*3=")], 1, (0, 5))).status is Status.FINISHED
     assert ahead_s == 1e6
 
 
