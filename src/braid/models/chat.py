@@ -225,8 +225,8 @@ class ChatFormat:
         """The template's text, with a mark inside each forged token. Raises ModelError if the template refuses."""
         import jinja2
 
-        chat: Any = [{**m, "content": self._marked(m["content"])} for m in messages]
-        shown: Any = [dict(tool) for tool in tools] or None
+        chat: Any = [{**self._marked(m), "role": m["role"]} for m in messages]
+        shown: Any = self._marked(list(tools)) or None
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -242,9 +242,15 @@ class ChatFormat:
             roles = ", ".join(str(m["role"]) for m in messages)
             raise ModelError(f"the chat template rejects messages with the roles {roles}: {error}") from error
 
-    def _marked(self, text: str) -> str:
-        """`text` with a mark after the first character of each added token that it contains."""
-        return re.sub(rf"(?=(?:{self._added}))(.)", rf"\1{_MARK}", text.replace(_MARK, ""), flags=re.DOTALL)
+    def _marked(self, value: Any) -> Any:
+        """`value` with a mark after the first character of each added token in its texts."""
+        if isinstance(value, Mapping):
+            return {key: self._marked(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._marked(one) for one in value]
+        if not isinstance(value, str):
+            return value
+        return re.sub(rf"(?=(?:{self._added}))(.)", rf"\1{_MARK}", value.replace(_MARK, ""), flags=re.DOTALL)
 
     def _encode(self, text: str) -> list[int]:
         """Tokens of rendered text; marks are borders between tokens."""
