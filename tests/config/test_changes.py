@@ -30,6 +30,7 @@ def test_changes_of_the_training_task_are_guarded(key: str) -> None:
         "reference.train.backend",
         "critic.train",
         "data.eval[0].path",
+        "env.processes",
         "sft.steps",
     ],
 )

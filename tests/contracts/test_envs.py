@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.leftovers import LIMIT_S
 
 from braid.config.rollout import ToolsEnv
 from braid.envs.agents.base import AgentEnv, Step
@@ -16,6 +17,7 @@ from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.envs.simulators.base import Simulator
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
+from braid.envs.simulators.processes import SimulatorProcesses
 from braid.types import Action, Prompt, ToolCall
 
 AGENT_ENVS: dict[str, Callable[[], AgentEnv]] = {
@@ -26,6 +28,7 @@ SIMULATORS: dict[str, Callable[[int], Simulator]] = {
     "CartPole-v1": lambda n: GymnasiumSimulator("CartPole-v1", n),
     "Pendulum-v1": lambda n: GymnasiumSimulator("Pendulum-v1", n),
     "FrozenLake-v1": lambda n: GymnasiumSimulator("FrozenLake-v1", n),
+    "in processes": lambda n: SimulatorProcesses("Pendulum-v1", n, num_processes=2, timeout_s=LIMIT_S),
 }
 PROMPT = Prompt("test:0", "test", (1,), ({"role": "user", "content": "2*3="},))
 

@@ -95,7 +95,7 @@ def test_a_simulator_runs_in_one_process() -> None:
         "data.train=[]",
         "reward.parts=[]",
     ]
-    assert "run in one process" in complaints(*simulator, "cluster.runtime=ray")["cluster.runtime"]
+    assert "runs in one process" in complaints(*simulator, "cluster.runtime=ray")["cluster.runtime"]
     assert "uses 2 devices" in complaints(*simulator, "cluster.placement={rollout: 0-1}")["cluster.placement"]
 
 

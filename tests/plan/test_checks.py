@@ -413,6 +413,15 @@ def test_a_simulator_warns_of_keys_for_text() -> None:
     ]
 
 
+def test_deadlines_of_environments_need_processes_of_which_each_has_an_environment() -> None:
+    assert warnings(SIMULATOR, "rollout.env_timeout_s=9", "env.num_envs=2", "env.processes=3") == [
+        "env.processes: has no effect: there are fewer environments than that (env.num_envs)"
+    ]
+    assert warnings(SIMULATOR, "rollout.env_timeout_s=9", "env.processes=0") == [
+        "rollout.env_timeout_s: has no effect: only gymnasium environments in processes of their own have it"
+    ]
+
+
 _LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 
 

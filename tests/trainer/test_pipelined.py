@@ -61,12 +61,12 @@ def test_sampling_and_training_overlap_within_the_lag(load_tiny: LoadTiny, on_ne
 
 
 def test_a_simulator_is_pipelined_too(tmp_path: Path) -> None:
-    """At lag 0 to the bit, and above it within the lag."""
+    """At lag 0 to the bit, whichever processes its environments are in, and above it within the lag."""
     folder, runs = Path(__file__).parents[2] / "examples", []
-    for name, lag in (
-        ("turns", "pipeline=null"),
-        ("lag0", "pipeline.max_lag=0"),
-        ("lag1", "pipeline.max_lag=1"),
+    for name, processes, lag in (
+        ("turns", 0, "pipeline=null"),
+        ("lag0", 2, "pipeline.max_lag=0"),
+        ("lag1", 1, "pipeline.max_lag=1"),
     ):
         short = (
             "run.max_rounds=2",
@@ -84,6 +84,7 @@ def test_a_simulator_is_pipelined_too(tmp_path: Path) -> None:
             f"run.output_dir={tmp_path}",
             "eval.at_end=false",
             "eval.target.min_final=null",
+            f"env.processes={processes}",
             lag,
         )
         runs.append(commands.train(load_config(folder / "cartpole.yaml", [*short, *quiet, *where])).run_dir)

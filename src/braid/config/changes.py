@@ -11,7 +11,14 @@ from .source import leaves, path_text
 
 GUARDED = ("algorithm", "model", "critic", "reference", "data", "env", "reward", "sft", "pipeline")
 """Sections that determine what is trained, and on what."""
-_FREE = ("data.eval", "critic.train", "reference.train", "model.low_memory_load", "sft.steps")
+_FREE = (
+    "data.eval",
+    "critic.train",
+    "reference.train",
+    "model.low_memory_load",
+    "env.processes",
+    "sft.steps",
+)
 """Keys of these sections about evaluation, layout or length, which a resume may change."""
 _OF_THE_START = ("run.resume", "run.allow_changes", "run.if_exists")
 """Keys that affect only how a run starts."""

@@ -223,6 +223,10 @@ class GymnasiumEnv(Section):
     """Keyword arguments of gymnasium.make."""
     num_envs: PositiveInt = 8
     """Environments stepped together; at most prompts_per_round * group_size of them are used."""
+    processes: NonNegativeInt = 1
+    """Child processes among which the environments are divided; they step in parallel, with the deadline
+    rollout.env_timeout_s. 0: in the run's own process, without a deadline; for debuggers, and for environments whose
+    steps take microseconds. Changes no result."""
     eval_episodes: PositiveInt = 100
     """Episodes per evaluation, each from a different reset state."""
 
@@ -457,7 +461,8 @@ class RolloutConfig(Section):
     filter: FilterConfig = FilterConfig()
     """Filter of the groups to train on."""
     env_timeout_s: PositiveFloat = 300.0
-    """Timeout of one call of a simulator, in seconds; the episodes of a late one have failed."""
+    """Timeout of one call of a simulator, in seconds: of all environments of a process (env.processes), or of its start.
+    The episodes of a late one have failed."""
     retries: NonNegativeInt = 1
     """Retries of a trajectory whose environment or engine failed."""
     max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)

@@ -129,7 +129,7 @@ def train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainCo
 
 def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of worker placements that this version does not support."""
-    cluster, one_process = config.cluster, "a gymnasium environment and its policy run in one process"
+    cluster, one_process = config.cluster, "the policy of a gymnasium environment runs in one process"
     is_simulator = isinstance(config.env, GymnasiumEnv)
     if is_simulator and cluster.runtime == "ray":
         yield "cluster.runtime", f"{one_process}; set it to auto"

@@ -237,7 +237,7 @@ def _prompts(config: RunConfig, plan: Plan) -> _Unused:
         text = ",".join(name for name in SamplingConfig.model_fields if name != "greedy")
         yield (
             "a simulator has no text",
-            f"{{rollout,eval}}.sampling.{{{text}}} rollout.{{native,env_timeout_s,max_sequence_tokens,print_outputs,check_weights}} "
+            f"{{rollout,eval}}.sampling.{{{text}}} rollout.{{native,max_sequence_tokens,print_outputs,check_weights}} "
             "reward.overlong checkpoint.export_every_rounds critic.path model.{tokenizer,chat_template} "
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}",
         )
@@ -279,6 +279,10 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
         yield "the limits of prompt and answer do not add up to more than that", keys
     if isinstance(env, GymnasiumEnv) and env.num_envs > plan.trajectories_per_round:
         yield "a round has fewer trajectories than that", "env.num_envs"
+    if isinstance(env, GymnasiumEnv) and env.processes > env.num_envs:
+        yield "there are fewer environments than that (env.num_envs)", "env.processes"
+    if not (isinstance(env, GymnasiumEnv) and env.processes):
+        yield "only gymnasium environments in processes of their own have it", "rollout.env_timeout_s"
 
 
 def _engines(config: RunConfig, plan: Plan) -> _Unused:

@@ -1,6 +1,6 @@
 """Builds the parts of a run from its plan, in one process or on workers alike: `cluster` decides where things are.
 
-env        the simulators, in the driver's process
+env        the simulators, in child processes of the driver
 policy     the role's model; likewise critic, reference and inference
 rollout    engine, environments and scorer
 rows       the rollout buffer
@@ -39,7 +39,7 @@ from .supervised import sampler_of, supervised_of, warm_up_config
 from .weight_sync import WeightSync, send_options
 
 if TYPE_CHECKING:
-    from braid.envs.simulators.gymnasium import GymnasiumSimulator
+    from braid.envs.simulators.base import Simulator
     from braid.training.group import ModelGroup
 
 
@@ -104,7 +104,7 @@ def _build(
         assert isinstance(config.env, GymnasiumEnv), "other environments have text inputs"
         prompts = reset_states(config.env)
         eval_prompts, sampler = {config.env.id: prompts["eval"]}, prompt_sampler(config, NUM_RESET_STATES)
-        cluster.make({"env": partial(_simulator, env=config.env)}, run_dir / "logs")
+        cluster.make({"env": partial(_simulator, config.env, config.rollout.env_timeout_s)}, run_dir / "logs")
     else:
         prompts, eval_prompts = inputs.prompts, inputs.eval.by_source()
         sampler = sampler_of(plan, supervised, config, inputs)
@@ -151,10 +151,15 @@ def _build(
     )
 
 
-def _simulator(_: Place, *, env: GymnasiumEnv) -> GymnasiumSimulator:
+def _simulator(env: GymnasiumEnv, timeout_s: float, _: Place) -> Simulator:
     from braid.envs.simulators.gymnasium import GymnasiumSimulator
+    from braid.envs.simulators.processes import SimulatorProcesses
 
-    return GymnasiumSimulator(env.id, env.num_envs, env.kwargs)
+    if not env.processes:
+        return GymnasiumSimulator(env.id, env.num_envs, env.kwargs)
+    return SimulatorProcesses(
+        env.id, env.num_envs, env.kwargs, num_processes=env.processes, timeout_s=timeout_s
+    )
 
 
 def _collector(functions: Mapping[str, Callable[..., Any]], place: Place, **given: Any) -> Collector:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from braid.config.rollout import (
     ToolsEnv,
 )
 from braid.config.schema import RunConfig
+from braid.envs.simulators.base import Simulator
 from braid.models.causal_lm import CausalLM
 from braid.models.mlp import MlpPolicy
 from braid.models.roles import make_policy
@@ -46,11 +47,8 @@ from braid.weights.wire import Ticket
 from .conversations import chat_format, env_maker, program_of
 from .engines import EngineLink, LocalWeightLink, as_one, start_engines
 from .inputs import TextInputs, reset_states
-from .weight_sync import send_options
-
-if TYPE_CHECKING:
-    from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from .services import reward_services
+from .weight_sync import send_options
 
 _NAMES = {None: "auto", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -210,7 +208,7 @@ def text_collector(
 
 
 def simulator_collector(
-    config: RunConfig, plan: Plan, base_dir: Path, simulator: GymnasiumSimulator, policy: MlpPolicy
+    config: RunConfig, plan: Plan, base_dir: Path, simulator: Simulator, policy: MlpPolicy
 ) -> Collector:
     """A collector of a simulator's episodes, sampled with the trained policy's own tensors."""
     env, rollout = config.env, config.rollout

@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from braid.errors import ConfigError, EnvError, Problem, suggest
+from braid.errors import ConfigError, Problem, suggest
 from braid.types import ActionSpace
 
 from .base import Tick
@@ -66,18 +66,19 @@ class GymnasiumSimulator:
         )
         for slot, call in calls.items():
             try:
-                observation, reward, is_terminated, is_truncated = call()
+                observation, reward, tick.is_terminated[slot], tick.is_truncated[slot] = call()
                 tick.observations[slot] = np.asarray(spaces.flatten(self._observations, observation))
                 tick.rewards[slot] = reward
-                tick.is_terminated[slot], tick.is_truncated[slot] = is_terminated, is_truncated
-                if not (np.isfinite(reward) and np.isfinite(tick.observations[slot]).all()):
-                    raise EnvError(f"reward {reward} or observation {observation} is not finite")
             except Exception as error:
-                is_ours = isinstance(error, EnvError)
-                failures[slot] = str(error) if is_ours else f"{type(error).__name__}: {error}"
-                with suppress(Exception):
-                    self._envs[slot].close()
-                self._envs[slot] = self._make()
+                failures[slot] = f"{type(error).__name__}: {error}"
+        is_finite = np.isfinite(tick.rewards) & np.isfinite(tick.observations).all(axis=1)
+        for slot in set(np.flatnonzero(~is_finite).tolist()) - set(failures):
+            numbers = f"reward {tick.rewards[slot]} or observation {tick.observations[slot]}"
+            failures[slot] = f"{numbers} is not finite"
+        for slot in failures:
+            with suppress(Exception):
+                self._envs[slot].close()
+            self._envs[slot] = self._make()
         return tick
 
     def _reset(self, slot: int, seed: int) -> _Answer:

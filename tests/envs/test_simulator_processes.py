@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from tests.driven import drive
+from tests.envs.unruly import CRASH, EXIT, GO_ON, HANG, INTERRUPT, RAISE, SPAWN
+from tests.leftovers import LIMIT_S, await_end
+
+from braid.config.model import MlpSpec
+from braid.envs.simulators import processes
+from braid.envs.simulators.base import Tick, reset_prompts
+from braid.envs.simulators.gymnasium import GymnasiumSimulator
+from braid.envs.simulators.processes import SimulatorProcesses
+from braid.errors import ConfigError, EnvError
+from braid.models.mlp import MlpPolicy
+from braid.rollout.drivers.simulators import SimulatorDriver
+from braid.rollout.engines.simulators import SimulatorEngine
+from braid.types import Status, Trajectory
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
+
+UNRULY = "tests.envs.unruly:Unruly-v0"
+LATE_S = 1.0
+"""The deadline where an environment hangs; others have to answer within it."""
+
+
+@pytest.fixture
+def unruly() -> Iterator[SimulatorProcesses]:
+    """Four environments that have begun, in two processes."""
+    with closing(SimulatorProcesses(UNRULY, 4, num_processes=2, timeout_s=LIMIT_S)) as simulator:
+        simulator.reset(dict.fromkeys(range(4), 0))
+        yield simulator
+
+
+def _step(simulator: SimulatorProcesses, **actions: int) -> Tick:
+    return simulator.step({int(name[1:]): np.array(action) for name, action in actions.items()})
+
+
+def _late_step(simulator: SimulatorProcesses, **actions: int) -> Tick:
+    simulator.timeout_s = LATE_S
+    tick = _step(simulator, **actions)
+    simulator.timeout_s = LIMIT_S
+    return tick
+
+
+@pytest.mark.parametrize("num_processes", [1, 3, 9])
+def test_results_do_not_depend_on_the_number_of_processes(num_processes: int) -> None:
+    def ticks(simulator: Any) -> Iterator[Tick]:
+        random = np.random.default_rng(0)
+        with closing(simulator):
+            yield simulator.reset({slot: 7 + slot for slot in range(5)})
+            for number in range(30):
+                slots = np.flatnonzero(random.random(5) < 0.7).tolist()
+                yield simulator.step({slot: random.normal(size=1).astype(np.float32) for slot in slots})
+                if slots:
+                    yield simulator.reset({slots[0]: number})
+
+    kwargs = {"max_episode_steps": 9}
+    apart = SimulatorProcesses("Pendulum-v1", 5, kwargs, num_processes=num_processes, timeout_s=LIMIT_S)
+    here = GymnasiumSimulator("Pendulum-v1", 5, kwargs)
+    assert (apart.observation_size, apart.action_space) == (here.observation_size, here.action_space)
+    for one, other in zip(ticks(apart), ticks(here), strict=True):
+        for name in ("observations", "rewards", "is_terminated", "is_truncated"):
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        assert one.failures == other.failures == {}
+
+
+def test_a_hanging_environment_fails_its_process_s_episodes_and_no_others(
+    unruly: SimulatorProcesses, caplog: pytest.LogCaptureFixture
+) -> None:
+    sleeper = psutil.Process(int(_step(unruly, _0=SPAWN).rewards[0]))
+    tick = _late_step(unruly, _0=HANG, _2=GO_ON, _3=GO_ON)
+    why = f"{UNRULY}: step took longer than 1 s (rollout.env_timeout_s)"
+    assert tick.failures == {0: why}
+    assert why in caplog.text
+    assert tick.observations[2:, 0].tolist() == [1, 1]
+    await_end([sleeper])
+
+    assert _step(unruly, _1=GO_ON, _2=GO_ON).failures == {1: why}, "its episode ended with the process"
+    assert not unruly.reset({0: 0}).failures
+    tick = _step(unruly, _0=GO_ON, _1=GO_ON, _2=GO_ON)
+    assert tick.failures == {1: why}, "it has not been reset"
+    assert tick.observations[[0, 2], 0].tolist() == [1, 3]
+    assert not unruly.reset({1: 0}).failures
+
+
+@pytest.mark.parametrize(
+    ("act", "how"), [(EXIT, "exited with code 3"), (CRASH, r"was killed by signal 11 (Segmentation fault)")]
+)
+def test_a_process_that_dies_is_noticed_although_it_leaves_processes(
+    unruly: SimulatorProcesses, act: int, how: str
+) -> None:
+    sleeper = psutil.Process(int(_step(unruly, _3=SPAWN).rewards[3]))
+    tick = _step(unruly, _0=GO_ON, _2=act, _3=GO_ON)
+    assert tick.failures == dict.fromkeys((2, 3), f"{UNRULY}: the process {how} during step")
+    await_end([sleeper])
+    assert not unruly.reset({2: 0, 3: 0}).failures
+    assert _step(unruly, _0=GO_ON, _2=GO_ON).observations[[0, 2], 0].tolist() == [2, 1]
+
+
+def test_an_exception_costs_one_slot_and_the_process_has_no_torch(unruly: SimulatorProcesses) -> None:
+    tick = _step(unruly, _0=GO_ON, _1=RAISE, _3=RAISE)
+    assert tick.failures == dict.fromkeys((1, 3), "RuntimeError: torch is loaded: False")
+    assert tick.observations[0, 0] == 1
+
+
+def test_a_call_after_an_interrupted_one_has_its_own_answer(unruly: SimulatorProcesses) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        _step(unruly, _0=INTERRUPT, _2=GO_ON)
+    unruly.reset(dict.fromkeys(range(4), 0))
+    assert _step(unruly, _0=GO_ON, _2=GO_ON).observations[[0, 2], 0].tolist() == [1, 1]
+
+
+def test_environments_are_closed_once_and_one_that_hangs_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = tmp_path / "closed"
+    simulator = SimulatorProcesses(UNRULY, 3, {"closed": str(closed)}, num_processes=2, timeout_s=LIMIT_S)
+    simulator.reset({0: 0, 1: 0, 2: 0})
+    _step(simulator, _0=RAISE)
+    assert closed.read_text() == "closed\n", "that of the failed slot"
+    simulator.close()
+    simulator.close()
+    assert closed.read_text() == "closed\n" * 4
+    assert not caplog.records
+
+    monkeypatch.setattr(processes, "_CLOSE_S", 0.1)
+    simulator = SimulatorProcesses(UNRULY, 1, {"act": HANG}, timeout_s=LIMIT_S)
+    simulator.close()
+    assert caplog.messages == [f"{UNRULY}: close took longer than 0.1 s"]
+
+
+class _Impatient(SimulatorProcesses):
+    """The first call has a short deadline."""
+
+    def reset(self, seeds: Mapping[int, int]) -> Tick:
+        tick = super().reset(seeds)
+        self.timeout_s = LIMIT_S
+        return tick
+
+
+def _play(tmp_path: Path, act: int, *, retries: int) -> list[Trajectory]:
+    """Six episodes in four slots of two processes. The first reset of all does `act`."""
+    first = tmp_path / "first"
+    first.touch()
+    kwargs = {"act": act, "first": str(first)}
+    simulator = _Impatient(UNRULY, 4, kwargs, num_processes=2, timeout_s=LIMIT_S)
+    simulator.timeout_s = LATE_S
+    policy = MlpPolicy(MlpSpec(), simulator.observation_size, simulator.action_space, seed=0)
+    policy.module.get_parameter("head.bias").data[GO_ON] = 1e4  # no other action is ever sampled
+    with closing(SimulatorEngine(simulator, policy, retries=retries)) as engine:
+        groups = drive(SimulatorDriver(engine, seed=0), reset_prompts("unruly", 6))
+    assert not first.exists()
+    return [t for g in groups for t in g.trajectories]
+
+
+@pytest.mark.parametrize("act", [EXIT, HANG])
+def test_episodes_of_a_failed_process_are_retried(tmp_path: Path, act: int) -> None:
+    trajectories = _play(tmp_path, act, retries=1)
+    assert [t.reward for t in trajectories] == [6.0] * 6
+    assert sorted(t.attempts for t in trajectories) == [1, 1, 1, 1, 2, 2]
+
+
+def test_without_retries_they_are_invalid_and_others_are_not(tmp_path: Path) -> None:
+    trajectories = _play(tmp_path, EXIT, retries=0)
+    reasons = [t.reason for t in trajectories if t.status is Status.INVALID]
+    assert reasons == [f"environment: {UNRULY}: the process exited with code 3 during reset"] * 2
+    assert [t.status for t in trajectories].count(Status.FINISHED) == 4
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs"), [("CartPole-v7", {}), ("CartPole-v1", {"gravty": 1}), ("Nothing", {})]
+)
+def test_an_environment_that_cannot_be_created_is_the_same_config_problem(
+    env_id: str, kwargs: Mapping[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as here:
+        GymnasiumSimulator(env_id, 1, kwargs)
+    with pytest.raises(ConfigError) as apart:
+        SimulatorProcesses(env_id, 2, kwargs, num_processes=2, timeout_s=LIMIT_S)
+    assert apart.value.problems == here.value.problems
+
+
+def test_other_failures_of_a_start_name_the_environment(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EnvError, match=r"nowhere:Env-v0 cannot be created: ModuleNotFoundError: .*'nowhere'"):
+        SimulatorProcesses("nowhere:Env-v0", 1, timeout_s=LIMIT_S)
+    assert "Traceback" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"env\.processes: CartPole-v1 cannot be sent to another process"):
+        SimulatorProcesses("CartPole-v1", 1, {"lock": threading.Lock()}, timeout_s=LIMIT_S)
+
+
+SCRIPT = """
+import json, psutil, gymnasium, numpy as np
+from braid.envs.simulators.processes import SimulatorProcesses
+from tests.envs.unruly import GO_ON, HANG, SPAWN, Unruly
+
+class Mine(Unruly):
+    pass
+
+gymnasium.register("Mine-v0", Mine)
+simulator = SimulatorProcesses("Mine-v0", 2, num_processes=2, timeout_s=1000)
+simulator.reset({0: 0, 1: 0})
+simulator.step({0: np.array(SPAWN)})
+print(json.dumps([child.pid for child in psutil.Process().children(recursive=True)]), flush=True)
+simulator.step({0: np.array(GO_ON), 1: np.array(HANG)})
+"""
+
+
+def test_a_script_s_own_environments_run_and_nothing_outlives_a_killed_parent(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        children = [psutil.Process(pid) for pid in json.loads(parent.stdout.readline())]
+        parent.kill()
+    assert len(children) == 3
+    await_end(children)
