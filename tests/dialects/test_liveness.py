@@ -83,7 +83,11 @@ NEVER = {
     "algorithm.reward_level",
     "rollout.sglang.detokenize",
     # keys of prompts in sources of examples, and the reverse
-    *(f"data.{use}[].response_{name}" for use in ("train", "eval") for name in ("function", "key")),
+    *(
+        f"data.{use}[].{name}"
+        for use in ("train", "eval")
+        for name in ("response_function", "response_key", "messages_key", "tools_key")
+    ),
     *(f"sft.data[].{name}_key" for name in ("answer", "source")),
     # critics compute no log-probs, references are not trained
     *(f"critic.train.{name}" for name in ("compile", "logprob_chunk_bytes", "record_memory")),

@@ -251,3 +251,45 @@ def test_a_turn_is_split_into_reasoning_text_and_calls() -> None:
     assert (call.name, dict(call.arguments), call.id, call.status) == ("add", {"a": 2}, "x", "ok")
     assert action.raw_text == said.removesuffix("<|im_end|>")
     assert chat.parse(chat.tokenizer.encode("plain", add_special_tokens=False)).text == "plain"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in _ENDS if name not in ("deepseekv3", "nemotron_3_nano", "qwen3_5_think")]
+)
+def test_a_conversation_to_imitate_has_the_tokens_of_the_template(name: str) -> None:
+    chat = _format(name)
+    messages = [
+        ASK,
+        {"role": "assistant", "content": "Three."},
+        {"role": "user", "content": "And now?"},
+        {"role": "assistant", "content": "Four."},
+    ]
+    prompt, ids, mask = chat.example(messages)
+    assert prompt == chat.opening([ASK])
+    whole = _no_thinking(_whole(chat, messages, asks=False)).removesuffix("<eos>").rstrip("\n")
+    end = _ENDS[name]
+    assert _no_thinking(_text(chat, [*prompt, *ids])).removesuffix(end) == whole.removesuffix(end)
+    own = _no_thinking(_text(chat, [i for i, is_own in zip(ids, mask, strict=True) if is_own]))
+    assert own == f"Three.{end}Four.{end}"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_think", "nemotron_3_nano", "glm4moe"])
+def test_calls_and_reasoning_to_imitate_are_those_of_the_policy(name: str) -> None:
+    chat = _format(name)
+    answer = {**_calls({"a": 1}), "reasoning_content": "Add one."}
+    last = {"role": "assistant", "content": "Two.", "reasoning_content": "Done."}
+    _, ids, mask = chat.example([ASK, answer, _result("2"), last], [TOOL])
+    starts = [i for i, is_own in enumerate(mask) if is_own and (i == 0 or not mask[i - 1])]
+    first = ids[starts[0] : mask.index(False)]
+    action = chat.parse(first, [TOOL])
+    assert action.reasoning == "Add one."
+    assert [(call.name, dict(call.arguments), call.status) for call in action.tool_calls] == [
+        ("add", {"a": 1}, "ok")
+    ]
+    assert chat.parse(ids[starts[-1] :]).text.strip() == "Two."
+    assert mask[-1]
+
+
+def test_an_answer_that_the_template_does_not_continue_is_refused() -> None:
+    with pytest.raises(ModelError, match="reasoning_content"):
+        _format("nemotron_3_nano").example([ASK, {"role": "assistant", "content": "Three."}])

@@ -185,7 +185,7 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         ),
         (
             ["sft.data=[{kind: file, path: x.jsonl}]"],
-            "sft.data[0]: set exactly one of response_key and response_function",
+            "sft.data[0]: set exactly one of response_key, response_function and messages_key",
         ),
         (
             ["algorithm.recipe=ppo", "critic.warmup_rounds=10"],
@@ -250,7 +250,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         "data.eval: no evaluation prompts; add at least one source",
     ]
     assert complaints(bare, verb="sft") == [
-        "sft: no examples; add sources with response_key or response_function to sft.data"
+        "sft: no examples; add sources with response_key, response_function or messages_key to sft.data"
     ]
     assert warnings([*bare, "sft.data=[{kind: file, path: x, response_key: y}]"], verb="sft") == []
     assert warnings([*bare, *TEXT[3:]], verb="eval") == []

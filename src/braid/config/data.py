@@ -33,6 +33,11 @@ class _Source(Section):
     response_function: str | None = None
     """Dotted path of a function from a data row (a mapping) to the target response: text, or a list of (text,
     is_policy), where entries with False are environment replies and excluded from the loss."""
+    messages_key: str | None = None
+    """Column of whole conversations to imitate, for supervised fine-tuning: a list of messages {role, content}, those of
+    the role assistant with tool_calls and reasoning_content where they have them."""
+    tools_key: str | None = None
+    """Column of the tool schemas that such a conversation begins with."""
 
 
 class FileSource(_Source):

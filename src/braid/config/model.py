@@ -32,6 +32,8 @@ class BuildSpec(Section):
     """Maximum sequence length, in tokens."""
     characters: str = " 0123456789+-*/=().,:;?!'\"\nABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz<>_"
     """Alphabet of the character tokenizer; other characters map to the unknown token."""
+    special_tokens: tuple[str, ...] = ()
+    """Strings that are one token each, such as the markers of a chat template."""
     tie_embeddings: bool = True
     """Tie the output head to the input embedding."""
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from braid.config.data import DataConfig, Source
-from braid.errors import DataError
+from braid.errors import DataError, ModelError
 from braid.functions import load_function
 from braid.types import Message
 
+from .columns import parse_json
 from .prompts import Encoded, SourceCounts, encode, render
 from .sources import SourceRows, read_sources
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+
+Conversation = Callable[
+    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], tuple[list[int], list[int], list[bool]]
+]
+"""From messages and tool schemas to the tokens of the prompt, those after it, and which of these the policy writes."""
 
 Piece = tuple[str, bool]
 """Part of a response, and whether the policy writes it (True) or reads it (False, an environment's reply)."""
@@ -48,6 +54,7 @@ def load_examples(
     sources: Sequence[Source],
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
     *,
     base_dir: Path,
     max_positions: int | None = None,
@@ -68,6 +75,12 @@ def load_examples(
     examples: list[Example] = []
     counts: dict[str, SourceCounts] = {}
     for source in read_sources(sources, base_dir=base_dir, key="sft.data"):
+        if source.config.messages_key is not None:
+            made = [_conversation(source, index, conversation) for index in range(len(source.rows))]
+            fitting = _fitting(source, made, config, max_positions)
+            counts[source.name] = SourceCounts(len(made), dropped_overlong=len(made) - len(fitting))
+            examples += fitting
+            continue
         encoded, of_prompts = encode(source, config, tokenizer)
         responses = _responses(source, [item.index for item in encoded], base_dir)
         texts = [text for pieces in responses for text, _ in pieces]
@@ -85,6 +98,24 @@ def load_examples(
         counts[source.name] = replace(of_prompts, dropped_overlong=dropped)
         examples += fitting
     return ExampleSet(examples, counts)
+
+
+def _conversation(source: SourceRows, index: int, conversation: Conversation) -> Example:
+    """The example in a row's columns of messages and tools."""
+    where, columns = source.where(index), source.config
+    messages, tools = (
+        [] if name is None else source.cell(index, key, name)
+        for key, name in (("messages_key", columns.messages_key), ("tools_key", columns.tools_key))
+    )
+    messages, tools = (parse_json(of) if isinstance(of, str) else of for of in (messages, tools))
+    if not (isinstance(messages, list) and any(m.get("role") == "assistant" for m in messages[1:])):
+        rule = "a conversation must be a list of messages {role, content}, with an answer of role assistant after the first"
+        raise DataError(f"{where}: column {columns.messages_key!r} contains {messages!r}; {rule}")
+    try:
+        prompt_ids, ids, mask = conversation(messages, tools or [])
+    except ModelError as error:
+        raise DataError(f"{where}: {error}") from error
+    return Example(tuple(prompt_ids), tuple(ids), tuple(mask))
 
 
 def _chat_end(

@@ -55,7 +55,7 @@ class ChatFormat:
         own: Any = tokenizer.chat_template if use_template else None
         if isinstance(own, dict):
             own = own.get("tool_use", own.get("default"))
-        self.tokenizer, self._ends = tokenizer, frozenset(end_token_ids)
+        self.tokenizer, self._ends = tokenizer, tuple(end_token_ids)
         self._template: str = own or PLAIN_TEMPLATE
         self.is_plain = not own
         self._tool_format: ToolFormat | None = tool_format or detect_format(own)
@@ -113,6 +113,49 @@ class ChatFormat:
         for part in re.split("(" + "|".join(map(re.escape, sampled)) + ")", text):
             ids += sampled[part] if part in sampled else self._encode(part)
         return ids
+
+    def example(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
+    ) -> tuple[list[int], list[int], list[bool]]:
+        """A conversation to imitate, with answers of the role `assistant`: tokens of the prompt, those after it, and
+        which of these the policy writes. Raises ModelError if the template does not show an answer where the policy
+        would write it."""
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        prompt = self._encode(self._render(messages[: answers[0]], tools))
+        ids: list[int] = leading_tokens(self.tokenizer) if self.is_plain else []
+        prompt, ids, mask = ids + prompt, [], list[bool]()
+        for i, following in zip(answers, [*answers[1:], len(messages)], strict=True):
+            replies: Any = messages[i + 1 : following]
+            written = self._written(messages[: i + 1], replies, tools)
+            read = self.delta(replies, tools, written) if following < len(messages) else []
+            ids += [*written, *read]
+            mask += [True] * len(written) + [False] * len(read)
+        return prompt, ids, mask
+
+    def _written(
+        self, messages: Sequence[Mapping[str, Any]], replies: Sequence[Any], tools: Sequence[ToolSchema]
+    ) -> list[int]:
+        """Tokens of the last message as the policy would write it, with its end."""
+        before = self._render(messages[:-1], tools, imitates=True)
+        text = self._render(messages, tools, asks=False, imitates=True)
+        if not text.startswith(before):
+            raise ModelError(
+                "the chat template does not continue its start of an answer with this one; if it starts answers with "
+                "<think>, give the answer a reasoning_content"
+            )
+        text = text[len(before) :]
+        if self.is_plain and replies and text.endswith(self.stop_strings(tools) or ("\0",)):
+            return self._encode(text)
+        ends = [self._text([token]) for token in self._ends]
+        found = max(ends, key=text.rfind)
+        if found in text:
+            return self._encode(text[: text.rindex(found) + len(found)])
+        tail = self._tail(replies, tools)[1] if replies else ""
+        marker = next(
+            (token for token, end in zip(self._ends, ends, strict=True) if tail.startswith(end)),
+            self._ends[0],
+        )
+        return [*self._encode(text), marker]
 
     def stop_strings(self, tools: Sequence[ToolSchema]) -> tuple[str, ...]:
         """Strings that end a turn where no token does: the ends of the tags that call a tool."""
@@ -220,12 +263,21 @@ class ChatFormat:
         return kept[:end], kept[end:]
 
     def _render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema], *, asks: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[ToolSchema],
+        *,
+        asks: bool = True,
+        imitates: bool = False,
     ) -> str:
-        """The template's text, with a mark inside each forged token. Raises ModelError if the template refuses."""
+        """The template's text, with a mark inside each forged token. Answers to imitate may contain such tokens, for
+        example around their reasoning. Raises ModelError if the template refuses."""
         import jinja2
 
-        chat: Any = [{**self._marked(m), "role": m["role"]} for m in messages]
+        chat: Any = [
+            dict(m) if imitates and m["role"] == "assistant" else {**self._marked(m), "role": m["role"]}
+            for m in messages
+        ]
         shown: Any = self._marked(list(tools)) or None
         try:
             return str(

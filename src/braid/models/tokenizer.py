@@ -20,20 +20,23 @@ from .folders import check_folder, expand, read, read_chat_template, read_tokeni
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
-def character_tokenizer(characters: str) -> PreTrainedTokenizerFast:
+def character_tokenizer(characters: str, special_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     """Build a tokenizer with one token per character of `characters`, in order, after `<pad>` (0), `<eos>`
-    (1) and `<unk>` (2), which other characters become. No special tokens are added around a text."""
+    (1) and `<unk>` (2), which other characters become, and one for each of `special_tokens`. No special tokens are
+    added around a text."""
     vocab = {token: i for i, token in enumerate(dict.fromkeys([PAD, EOS, UNKNOWN, *characters]))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    built = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=EOS,
         unk_token=UNKNOWN,
         clean_up_tokenization_spaces=False,
     )
+    built.add_tokens(list(special_tokens), special_tokens=True)
+    return built
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -42,7 +45,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.tokenizer is not None:
         tokenizer = read_tokenizer(expand(config.tokenizer), "model.tokenizer", config.trust_remote_code)
     elif config.build is not None:
-        tokenizer = character_tokenizer(config.build.characters)
+        tokenizer = character_tokenizer(config.build.characters, config.build.special_tokens)
     else:
         tokenizer = read_tokenizer(model_path(config), "model.path", config.trust_remote_code)
     if config.chat_template is not None:

@@ -97,13 +97,17 @@ def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if (plan.verb == "train" or config.data.eval) and not is_scored:
         yield "reward.parts", f"no reward for env.kind={config.env.kind}; add at least one part"
     if plan.verb == "sft" and config.sft is None:
-        yield "sft", "no examples; add sources with response_key or response_function to sft.data"
+        yield (
+            "sft",
+            "no examples; add sources with response_key, response_function or messages_key to sft.data",
+        )
     if config.sft is not None and plan.verb != "eval":
         if not config.sft.data:
             yield "sft.data", "no examples; add at least one source"
         for i, source in enumerate(config.sft.data):
-            if (source.response_key is None) == (source.response_function is None):
-                yield f"sft.data[{i}]", "set exactly one of response_key and response_function"
+            given = (source.response_key, source.response_function, source.messages_key)
+            if sum(key is not None for key in given) != 1:
+                yield f"sft.data[{i}]", "set exactly one of response_key, response_function and messages_key"
 
 
 def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:

@@ -156,7 +156,10 @@ def _value(config: RunConfig, plan: Plan, path: str) -> Any:
 
 
 def _always(_: RunConfig, __: Plan) -> _Unused:
-    yield "only sft.data has target responses", "data.{train,eval}[].response_{key,function}"
+    yield (
+        "only sft.data has target responses",
+        "data.{train,eval}[].{response_key,response_function,messages_key,tools_key}",
+    )
     yield "supervised examples are not scored", "sft.data[].{answer_key,source_key}"
     yield "the policy has no value head", "sft.optimizer.value_lr"
     yield "a critic computes no log-probs", "critic.train.{compile,logprob_chunk_bytes}"

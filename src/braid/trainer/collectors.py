@@ -156,7 +156,7 @@ def text_collector(
 ) -> Collector:
     """A collector of text episodes sampled with `engine`; `link`, `check` and `in_background` as in Collector."""
     env, rollout = config.env, config.rollout
-    chat, close_envs = chat_format(config, inputs), None
+    chat, close_envs = chat_format(config, inputs.tokenizer, inputs.end_token_ids), None
     common: dict[str, Any] = {"seed": config.run.seed, "retries": rollout.retries}
     if isinstance(env, ProgramEnv):
         program = program_of(env, base_dir)

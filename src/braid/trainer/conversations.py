@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from braid.config.rollout import AgentEnvConfig, ChatEnv, ProgramEnv, SingleTurnEnv, ToolsEnv
 from braid.config.schema import RunConfig
@@ -19,10 +21,10 @@ from braid.functions import load_function
 from braid.models.chat import ChatFormat
 from braid.rollout.sessions.programs import Program, run_command, run_function
 
-from .inputs import TextInputs
 
-
-def chat_format(config: RunConfig, inputs: TextInputs) -> ChatFormat:
+def chat_format(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]
+) -> ChatFormat:
     """The format of the policy's conversations. Raises ModelError if its chat template cannot be continued."""
     env, data = config.env, config.data
     of_chat: dict[str, Any] = {}
@@ -31,8 +33,8 @@ def chat_format(config: RunConfig, inputs: TextInputs) -> ChatFormat:
     if isinstance(env, ToolsEnv | AgentEnvConfig):
         of_chat |= {"thinking": env.thinking}
     chat = ChatFormat(
-        inputs.tokenizer,
-        end_token_ids=inputs.end_token_ids,
+        tokenizer,
+        end_token_ids=end_token_ids,
         use_template=data.use_chat_template != "never",
         template_kwargs=data.chat_template_kwargs,
         **of_chat,

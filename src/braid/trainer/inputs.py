@@ -24,6 +24,8 @@ from braid.plan.unused import has_own_tasks
 from braid.rollout.collector import Use
 from braid.types import Prompt
 
+from .conversations import chat_format
+
 NUM_RESET_STATES = 2**12
 """Number of reset states in an epoch of a simulator."""
 
@@ -72,7 +74,13 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
         prompts["train"],
         prompts["eval"],
         load_examples(
-            examples, data, tokenizer, base_dir=base_dir, max_positions=max_positions, end_token_ids=ends
+            examples,
+            data,
+            tokenizer,
+            chat_format(config, tokenizer, ends).example,
+            base_dir=base_dir,
+            max_positions=max_positions,
+            end_token_ids=ends,
         ),
         ends,
     )

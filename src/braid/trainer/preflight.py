@@ -41,7 +41,7 @@ from braid.rewards.programs import read_tests
 from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn
 
-from .conversations import chat_format, env_maker, program_of
+from .conversations import env_maker, program_of
 from .inputs import TextInputs, check_sources, read_inputs
 
 _MAX_EXAMPLES = 4
@@ -69,7 +69,6 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
     problems = [Problem(key, why) for key, why in missing_packages(config, plan)]
     problems += _missing_folders(config, plan)
     if inputs is not None and plan.verb != "sft":
-        chat_format(config, inputs)
         if isinstance(config.env, ProgramEnv):
             program_of(config.env, loaded.base_dir)
         else:
