@@ -328,6 +328,9 @@ class NativeEngineConfig(Section):
     keep a copy if they differ from model.dtype."""
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
+    prefix_caching: bool = True
+    """Keep the key/value cache of a conversation for its next turn, for up to kv_budget_tokens tokens on top; on CUDA
+    devices the default budget is halved for it."""
     recompute_cache: bool = False
     """Recompute the key/value cache of turns that continue with new weights (pipeline.on_new_weights=interrupt),
     instead of keeping it."""

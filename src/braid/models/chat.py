@@ -176,7 +176,7 @@ class ChatFormat:
         reasoning, end, text = raw.rpartition("</think>")
         if not end and self._opens_thinking:
             reasoning, text = raw, ""  # cut while it was thinking
-        reasoning = reasoning.removeprefix("<think>").strip("\n")
+        reasoning = reasoning.lstrip("\n").removeprefix("<think>").strip("\n")
         text = text.lstrip("\n") if end else text
         rest, calls = text, ()
         if self._tool_format is not None:

@@ -195,7 +195,7 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     samplings = [("rollout.sampling", config.rollout.sampling, plan.max_trajectory_tokens)]
     if isinstance(env, ChatEnv):
         context = env.max_context_tokens
-        if prompt >= context:
+        if prompt >= context and not has_own_tasks(config):
             why = f"{no_room} a context of {context} tokens; raise it above {prompt}"
             yield "env.max_context_tokens", why
     elif config.eval.sampling is not None:

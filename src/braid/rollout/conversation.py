@@ -71,7 +71,8 @@ class Conversation:
         trajectory = self._trajectory
         number = len(trajectory.turns)
         self._history += self.unread
-        request = Request(tuple(self._history), _within(sampling, room), (*self._key, number))
+        name = (*self._key, *self._agent.encode())
+        request = Request(tuple(self._history), _within(sampling, room), (*self._key, number), name)
         completion = await self._engine.generate(request)
         if completion.stop_reason == "cancelled":
             raise EngineError("the request was cancelled")

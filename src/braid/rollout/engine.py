@@ -45,11 +45,13 @@ class Sampling:
 @dataclass(frozen=True, slots=True)
 class Request:
     """One completion to sample. `key` seeds its random numbers: the same key, prompt and weights give the
-    same tokens whatever else runs. Requests with equal `prompt_ids` that wait together are prefilled once."""
+    same tokens whatever else runs. Requests with equal `prompt_ids` that wait together are prefilled once.
+    The turns of a `conversation` have the same name, by which an engine finds the cache of the turns before."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     key: tuple[int, ...]
+    conversation: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

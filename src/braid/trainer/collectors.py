@@ -129,6 +129,7 @@ def native_engine(
     incorrectly."""
     check_decoding(lm, longest_row(config))
     options, autocast = config.rollout.native.model_dump(), None
+    options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
     if options["dtype"] == "auto":
         autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
         if config.train.backend in ("fsdp", "fsdp2"):  # computes with gathered weights in this dtype

@@ -114,6 +114,16 @@ class KVCache:
             for store in stores:
                 store[target, :, :length].copy_(store[source, :, :length])
 
+    def stored(self, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the first `length` keys and values of a slot, by layer."""
+        return [(k[slot, :, :length].clone(), v[slot, :, :length].clone()) for k, v in self._layers.values()]
+
+    def restore(self, slot: int, stored: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write back what `stored` returned."""
+        for stores, parts in zip(self._layers.values(), stored, strict=True):
+            for store, part in zip(stores, parts, strict=True):
+                store[slot, :, : part.shape[1]].copy_(part)
+
     def clear(self, slot: int) -> None:
         """Zero a slot that contains non-finite values."""
         for stores in self._layers.values():
@@ -168,6 +178,57 @@ class PrefillAttention:
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
+class ContinueAttention:
+    """Attention of the new tokens of sequences whose earlier ones are in the cache, to which the new ones are added."""
+
+    def __init__(self, cache: KVCache, first_slot: int, sizes: Sequence[tuple[int, int]]) -> None:
+        """`sizes`: of each sequence, from `first_slot` on, the tokens in the cache and the new ones; equal sizes are
+        adjacent. Further tokens are padding."""
+        self._cache, self._first = cache, first_slot
+        self._blocks = [(sum(1 for _ in same), *size) for size, same in itertools.groupby(sizes)]
+        self._next_layer = itertools.count()
+
+    def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        stores, heads = self._cache.layer(next(self._next_layer)), key.shape[1]
+        outs: list[Tensor] = []
+        slot, start = self._first, 0
+        for num, known, new in self._blocks:
+            tokens, slots = slice(start, start + num * new), slice(slot, slot + num)
+            for store, of in zip(stores, (key, value), strict=True):
+                store[slots, :, known : known + new].copy_(of[tokens].unflatten(0, (num, new)).transpose(1, 2))
+            k, v = (store[slots, :, : known + new] for store in stores)
+            groups = query.shape[1] // heads
+            q = query[tokens].unflatten(0, (num, new)).transpose(1, 2)  # [num, Hq, new, d]
+            q = q.unflatten(1, (heads, groups)).flatten(2, 3)
+            sinks = None if call.sinks is None else call.sinks.view(heads, -1, 1).repeat_interleave(new, dim=1)
+            mask = self._mask(call.sliding_window, known, new, query).repeat(groups, 1)
+            out = _attend(call, q, k, v, mask, sinks).unflatten(2, (groups, new)).flatten(1, 2)
+            outs.append(out.transpose(1, 2).flatten(0, 1))
+            slot, start = slot + num, start + num * new
+        outs.append(outs[0].new_zeros(len(query) - start, *outs[0].shape[1:]))
+        return torch.cat(outs)
+
+    def _mask(self, window: int | None, known: int, new: int, query: Tensor) -> Tensor:
+        """Additive attention mask [new, known + new]."""
+        column = torch.arange(known + new, device=query.device)
+        last = column[known:, None]
+        is_hidden = column > last
+        if window is not None:
+            is_hidden |= column <= last - window
+        zeros = torch.zeros(is_hidden.shape, dtype=query.dtype, device=query.device)
+        return zeros.masked_fill_(is_hidden, float("-inf"))
+
+
+def _attend(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+    """Attention with an additive mask; q is [B, Hkv, N, d], `sinks` [Hkv, N, 1]."""
+    if call.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scaling)
+    scores = q @ k.transpose(2, 3) * call.scaling
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    return softmax_with_sinks(scores + mask, sinks).to(v.dtype) @ v
+
+
 class DecodeAttention:
     """Attention of one new token in each of the first B slots to all previous tokens of its slot.
 
@@ -189,16 +250,9 @@ class DecodeAttention:
         for store, new in zip(stores, (key, value), strict=True):
             store.view(-1, store.shape[3]).index_copy_(0, place, new.reshape(rows * heads, -1))
         k, v = (store[:rows, :, : self._width] for store in stores)
-        q = query.unflatten(1, (heads, -1))
-        mask = self._mask(call.sliding_window, q.dtype)
-        if call.softcap is None and call.sinks is None:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scaling)
-        else:
-            scores = q @ k.transpose(2, 3) * call.scaling
-            if call.softcap is not None:
-                scores = torch.tanh(scores / call.softcap) * call.softcap
-            sinks = None if call.sinks is None else call.sinks.view(heads, -1, 1)
-            out = softmax_with_sinks(scores + mask, sinks).to(v.dtype) @ v
+        mask = self._mask(call.sliding_window, query.dtype)
+        sinks = None if call.sinks is None else call.sinks.view(heads, -1, 1)
+        out = _attend(call, query.unflatten(1, (heads, -1)), k, v, mask, sinks)
         return out.reshape(rows, query.shape[1], -1)
 
     def _place(self, heads: int, device: torch.device) -> Tensor:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import math
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from braid.rollout.engine import Completion, Request, check_request, version_run
 from braid.rollout.engines.stepped import SteppedEngine
 from braid.types import StopReason
 
-from .cache import KVCache, PrefillAttention, free_bytes, padded_prompt, padded_rows
+from .cache import ContinueAttention, KVCache, PrefillAttention, free_bytes, padded_prompt, padded_rows
 from .decoder import Decoder
 from .sampler import Sampler
 from .stopping import Decode, StopFinder
@@ -78,6 +79,13 @@ class _Sequence:
         return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
 
 
+class _Prefix(NamedTuple):
+    """Tokens of a conversation, and their keys and values by layer."""
+
+    ids: tuple[int, ...]
+    stored: list[tuple[Tensor, Tensor]]
+
+
 class NativeEngine(SteppedEngine):
     """Samples completions with the trainer's module; see rollout.engine.RolloutEngine for the contract."""
 
@@ -95,6 +103,7 @@ class NativeEngine(SteppedEngine):
         recompute_cache: bool = False,
         owns_weights: bool = False,
         autocast: torch.dtype | None = None,
+        prefix_caching: bool = False,
     ) -> None:
         """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
         `kv_budget_tokens`: see config.rollout.NativeEngineConfig.
@@ -102,7 +111,8 @@ class NativeEngine(SteppedEngine):
         With `autocast` the model runs under autocast of this type, as in training. With `owns_weights`, a
         `dtype` other than that of the weights, or an `autocast` type other than that of linear layers, the
         engine keeps a copy of the weights, updated by `set_weights`. `recompute_cache` is for sequences that
-        continue with new weights.
+        continue with new weights. With `prefix_caching` the cache of a conversation is kept for its next turn, as
+        long as all of them have no more tokens than `kv_budget_tokens`; otherwise the oldest are computed anew.
         """
         super().__init__()
         self._source = lm
@@ -125,6 +135,8 @@ class NativeEngine(SteppedEngine):
         self._slots = np.zeros((4, slots), np.int64)
         self._tokens, self._positions, self._longest, self._has_strings = self._slots
         self._is_end_token = np.zeros(lm.vocab_size, np.bool_)  # of any request so far
+        self._keeps_prefixes = prefix_caching
+        self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._held_steps = 0
@@ -161,7 +173,7 @@ class NativeEngine(SteppedEngine):
         if self.num_pending:
             raise EngineError(f"cannot sleep while {self.num_pending} requests run; await them first")
         self._is_asleep = True
-        self._cache.free()
+        self._free_cache()
         self._cache.budget_tokens = self._kv_budget_tokens
         self._decoder.drop_graphs()
         if self._device.type == "cuda":
@@ -180,7 +192,11 @@ class NativeEngine(SteppedEngine):
         self._is_closed = True
         self._stop_stepping()
         self._abandon("the engine was closed")
+        self._free_cache()
+
+    def _free_cache(self) -> None:
         self._cache.free()
+        self._prefixes.clear()
 
     def _check(self, request: Request) -> None:
         """Raise EngineError for a request that can never run, instead of queueing it forever."""
@@ -217,7 +233,7 @@ class NativeEngine(SteppedEngine):
         with self._autocast():
             self._lm.hidden(ids, ids, PrefillAttention(sample, 0, [(width, 1)]))
         per_token = sample.num_bytes // (sample.slots * sample.length)
-        return int(_CACHE_FRACTION * free) // per_token
+        return int(_CACHE_FRACTION * free) // per_token // (2 if self._keeps_prefixes else 1)
 
     @property
     def _has_begun(self) -> bool:
@@ -231,6 +247,7 @@ class NativeEngine(SteppedEngine):
 
     def _drop_stale(self) -> None:
         """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue."""
+        self._prefixes.clear()
         if self._recomputes:
             for sequence in self._running:
                 sequence.slot = -1
@@ -272,8 +289,14 @@ class NativeEngine(SteppedEngine):
     def _prefill(self, admitted: Sequence[_Sequence]) -> None:
         """Prefill the distinct prefixes, shortest first, in packs of up to `prefill_tokens`."""
         groups: dict[tuple[int, ...], list[_Sequence]] = {}
+        continued: list[tuple[_Sequence, _Prefix]] = []
         for sequence in admitted:
-            groups.setdefault(sequence.prefix, []).append(sequence)
+            if (known := self._known_prefix(sequence)) is not None:
+                continued.append((sequence, known))
+            else:
+                groups.setdefault(sequence.prefix, []).append(sequence)
+        if continued:
+            self._continue(sorted(continued, key=lambda of: (len(of[1].ids), len(of[0].prefix))))
         pack: list[list[_Sequence]] = []
         num_tokens = 0
         for group in sorted(groups.values(), key=lambda g: g[0].padded_prefix):
@@ -282,7 +305,51 @@ class NativeEngine(SteppedEngine):
                 pack, num_tokens = [], 0
             pack.append(group)
             num_tokens += group[0].padded_prefix
-        self._prefill_pack(pack)
+        if pack:
+            self._prefill_pack(pack)
+
+    def _known_prefix(self, sequence: _Sequence) -> _Prefix | None:
+        """Take out the stored start of a sequence's prefix, if there is one."""
+        found = self._prefixes.pop(sequence.request.conversation or (), None)
+        prefix = sequence.prefix
+        is_start = found and len(found.ids) < len(prefix) and prefix[: len(found.ids)] == found.ids
+        return found if is_start else None
+
+    def _continue(self, continued: Sequence[tuple[_Sequence, _Prefix]]) -> None:
+        """Prefill what follows the known prefixes, in packs of up to `prefill_tokens`, and sample the next tokens."""
+        sizes = [(len(known.ids), len(sequence.prefix) - len(known.ids)) for sequence, known in continued]
+        ends = list(itertools.accumulate(new for _, new in sizes))
+        if len(continued) > 1 and ends[-1] > self._prefill_tokens:
+            middle = len(continued) // 2
+            self._continue(continued[:middle])
+            self._continue(continued[middle:])
+            return
+        first, tokens, positions = len(self._running), list[int](), list[int]()
+        for (sequence, known), (start, _) in zip(continued, sizes, strict=True):
+            self._start(sequence)
+            self._cache.restore(sequence.slot, known.stored)
+            tokens += sequence.prefix[start:]
+            positions += range(start, len(sequence.prefix))
+        padding = [0] * (padded_rows(len(tokens)) - len(tokens))
+        attention = ContinueAttention(self._cache, first, sizes)
+        last = [end - 1 for end in ends]
+        last += last[:1] * (padded_rows(len(last)) - len(last))
+        with self._autocast():
+            ids = self._to_device(tokens + padding)
+            hidden = self._lm.hidden(ids, self._to_device(positions + padding), attention)
+            logits = self._lm.logits(hidden.index_select(0, self._to_device(last)))
+        self._take(logits[: len(continued)], first)
+
+    def _keep_prefix(self, sequence: _Sequence) -> None:
+        """Keep the cache of a conversation's turn; drop the oldest of others above the budget."""
+        name, num = sequence.request.conversation, int(self._positions[sequence.slot])
+        if name is None or not self._keeps_prefixes:
+            return
+        ids = (*sequence.request.prompt_ids, *sequence.token_ids)[:num]
+        self._prefixes[name] = _Prefix(ids, self._cache.stored(sequence.slot, num))
+        assert self._cache.budget_tokens is not None
+        while sum(len(of.ids) for of in self._prefixes.values()) > self._cache.budget_tokens:
+            self._prefixes.popitem(last=False)
 
     def _prefill_pack(self, pack: Sequence[Sequence[_Sequence]]) -> None:
         """Prefill one prefix per group and sample the next token of each member."""
@@ -345,6 +412,7 @@ class NativeEngine(SteppedEngine):
             if not math.isfinite(sequence.logprobs[-1]):
                 self._fail(sequence)
             elif reason := self._reason_to_stop(sequence):
+                self._keep_prefix(sequence)
                 self._finish(sequence, reason)
             else:
                 continue
@@ -405,7 +473,7 @@ class NativeEngine(SteppedEngine):
         self._running.clear()
         self._waiting.clear()
         if pending:
-            self._cache.free()
+            self._free_cache()
         for sequence in pending:
             sequence.slot = -1
             if not sequence.future.done():
