@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -663,3 +664,73 @@ def test_longer_requests_after_shorter_ones_get_room(tiny_lm: TinyLM, run_all: R
         return await asyncio.gather(*tasks)
 
     assert [facts(c) for c in asyncio.run(staggered())] == expected
+
+
+def _talk(
+    lm: CausalLM, num: int, *, only: Sequence[int] | None = None, **limits: Any
+) -> tuple[dict[int, list[Completion]], Counting, NativeEngine]:
+    """Conversations of three turns, in lock step or out of it: turn t of number i reads 3 + i + t more tokens."""
+    counting = Counting(lm.model, temperature=lm.temperature)
+    engine = make_engine(counting, **limits)
+    draw = random.Random(7)
+    words = [[tuple(draw.randrange(2, 64) for _ in range(3 + i + t)) for t in range(3)] for i in range(num)]
+
+    async def converse(i: int) -> list[Completion]:
+        history: tuple[int, ...] = ()
+        turns: list[Completion] = []
+        for t, said in enumerate(words[i]):
+            history += said
+            await let_run(i % 3)
+            sampling = Sampling(max_new_tokens=4 + i % 5, temperature=0.7)
+            turns.append(await engine.generate(Request(history, sampling, (i, t), (i,))))
+            history += tuple(turns[-1].token_ids)
+        return turns
+
+    async def talk() -> list[list[Completion]]:
+        return await asyncio.gather(*(converse(i) for i in chosen))
+
+    chosen = range(num) if only is None else only
+    return dict(zip(chosen, asyncio.run(talk()), strict=True)), counting, engine
+
+
+def _outputs(done: dict[int, list[Completion]]) -> dict[int, list[tuple[list[int], list[float]]]]:
+    return {i: [(turn.token_ids, turn.logprobs) for turn in turns] for i, turns in done.items()}
+
+
+def test_a_conversation_continues_from_its_cache(architecture: str, tiny_lm: TinyLM) -> None:
+    lm = tiny_lm(architecture)
+    anew, all_tokens, _ = _talk(lm, 6)
+    kept, fewer_tokens, _ = _talk(lm, 6, prefix_caching=True)
+    assert fewer_tokens.num_prefilled < all_tokens.num_prefilled / 2
+    for i, turns in kept.items():
+        for turn, other in zip(turns, anew[i], strict=True):
+            assert turn.token_ids == other.token_ids
+            # 2 layers: sums over 32 and 48 features and up to 60 positions; then over 64 tokens of the vocabulary
+            torch.testing.assert_close(
+                torch.tensor(turn.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0.0
+            )
+
+
+def test_a_continued_conversation_does_not_depend_on_others(tiny_lm: TinyLM) -> None:
+    lm = tiny_lm("qwen3")
+    together, _, _ = _talk(lm, 40, prefix_caching=True)
+    alone, _, _ = _talk(lm, 40, only=[17], prefix_caching=True)
+    assert _outputs(alone)[17] == _outputs(together)[17]
+
+
+def test_the_oldest_conversations_are_forgotten_above_the_budget(tiny_lm: TinyLM) -> None:
+    lm = tiny_lm("qwen3")
+    done, counting, engine = _talk(lm, 12, prefix_caching=True, kv_budget_tokens=320, max_running=2)
+    assert 0 < sum(len(of.ids) for of in engine._prefixes.values()) <= 320
+    everything, all_tokens, _ = _talk(lm, 12)
+    assert counting.num_prefilled < all_tokens.num_prefilled
+    assert {i: [t.token_ids for t in turns] for i, turns in done.items()} == {
+        i: [t.token_ids for t in turns] for i, turns in everything.items()
+    }
+
+
+def test_new_weights_and_sleep_forget_conversations(tiny_lm: TinyLM) -> None:
+    _, _, engine = _talk(tiny_lm("qwen3"), 2, prefix_caching=True)
+    assert engine._prefixes
+    asyncio.run(engine.set_weights(1))
+    assert not engine._prefixes

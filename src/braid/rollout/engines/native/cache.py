@@ -195,12 +195,16 @@ class ContinueAttention:
         for num, known, new in self._blocks:
             tokens, slots = slice(start, start + num * new), slice(slot, slot + num)
             for store, of in zip(stores, (key, value), strict=True):
-                store[slots, :, known : known + new].copy_(of[tokens].unflatten(0, (num, new)).transpose(1, 2))
+                store[slots, :, known : known + new].copy_(
+                    of[tokens].unflatten(0, (num, new)).transpose(1, 2)
+                )
             k, v = (store[slots, :, : known + new] for store in stores)
             groups = query.shape[1] // heads
             q = query[tokens].unflatten(0, (num, new)).transpose(1, 2)  # [num, Hq, new, d]
             q = q.unflatten(1, (heads, groups)).flatten(2, 3)
-            sinks = None if call.sinks is None else call.sinks.view(heads, -1, 1).repeat_interleave(new, dim=1)
+            sinks = (
+                None if call.sinks is None else call.sinks.view(heads, -1, 1).repeat_interleave(new, dim=1)
+            )
             mask = self._mask(call.sliding_window, known, new, query).repeat(groups, 1)
             out = _attend(call, q, k, v, mask, sinks).unflatten(2, (groups, new)).flatten(1, 2)
             outs.append(out.transpose(1, 2).flatten(0, 1))
