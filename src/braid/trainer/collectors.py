@@ -13,6 +13,7 @@ import torch
 from braid.cluster.workers import Place
 from braid.config.rollout import (
     AgentEnvConfig,
+    ChatEnv,
     GymnasiumEnv,
     ProgramEnv,
     SamplingConfig,

@@ -44,10 +44,11 @@ class Call:
 @dataclass(slots=True)
 class _Context:
     """What a call reads: all of its tokens, of which `new` follow the turn `after`. `said` is the fingerprint of its
-    messages."""
+    messages, `start` that of the first two."""
 
     tools: Sequence[ToolSchema]
     said: bytes
+    start: bytes
     ids: list[int]
     new: list[int]
     after: tuple[Segment, int] | None = None
@@ -141,9 +142,9 @@ class Session:
                 except ModelError as error:
                     _warn_once(f"conversations of programs are not continued but rendered anew: {error}")
                     break
-                return _Context(tools, said[-1], [*before, *new], new, place)
+                return _Context(tools, said[-1], said[:3][-1], [*before, *new], new, place)
         ids = self.chat.opening(messages, tools)
-        return _Context(tools, said[-1], ids, ids)
+        return _Context(tools, said[-1], said[:3][-1], ids, ids)
 
     async def _answer(self, call: Call, request: ChatRequest, context: _Context, room: int) -> dict[str, Any]:
         """Sample and record a turn; returns OpenAI's answer."""
@@ -161,7 +162,7 @@ class Session:
         )
         try:
             completion = await self.engine.generate(
-                Request(tuple(context.ids), sampling, (*self.key, *call.key))
+                Request(tuple(context.ids), sampling, (*self.key, *call.key), (*self.key, *context.start))
             )
             if completion.stop_reason == "cancelled" or not completion.token_ids:
                 raise EngineError("the request was cancelled, or its completion is empty")
