@@ -1,8 +1,8 @@
 """Simulated runs of the pipelined loop's control plane.
 
-A schedule is a run in virtual time: workers that are slow or die, groups that fail, are rejected or
-cancelled, restarts from a saved state, stops. Everything in it follows from its seed. `Schedule` keeps its own
-account of every draw and checks each decision against it.
+A schedule is a run in virtual time: slow workers, groups that fail, are rejected or cancelled, stops, and crashes (also
+those of a worker), after which the run restarts from its last saved state. Everything in it follows from its seed.
+`Schedule` keeps its own account of every draw and checks each decision against it.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ class Schedule:
 
         self.now, self.num_events = 0.0, 0
         self.events: list[tuple[float, int, str, Any]] = []
-        for kind, chance in (("die", 0.4), ("die", 0.2), ("save", 0.3), ("save", 0.1), ("stop", 0.1)):
+        for kind, chance in (("crash", 0.4), ("crash", 0.2), ("save", 0.3), ("save", 0.1), ("stop", 0.1)):
             if random() < chance:
-                self._at(random() * 2 * self.settings.num_rounds, kind, int(random() * 3))
+                self._at(random() * 2 * self.settings.num_rounds, kind)
         self.num_happened: Counter[str] = Counter()
 
         self.prompts = Prompts()
@@ -111,11 +111,10 @@ class Schedule:
         self.rounds: list[tuple[list[Draw], dict[Draw, str]]] = []
         self.num_given_back = self.num_replaced = 0
         self._start()
+        self.saved = self._account()
 
     def _start(self) -> None:
         """The processes of a run that starts, or starts again."""
-        self.worker: dict[Draw, int] = {}
-        self.attempt: dict[Draw, int] = {}
         self.version: dict[Draw, int] = {}  # of the oldest token of a finished group
         self.reason: dict[Draw, str | None] = {}
         self.overtaken: set[Draw] = set()
@@ -134,10 +133,10 @@ class Schedule:
         while not self.is_over:
             assert self.events, "deadlock: nothing is under way"
             self.now, _, kind, about = heappop(self.events)
-            if getattr(self, f"_{kind}")(about) is not False:
-                self.num_happened[kind] += 1
-                self._tell("event", kind, about)
-                self._decide()
+            getattr(self, f"_{kind}")(about)
+            self.num_happened[kind] += 1
+            self._tell("event", kind, about)
+            self._decide()
         return self.num_happened
 
     def _at(self, delay: float, kind: str, about: Any = None) -> None:
@@ -146,23 +145,20 @@ class Schedule:
         self.num_events += 1
         heappush(self.events, (self.now + delay, self.num_events, kind, about))
 
-    def _finish_group(self, about: tuple[Draw, int, float]) -> bool | None:
-        draw, attempt, started_at = about
-        if self.attempt.get(draw) != attempt or self.what[draw] != "running":
-            return False
+    def _finish_group(self, about: tuple[Draw, float]) -> None:
+        draw, started_at = about
         self.num_running -= 1
         if self.rng.random() < self.cancel:
             self.what[draw] = "cancelled"
             self.num_given_back += 1
             self.num_happened["cancelled"] += 1
             self.pipeline.cancelled(draw)
-            return None
+            return
         self.what[draw] = "finished"
         self.version[draw] = self.first_version + bisect_right(self.new_weights_at, started_at)
         reason = self.reason[draw] = self.verdict(draw, self.version[draw])
         self.is_to_replace = self._is_replaced(reason)
         self.pipeline.finished(draw, self.version[draw], reason)
-        return None
 
     def verdict(self, draw: Draw, version: int) -> str | None:
         """Why to drop a group: depends on nothing but its key and the weights."""
@@ -177,14 +173,6 @@ class Schedule:
         is_meant = reason in ("invalid", "baseline") or (reason is not None and settings.then == "resample")
         return is_meant and self.num_replaced < most
 
-    def _die(self, worker: int) -> None:
-        held = [draw for draw, at in self.worker.items() if at == worker and self.what[draw] in OPEN]
-        for draw in held:
-            if self.what[draw] == "running" or (self.what[draw] == "finished" and self.reason[draw] is None):
-                self.num_running -= self.what[draw] == "running"
-                self.what[draw] = "waiting"
-        self.pipeline.lost(held)
-
     def _end_update(self, _: None) -> None:
         for draw, what in self.what.items():
             if what == "training":
@@ -198,7 +186,7 @@ class Schedule:
         self.engine_version, self.busy = self.engine_version + 1, ""
         self.pipeline.synced()
 
-    def _save(self, _: int) -> None:
+    def _save(self, _: None) -> None:
         self.saved = self._account()
         self._at(self.rng.random() * 3, "crash")
 
@@ -217,11 +205,11 @@ class Schedule:
         self.prompts = Prompts(num_drawn)
         self.pipeline = Pipeline(self.settings, self.prompts.take)
         self.pipeline.load(state)
-        self.events = [event for event in self.events if event[2] in ("die", "save", "stop")]
+        self.events = [event for event in self.events if event[2] in ("crash", "save", "stop")]
         heapify(self.events)
         self._start()
 
-    def _stop(self, _: int) -> None:
+    def _stop(self, _: None) -> None:
         self.is_stopping = True
         self.pipeline.stop()
 
@@ -266,12 +254,11 @@ class Schedule:
                     assert what == "waiting", f"{draw} is sampled again while {what}"
             self.what[draw] = "running"
             self.overtaken.discard(draw)
-            self.num_events += 1
-            self.attempt[draw] = self.num_events
-            worker = self.worker[draw] = int(rng.random() * 3)
-            duration = self.slowness[worker] * (rng.lognormvariate(0, self.spread) if self.spread else 1.0)
+            duration = rng.choice(self.slowness) * (
+                rng.lognormvariate(0, self.spread) if self.spread else 1.0
+            )
             started_at = self.now + rng.random() * 0.5 * duration
-            self._at(duration, "finish_group", (draw, self.num_events, started_at))
+            self._at(duration, "finish_group", (draw, started_at))
         self.num_running += len(draws)
         assert expected.num_drawn == self.prompts.num_drawn, "a prompt is lost"
         assert self.num_running <= settings.groups_in_flight

@@ -126,7 +126,7 @@ class Pipeline:
 
     `take` draws prompts (PromptSampler.take). `counts` are numbers of groups since the start of the run:
     `trained` (of these, `trained_over_lag`), `dropped/REASON`, and how often one was sampled again:
-    `resampled/REASON`.
+    `resampled/over_lag`.
     """
 
     def __init__(self, settings: PipelineSettings, take: Callable[[int], Iterable[int]]) -> None:
@@ -154,16 +154,6 @@ class Pipeline:
             self._drop(draw, reason)
         else:
             insort(self._results, _Result(draw, version, reason))
-
-    def lost(self, draws: Iterable[Draw]) -> None:
-        """A worker that held these groups died. Those still to be trained on are sampled again; others are
-        ignored. Results that it may still send are not reported."""
-        gone = set(draws)
-        results = [result for result in self._results if result.draw in gone and result.reason is None]
-        again = [*(self._running & gone), *(result.draw for result in results)]
-        self._running -= gone
-        self._results = [result for result in self._results if result not in results]
-        self._sample_again(again, "lost")
 
     def cancelled(self, draw: Draw) -> None:
         """A running group was cancelled. It is dropped, and its place is free."""
@@ -291,14 +281,11 @@ class Pipeline:
             return
         self._results = [result for result in self._results if result.draw not in old]
         if over_lag == "resample":
-            self._sample_again(old, "over_lag")
+            self._waiting = sorted(self._waiting + old)
+            self.counts["resampled/over_lag"] += len(old)
         else:
             for draw in old:
                 self._drop(draw, "over_lag")
-
-    def _sample_again(self, draws: list[Draw], reason: str) -> None:
-        self._waiting = sorted(self._waiting + draws)
-        self.counts[f"resampled/{reason}"] += len(draws)
 
     def _drop(self, draw: Draw, reason: str) -> None:
         self._dropping[draw] = reason
