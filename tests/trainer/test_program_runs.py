@@ -12,13 +12,14 @@ from braid.trainer import commands
 from braid.trainer.preflight import check
 
 from .conftest import LoadTiny
+from .test_features import numbers
 from .test_runs import lines
 
 FUNCTION = """
-from openai import OpenAI
+from openai import DefaultHttpxClient, OpenAI
 
 def play(task, base_url, api_key):
-    with OpenAI(base_url=base_url, api_key=api_key) as client:
+    with OpenAI(base_url=base_url, api_key=api_key, http_client=DefaultHttpxClient(verify=False)) as client:
         said = client.chat.completions.create(model="", messages=task.messages)
     return {"right": said.choices[0].message.content == task.fields["answer"], "said": 0.5}
 """
@@ -41,13 +42,10 @@ def test_a_function_plays_the_episodes_of_training_and_evaluation(
     load_tiny: LoadTiny, tmp_path: Path
 ) -> None:
     (tmp_path / "agent.py").write_text(FUNCTION)
-    run = commands.train(
-        load_tiny(
-            "env={kind: program, max_context_tokens: 2000, program: 'agent.py:play'}",
-            "reward.parts=[]",
-            "run.max_rounds=2",
-        )
-    ).run_dir
+    env = "env={kind: program, max_context_tokens: 2000, program: 'agent.py:play'}"
+    loaded = load_tiny(env, "reward.parts=[]", "run.max_rounds=2", "run.if_exists=new")
+    run, again = (commands.train(loaded).run_dir for _ in range(2))
+    assert numbers(run) == numbers(again), "whatever the order of calls"
     for line in lines(run)[-2:]:
         assert line["rollout/turns_mean"] == 1
         assert line["reward/mean"] == pytest.approx(line["env/reward/right"] + 0.5)
