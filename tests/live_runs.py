@@ -74,6 +74,15 @@ RUNS: dict[str, list[str]] = {
     "tools": [
         "env={kind: tools, max_turns: 2, max_context_tokens: 64}", "data.max_prompt_tokens=8", "rollout.sampling.max_new_tokens=4",
     ],
+    "agents": [
+        "data={use_chat_template: never}", "reward={}",
+        "env={kind: agent, name: guess, max_turns: 2, max_context_tokens: 256, tasks: 8, eval_episodes: 2}",
+    ],
+    "mixture": [
+        "data={use_chat_template: never}", "reward={}", "rollout.prompts_per_round=2",
+        "env={kind: agent, mix: {low: {name: guess, kwargs: {highest: 3}, max_turns: 1, eval_share: 2}, high: {name: guess}}, "
+        "max_turns: 2, max_context_tokens: 256, tasks: 8, eval_episodes: 3}",
+    ],
     "sources": [
         "model.build.characters=' 0123456789+-=?.abcdefghijklmnopqrstuvwxyzISTW'",
         "data.train=[{kind: procedural, generator: chain_sum, size: 4}, {kind: hub, path: rows}]",

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 # Choices of an algorithm's parts; algorithms/recipes.py has the names of advantages, policy losses and recipes.
 AdvantageLevel = Literal["trajectory", "turn"]
-RewardStatistics = Literal["none", "group", "batch", "running"]
+RewardStatistics = Literal["none", "group", "source", "batch", "running"]
 RatioLevel = Literal["token", "turn", "sequence", "turn_product", "sequence_product"]
 DecisionLevel = Literal["token", "action", "chunk"]
 TurnWeighting = Literal["tokens", "turns"]
@@ -306,7 +306,7 @@ class Row:
     and returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
     so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
     any limit cut it. `group` is the prompt's index in the round, `baseline` the reward of its greedy answer,
-    if there is one. `agent` is the index of the row's agent within its trajectory. `score` is the trajectory's reward before shaping.
+    if there is one. `agent` is the index of the row's agent within its trajectory, `source` the prompt's source. `score` is the trajectory's reward before shaping.
     """
 
     inputs: dict[str, NDArray[Any]]
@@ -322,6 +322,7 @@ class Row:
     decision: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     policy_versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     agent: int = 0
+    source: str = ""
 
     def __post_init__(self) -> None:
         if not len(self.decision):

@@ -1,10 +1,12 @@
-"""The config language of ROLL's RLVR pipeline."""
+"""The config language of ROLL's RLVR and agentic pipelines."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from . import roll_facts as facts
+from .roll_agentic import AGENTIC, missing_tags
+from .roll_agentic import base as agentic_base
 from .roll_data import DATA, REWARDS, missing_keys, reward_parts
 from .roll_facts import ROLE, TRAIN, role_of
 from .roll_pipeline import ALGORITHM, ALIASES, OTHER_PIPELINES, PIPELINE
@@ -21,6 +23,7 @@ _SAMPLING = {"actor_infer": "rollout.sampling", "validation": "eval.sampling"}
 def _base(source: Source) -> dict[str, Any]:
     """Native settings that depend on several keys: data, rewards, evaluation, micro-batches, offloading."""
     made: dict[str, Any] = {"model.path": NO_MODEL, "reward.parts": reward_parts(source)}
+    made |= agentic_base(source)
     for role, native in _DATA.items():
         if source[f"{role}.data_args.file_name"]:
             made |= {f"{native}.kind": "file", f"{native}.answer_key": "ground_truth"}
@@ -37,6 +40,8 @@ def _micro_batches(source: Source) -> dict[str, Any]:
     """Micro-batch token limits: as many tokens as the configured number of rows can have, so that they never
     bind. Backends of the critic and the reference."""
     whole, made = source["prompt_length"] + facts.max_new_tokens(source), dict[str, Any]()
+    if facts.is_agentic(source):
+        whole = facts.context(source)
     has_reference = facts.kl_place(source) and source.has("reference")
     for role in (*facts.trained_roles(source), *(["reference"] if has_reference else [])):
         native, rows_of = TRAIN[role], source[f"{role}.training_args.per_device_train_batch_size"]
@@ -51,7 +56,7 @@ def _micro_batches(source: Source) -> dict[str, Any]:
 ROLL = Dialect(
     name="roll",
     title="ROLL",
-    rules=table(rows(PIPELINE, ALGORITHM, WORKERS, DATA, REWARDS, OTHER_PIPELINES)),
+    rules=table(rows(PIPELINE, ALGORITHM, WORKERS, DATA, REWARDS, AGENTIC, OTHER_PIPELINES)),
     base=_base,
     places={
         "engine": facts.engine,
@@ -60,10 +65,11 @@ ROLL = Dialect(
         "trained": lambda s: [TRAIN[role] for role in facts.trained_roles(s)],
         "placed": lambda s: ROLE[role_of(s)],
         "data": lambda s: _DATA[role_of(s)],
+        "tag": lambda s: s.at.split(".")[1],
         "tracker": lambda s: s["track_with"],
         "limit": lambda s: ["rollout.sampling.max_new_tokens"] if s["sequence_length"] else [],
         "sampling": lambda s: _SAMPLING[role_of(s)],
     },
-    checks=(missing_keys,),
+    checks=(missing_keys, missing_tags),
     aliases=ALIASES,
 )

@@ -98,8 +98,39 @@ def data_parallel(source: Source, role: str) -> int:
     return max(1, world(source, role) // replica_size(source, role))
 
 
+def is_agentic(source: Source) -> bool:
+    """Whether the file is of the agentic pipeline."""
+    return source.has("train_env_manager") or source.has("custom_envs")
+
+
+def context(source: Source) -> int:
+    """Tokens of an agentic episode."""
+    return source["sequence_length"] or source["prompt_length"] + (source["response_length"] or 1)
+
+
+def group_size(source: Source) -> int:
+    if is_agentic(source):
+        return source["train_env_manager.group_size"] or 1
+    return source["num_return_sequences_in_group"]
+
+
+def round_size(source: Source) -> dict[str, int]:
+    """Native sizes of an agentic round, whose rollout_batch_size counts trajectories. Raises ValueError."""
+    size, group = source["rollout_batch_size"], group_size(source)
+    if size % group:
+        raise ValueError(f"groups of {group} do not divide rollout_batch_size={size} trajectories; change one of them")
+    return {"rollout.prompts_per_round": size // group, **batches(source)}
+
+
+def eval_episodes(source: Source) -> int:
+    """Seeds of an agentic evaluation."""
+    return max(1, source["val_batch_size"] // (source["val_env_manager.group_size"] or 1))
+
+
 def samples(source: Source) -> int:
     """Trajectories per round (S)."""
+    if is_agentic(source):
+        return source["rollout_batch_size"]
     return source["rollout_batch_size"] * source["num_return_sequences_in_group"]
 
 
@@ -113,14 +144,20 @@ def global_batch(source: Source, role: str) -> int:
 def batches(source: Source) -> dict[str, int]:
     """Native path -> optimizer steps per pass, at least 1: gradient_accumulation_steps is refused if sizes do
     not fit."""
-    steps = {role: samples(source) // global_batch(source, role) for role in trained_roles(source)}
-    return {f"{TRAIN[role]}.steps_per_pass": max(1, num) for role, num in steps.items()}
+    steps = {role: max(1, samples(source) // global_batch(source, role)) for role in trained_roles(source)}
+    if is_agentic(source):  # the most of these into which whole groups divide
+        groups = samples(source) // group_size(source)
+        steps = {role: next(n for n in range(num, 0, -1) if groups % n == 0) for role, num in steps.items()}
+    return {f"{TRAIN[role]}.steps_per_pass": num for role, num in steps.items()}
 
 
 def max_new_tokens(source: Source) -> int:
     """Maximum response length in tokens: what the prompt leaves of sequence_length, or less if
     generating_args limit it further."""
     prompt, own = source["prompt_length"], source["actor_infer.generating_args.max_new_tokens"]
+    if is_agentic(source):
+        limits = (value for name, value in source.values.items() if name.endswith(".max_tokens_per_step"))
+        return min((of for of in (own, *limits, context(source)) if of))
     whole = source["sequence_length"] or prompt + (source["response_length"] or 1)
     return max(1, min(own or whole, whole - prompt))
 
@@ -161,6 +198,8 @@ def kl_place(source: Source) -> str | None:
 def is_plain_grpo(source: Source) -> bool:
     """Whether ROLL's `grpo`, the return of rewards that are normalized in their group, equals the native one:
     for one reward at the end, gamma 1, no KL in the reward, no whitening and no clipping of it."""
+    if is_agentic(source):
+        return False
     is_plain = source["gamma"] == 1 and not source["whiten_rewards"] and source["reward_clip"] is None
     return source["adv_estimator"] == "grpo" and is_plain and kl_place(source) != "reward"
 
@@ -195,7 +234,7 @@ def query_filters(source: Source) -> list[dict[str, float]]:
 
 
 def validates(source: Source) -> bool:
-    return bool(source["validation.data_args.file_name"])
+    return is_agentic(source) or bool(source["validation.data_args.file_name"])
 
 
 def column_of(source: Source, role: str) -> str | None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from . import roll_facts as facts
 from .conditions import needs, refused, unless
-from .conversions import algorithm, as_is, computed, folder_name, null_as, or_null, sets, unless_null
+from .conversions import algorithm, as_is, computed, folder_name, mapped, null_as, or_null, sets, unless_null
+from .roll_agentic import estimator
 from .roll_facts import NO_VALIDATION, ONE_PROCESS, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, unsupported
@@ -28,6 +29,14 @@ def with_batches(value: Any, source: Source) -> Became:
     return Became(dict.fromkeys(source.native, value) | facts.batches(source))
 
 
+def _episode(value: Any, source: Source) -> Any:
+    """Limits of an agentic episode and of its turns."""
+    if not facts.is_agentic(source):
+        return value
+    limits = {"env.max_context_tokens": facts.context(source)}
+    return Became(limits | {"rollout.sampling.max_new_tokens": facts.max_new_tokens(source)})
+
+
 def _eval_length(_: Any, source: Source) -> Any:
     prompt, whole = source["val_prompt_length"], source["val_sequence_length"]
     if prompt is None and whole is None:
@@ -45,6 +54,7 @@ def _eval_length(_: Any, source: Source) -> Any:
 # One rule per line.
 # fmt: off
 _NO_VALUES = needs("adv_estimator", "gae")
+_NO_EPISODES = unless(facts.is_agentic, "not read in ROLL's agentic pipeline")
 PIPELINE = rows(
     # The run
     to("exp_name", "run.name", "text", folder_name),
@@ -87,24 +97,26 @@ PIPELINE = rows(
     to("reward_pretrain", "critic.path", "path", _NO_VALUES, note="initial model of the critic"),
     # Sizes
     to("rollout_batch_size", "rollout.prompts_per_round", "count",
-       refused(lambda v, s: facts.backend(s, "actor_train") == "megatron" and
+       refused(lambda v, s: facts.backend(s, "actor_train") == "megatron" and not facts.is_agentic(s) and
                v % (dp := facts.data_parallel(s, "actor_train")) and
                f"{v} prompts cannot be divided among dp={dp} ranks; set it to a multiple of {dp}"),
-       with_batches, default=128,
-       note="prompts per round, of S = rollout_batch_size * num_return_sequences_in_group trajectories"),
-    to("num_return_sequences_in_group", "rollout.group_size", "count", with_batches, default=1,
+       lambda v, s: Became(facts.round_size(s)) if facts.is_agentic(s) else with_batches(v, s), default=128,
+       note="prompts per round (agentic: trajectories), of S = rollout_batch_size * num_return_sequences_in_group trajectories"),
+    to("num_return_sequences_in_group", "rollout.group_size", "count", _NO_EPISODES, with_batches, default=1,
        note="samples per prompt; in braid a mini-batch contains all samples of its prompts"),
     to("prompt_length", {"data.max_prompt_tokens": as_is, "{limit}": computed(facts.max_new_tokens)}, "count",
-       default=1024, note="longer prompts are dropped; ROLL also drops those of 5 tokens or fewer"),
+       unless(lambda s: facts.is_agentic(s) and s["sequence_length"], "sequence_length limits the episode"),
+       _episode, default=1024, note="longer prompts are dropped; ROLL also drops those of 5 tokens or fewer"),
     to("response_length", "rollout.sampling.max_new_tokens", "count?",
        unless(lambda s: s["sequence_length"] is not None, "overridden by sequence_length"),
        refused(lambda v, _: v is None and "set response_length, or sequence_length (prompt plus response)"),
-       computed(facts.max_new_tokens), default=None),
+       _episode, computed(facts.max_new_tokens), default=None),
     to("sequence_length", "rollout.sampling.max_new_tokens", "integer >= 2?",
        unless_null("prompt_length + response_length", implied),
        refused(lambda v, s: v <= (prompt := s["prompt_length"]) and
+               not facts.is_agentic(s) and
                f"{v} leaves no room for a response with prompt_length={prompt}; raise it"),
-       computed(facts.max_new_tokens)),
+       _episode, computed(facts.max_new_tokens)),
     # How rollouts run
     to("async_generation_ratio", "pipeline.max_lag pipeline.on_new_weights pipeline.over_lag", "non-negative",
        lambda value, source: sets(ceil(value), "interrupt", "drop")(value, source) if value else
@@ -126,8 +138,10 @@ PIPELINE = rows(
     missing("transfer_backend.backend_name", "remove it; rows are transferred by Ray's object store"),
     # Evaluation
     to("eval_steps", "eval.every_rounds", "natural", NO_VALIDATION, default=10),
-    to("val_batch_size", "eval.batch_prompts", "count", NO_VALIDATION, default=128),
-    to("val_prompt_length val_sequence_length", "eval.sampling.max_new_tokens", "count?", NO_VALIDATION,
+    to("val_batch_size", "eval.batch_prompts", "count", NO_VALIDATION,
+       lambda v, s: Became({"env.eval_episodes": facts.eval_episodes(s)}) if facts.is_agentic(s) else v,
+       default=128, note="agentic: episodes"),
+    to("val_prompt_length val_sequence_length", "eval.sampling.max_new_tokens", "count?", _NO_EPISODES, NO_VALIDATION,
        _eval_length,
        note="at most val_sequence_length - val_prompt_length new tokens"),
     # Other features
@@ -164,8 +178,7 @@ _ESTIMATORS = {
         if facts.is_plain_grpo(source)
         else algorithm(advantage="reinforce", reward_mean="group", reward_std="group")
     ),
-    "gigpo": unsupported(f"{_OTHER_ESTIMATOR} (for gigpo: braid.algorithm.advantage=gigpo)"),
-    **dict.fromkeys(("step_reinforce", "agentic_reinforce"), unsupported(_OTHER_ESTIMATOR)),
+    **dict.fromkeys(("gigpo", "step_reinforce", "agentic_reinforce"), unsupported(_OTHER_ESTIMATOR)),
 }
 _STATISTICS = {name: name for name in ("batch", "group", "running")} | {"None": "none", None: "none"}
 
@@ -256,15 +269,17 @@ _FILTERED = unless(lambda s: any(facts.query_filters(s)),
 _MASKED, _WEIGHTED = needs("difficulty_mask"), needs("train_infer_correction.is_weight.enabled")
 ALGORITHM = section("", "algorithm")(
     # Advantages
-    to("adv_estimator", ".advantage", _ESTIMATORS, default="gae",
+    to("adv_estimator", ".advantage", choice(*_ESTIMATORS),
+       lambda v, s: (estimator if facts.is_agentic(s) else mapped(_ESTIMATORS))(v, s), default="gae",
        note="grpo: (r - mean) / (std + 1e-6); with gamma < 1 or KL in the reward, reinforce with rewards "
        "normalized so"),
     to("gamma", ".gamma", "share",
+       unless(lambda s: s["adv_estimator"] in ("gigpo", "step_reinforce"), "step_reward_gamma is used instead"),
        unless(facts.is_plain_grpo, "adv_estimator=grpo has a single reward, at the end"), default=1.0),
     to("lambd", ".gae_lambda", "share", _NO_VALUES, default=0.95),
-    to("norm_mean_type", ".reward_mean", _STATISTICS, _BY_GROUP, default=None,
+    to("norm_mean_type", ".reward_mean", _STATISTICS, _NO_EPISODES, _BY_GROUP, default=None,
        note="over the round; in ROLL over each domain"),
-    to("norm_std_type", ".reward_std", _STATISTICS, _BY_GROUP, default=None,
+    to("norm_std_type", ".reward_std", _STATISTICS, _NO_EPISODES, _BY_GROUP, default=None,
        note="divides by the unbiased deviation + 1e-6"),
     to("reward_clip", {".reward_clip": as_is,
                        ".token_reward_clip": lambda v, s: v if kl_place(s) == "reward" else None},
@@ -337,11 +352,6 @@ ALGORITHM = section("", "algorithm")(
 )
 
 OTHER_PIPELINES = missing(
-    # agentic
-    "custom_envs.* train_env_manager.* val_env_manager.* reward.* reward_normalization.* env_monitor.* "
-    "render_save_dir batch_adjust_mode episode_reward_weight step_reward_weight step_reward_gamma ratio_type "
-    "exp_mode partial_gpu_mode parse_tool_call_parameter_to_dict skip_mock_system_prompt dirty_data_mask "
-    "open_feedback_turn use_token_reward "
     # supervised, preference
     "sft_train.* system_key prompt_key query_key response_key "
     "ipo beta label_smoothing chosen_key rejected_key "
@@ -349,8 +359,8 @@ OTHER_PIPELINES = missing(
     "student_pretrain teacher_pretrain student.* question_key answer_key logits_topk distill_loss_weight "
     "kd_temperature teacher_temperature kd_objective adaptive_kl_alpha skew_lambda distill_on_prompt "
     "logits_transfer_backend",
-    "remove it; it belongs to another of ROLL's pipelines (agentic, supervised, preference or distillation), "
-    "and only RLVR configs are supported")
+    "remove it; it belongs to another of ROLL's pipelines (supervised, preference or distillation), and only "
+    "RLVR and agentic configs are supported")
 # fmt: on
 ALIASES = {
     "use_additional_prompts": "is_use_additional_prompts",

@@ -75,6 +75,8 @@ def _fits(value: int, source: Source) -> int:
     """Refuse gradient_accumulation_steps if a round is not a number of mini-batches of whole prompts."""
     role, group = role_of(source), source["num_return_sequences_in_group"]
     whole, step = facts.samples(source), facts.global_batch(source, role)
+    if facts.is_agentic(source):
+        return value
     if whole % step == 0 and step % group == 0:
         return value
     what = f"the {whole} samples of a round are not a multiple of"

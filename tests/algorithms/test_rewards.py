@@ -56,10 +56,11 @@ def test_every_mix_follows_the_rows_and_stays_finite(mean, std, rewards, data):
     r, g, permuted = torch.tensor(rewards), torch.tensor(groups), torch.tensor(order)
     running = RunningMoments()
     running.update(r)
-    center, scale = reward_statistics(r, g, mean=mean, std=std, running=running)
+    center, scale = reward_statistics(r, g, mean=mean, std=std, running=running, sources=g % 2)
     assert torch.isfinite(center).all()
     assert (scale > 0).all()
-    moved = reward_statistics(r[permuted], g[permuted], mean=mean, std=std, running=running)
+    sources = g[permuted] % 2
+    moved = reward_statistics(r[permuted], g[permuted], mean=mean, std=std, running=running, sources=sources)
     # float64 sums in another order
     torch.testing.assert_close(moved[0], center[permuted], atol=1e-10, rtol=0)
     torch.testing.assert_close(moved[1], scale[permuted], atol=1e-7, rtol=1e-7)

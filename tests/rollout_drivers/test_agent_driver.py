@@ -110,13 +110,14 @@ def _driver(
     max_context_tokens: int = 200,
     step_s: float = 60.0,
     max_turns: int = 4,
+    rewards_at_end: bool = False,
 ) -> AgentDriver:
     return AgentDriver(
         engine,
         env,
         ChatFormat(TOKENIZER, end_token_ids=sampling.stop_token_ids),
         sampling,
-        Limits(max_context_tokens, max_turns, Timeouts(step_s=step_s)),
+        Limits(max_context_tokens, max_turns, Timeouts(step_s=step_s), rewards_at_end=rewards_at_end),
         seed=7,
         retries=retries,
     )
@@ -179,6 +180,29 @@ def test_later_turns_read_exactly_the_tokens_before_and_then_the_reply() -> None
     assert trajectory.answer_text == "A:6"
     assert trajectory.status is Status.FINISHED
     assert trajectory.metrics["calls/ok"] == 1
+
+
+def test_a_reply_that_forgets_begins_a_segment_with_nothing_before_it() -> None:
+    def reply(text: str) -> Step:
+        return _says("3*4=", forgets=True) if text == "6" else _says(is_done=True)
+
+    engine, groups = _drive(lambda r: (str(len(r.prompt_ids) + 2), "stop"), lambda: Env(reply), prompts=("2*3=",))
+    trajectory = _one(groups)
+    assert [len(segment.turns) for segment in trajectory.segments] == [1, 1, 1, 1]
+    assert all(request.prompt_ids == tuple(_ids("3*4=")) for request in engine.requests[1:])
+
+
+@pytest.mark.parametrize("stops_early", [False, True])
+def test_rewards_at_the_end_are_those_of_all_turns(stops_early: bool) -> None:
+    steps = iter([_says("a", 1.0), _says("b", 2.0), _says("c", 4.0, is_done=not stops_early)])
+
+    def script(_: Request) -> tuple[str, StopReason]:
+        return "7", "stop"
+
+    engine = ScriptedEngine(script)
+    driver = _driver(engine, lambda: Env(lambda _: next(steps)), max_turns=3, rewards_at_end=True)
+    trajectory = _one(drive(driver, [_prompt("1")], 1, (0, 1)))
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 7.0]
 
 
 def test_a_turn_knows_the_time_that_environment_and_tools_took_to_reply() -> None:

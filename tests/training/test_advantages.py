@@ -95,6 +95,19 @@ def test_reinforce_discounts_over_the_policys_tokens_alone() -> None:
     assert row.fields["advantages"].tolist() == [0.0, 1.0, 2.0, 0.0, 0.0, 2.0, 4.0]
 
 
+def test_reinforce_of_turns_gives_all_tokens_of_a_turn_its_return() -> None:
+    row = text(("", 1.0), ("ok", 4.0))
+    compute_advantages([row], replace(GRPO, advantage="reinforce", advantage_level="turn", gamma=0.5))
+    assert row.fields["advantages"].tolist() == [0.0, 3.0, 3.0, 0.0, 0.0, 4.0, 4.0]
+
+
+def test_statistics_of_a_source_span_its_groups() -> None:
+    rows = [text(("", r), group=g, source=s) for r, g, s in ((1.0, 0, "a"), (3.0, 1, "a"), (9.0, 2, "b"))]
+    recipe = replace(GRPO, advantage="reinforce", reward_mean="source", reward_std="source")
+    compute_advantages(rows, recipe)
+    close(per_row(rows), [-1 / 2**0.5, 1 / 2**0.5, 0.0])
+
+
 def test_gae_writes_returns_and_reports_explained_variance() -> None:
     row = text(("", 1.0))
     row.fields["values"] = np.array([0.0, 0.25, 0.5], np.float32)

@@ -37,7 +37,7 @@ class Estimator(NamedTuple):
 ADVANTAGES: Mapping[str, Estimator] = {
     "grpo": Estimator(frozenset({"normalize_by_std", "advantage_level"}), compares_group=True),
     "gae": Estimator(frozenset({"gamma", "gae_lambda", "advantage_level"})),
-    "reinforce": Estimator(frozenset({"gamma"})),
+    "reinforce": Estimator(frozenset({"gamma", "advantage_level"})),
     "rloo": Estimator(compares_group=True),
     "remax": Estimator(),
     "raft": Estimator(compares_group=True),

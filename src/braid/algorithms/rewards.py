@@ -60,10 +60,11 @@ def reward_statistics(
     mean: RewardStatistics,
     std: RewardStatistics,
     running: RunningMoments,
+    sources: Int[Tensor, "B"] | None = None,
 ) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
     """(center, scale) of each row, float64; the normalised reward is (r - center) / scale.
 
-        none      0; 1                           group     mean; std + 1e-6 of the row's group
+        none      0; 1                           group     mean; std + 1e-6 of the row's group (source: source)
         batch     the same of all rows           running   the same of all rounds so far, this one included
 
     Standard deviations are unbiased. If one is exactly 0 (a single row, or equal rewards), the scale is 1.
@@ -82,7 +83,9 @@ def reward_statistics(
             return zeros, zeros
         if which == "running":
             return zeros + running.mean, zeros + running.std
-        of = grouped(rewards, groups if which == "group" else everyone)
+        index = {"group": groups, "source": sources, "batch": everyone}[which]
+        assert index is not None, "statistics by source need the sources"
+        of = grouped(rewards, index)
         return of.mean, of.std
 
     center, (_, deviation) = moments(mean)[0], moments(std)

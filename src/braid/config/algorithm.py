@@ -65,19 +65,20 @@ class AlgorithmConfig(Section):
     recipe: RecipeName = "grpo"
     """Named algorithm, which sets the defaults of the keys below."""
     reward_mean: RewardStatistics | None = None
-    """Mean subtracted from each trajectory's reward before advantages are computed: of its group, of the
-    round (batch), of all rounds so far (running), or none."""
+    """Mean subtracted from each trajectory's reward before advantages are computed: of its group, of the round's
+    trajectories with its prompt's source, of the round (batch), of all rounds so far (running), or none."""
     reward_std: RewardStatistics | None = None
     """Standard deviation by which rewards are then divided, with the same choices; 0 counts as 1."""
     advantage: Advantage | None = None
     """Advantage estimator."""
     advantage_level: AdvantageLevel | None = None
     """grpo: compare one reward per trajectory, or one per turn, within the group. gae: turn for one reward and one
-    value per turn, that of its first token, instead of one per token."""
+    value per turn, that of its first token, instead of one per token. reinforce: turn for one return per turn, of the
+    rewards of this and the following turns."""
     normalize_by_std: bool | None = None
     """grpo, gigpo: divide advantages by the group's standard deviation."""
     gamma: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Discount factor. gae, reinforce: per position. gigpo, and gae with advantage_level=turn: per turn."""
+    """Discount factor. gae, reinforce: per position, or per turn with advantage_level=turn. gigpo: per turn."""
     gae_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
     """gae: lambda of generalized advantage estimation."""
     episode_weight: NonNegativeFloat | None = None

@@ -94,6 +94,9 @@ class _SteppedEnv(ChatEnv):
     the chat template does, which begins a new segment and row."""
     timeouts: Timeouts = Timeouts()
     """Time limits."""
+    rewards_at: Literal["turn", "end"] = "turn"
+    """Position of the environment's rewards: at the end of the turn that earned them, or their sum at the end of the
+    episode. Matters to estimators of returns: gae, reinforce, gigpo, and advantage_level=turn."""
 
 
 class McpServer(Section):
@@ -171,16 +174,37 @@ class ToolsEnv(_SteppedEnv):
     """Sandbox of the tool `python`."""
 
 
+class MixedEnvConfig(Section):
+    """One kind of environment in a mixture."""
+
+    name: str
+    """Name of an adapter, or a class of your own, as env.name."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    share: NonNegativeFloat = 1.0
+    """Share of the training tasks, relative to those of the others, for environments that make their own tasks."""
+    eval_share: NonNegativeFloat | None = None
+    """Share of the evaluation's episodes; null for `share`."""
+    max_turns: PositiveInt | None = None
+    """Maximum turns of the policy, after which the trajectory is truncated; null for env.max_turns, which is an upper
+    bound."""
+
+
 class AgentEnvConfig(_SteppedEnv):
-    """A text environment: an adapter by its name, or a class of your own."""
+    """A text environment, or a mixture of several: adapters by name, or classes of your own."""
 
     kind: Literal["agent"]
     """A text environment of several turns."""
-    name: str
-    """Name of an adapter (gymnasium, skyrl_gym, gem, reasoning_gym, textarena, textworld, openenv, guess), or
-    package.module.Class or file.py:Class of your own."""
+    name: str | None = None
+    """Name of an adapter (gymnasium, skyrl_gym, gem, reasoning_gym, textarena, textworld, openenv, guess, templated),
+    or package.module.Class or file.py:Class of your own; null for a mixture."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
+    mix: dict[str, MixedEnvConfig] = Field(default_factory=dict)
+    """Kinds of environments, by names of your own, which are the sources of their tasks. With data, a prompt's source
+    or column mix_key names its kind."""
+    mix_key: str | None = None
+    """Column of the data that names the kind of a prompt's environment in mix; null for the prompt's source."""
     run_in: Literal["auto", "inline", "thread", "process"] = "auto"
     """Where the environment's methods run: on the event loop (async methods), in threads, or in processes. auto: as the
     environment demands; async methods inline, others in threads."""
@@ -190,6 +214,16 @@ class AgentEnvConfig(_SteppedEnv):
     """Number of tasks, each a seed, for environments that need no data (data.train is empty)."""
     eval_episodes: PositiveInt = 100
     """Episodes per evaluation where data.eval is empty, each with its own seed."""
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> AgentEnvConfig:
+        if (self.name is None) == (not self.mix):
+            raise ValueError("set either `name`, or several environments in `mix`")
+        for of in ("share", "eval_share"):
+            shares = [kind.share if (share := getattr(kind, of)) is None else share for kind in self.mix.values()]
+            if self.mix and not any(shares):
+                raise ValueError(f"every {of} in `mix` is 0; raise one of them")
+        return self
 
 
 class ProgramEnv(ChatEnv):

@@ -190,7 +190,7 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     limit = None if plan.model_size is None else plan.model_size.max_positions
     budget = kv_budget_tokens(config, has_gpus=plan.layout.has_gpus)
     no_room = f"data.max_prompt_tokens={prompt} leaves no room for an answer in"
-    if bound is not None and prompt >= bound and has_tokens(config):
+    if bound is not None and prompt >= bound and has_tokens(config) and not has_own_tasks(config):
         yield "rollout.max_sequence_tokens", f"{no_room} {bound} tokens; raise it above {prompt}"
     samplings = [("rollout.sampling", config.rollout.sampling, plan.max_trajectory_tokens)]
     if isinstance(env, ChatEnv):

@@ -280,6 +280,13 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
     if rollout.max_sequence_tokens is not None and rollout.max_sequence_tokens >= longest:
         keys = "rollout.max_sequence_tokens"
         yield "the limits of prompt and answer do not add up to more than that", keys
+    if isinstance(env, AgentEnvConfig):
+        if env.mix:
+            yield "env.mix names the environments", "env.kwargs"
+        if has_own_tasks(config):
+            yield "there is no data", "env.mix_key"
+        else:
+            yield "the data gives the tasks", "env.tasks env.eval_episodes env.mix.*.{share,eval_share}"
     if isinstance(env, GymnasiumEnv) and env.num_envs > plan.trajectories_per_round:
         yield "a round has fewer trajectories than that", "env.num_envs"
     if isinstance(env, GymnasiumEnv) and env.processes > env.num_envs:

@@ -63,6 +63,11 @@ class Conversation:
         else:
             self._segment, self._history, self.unread = None, [], ids
 
+    def restart(self, messages: Sequence[Message]) -> None:
+        """Begin a new segment, in which the policy reads only `messages`."""
+        self._segment, self._history, self._answers = None, [], []
+        self.open(messages, self._tools)
+
     async def turn(self, sampling: Sampling, max_tokens: int) -> tuple[Turn, Action] | None:
         """Sample a turn; None if `max_tokens` of context and turn leave no room for one. Raises EngineError."""
         room = max_tokens - self.num_tokens

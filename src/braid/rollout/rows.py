@@ -22,6 +22,7 @@ def group_rows(group: Group, place: int, first: int) -> list[Row]:
         if trajectory.is_valid:
             for row in _rows_of(trajectory):
                 row.group, row.trajectory, row.baseline = place, number, baseline
+                row.source = group.prompt.source
                 rows.append(row)
     return rows
 

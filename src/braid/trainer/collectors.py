@@ -177,7 +177,8 @@ def text_collector(
         def of_context(sampling: Sampling, context: int) -> Driver:
             limits = Limits(context, None, Timeouts())
             if isinstance(env, ToolsEnv | AgentEnvConfig):
-                limits = Limits(context, env.max_turns, env.timeouts, env.cut_turns == "continue")
+                cut, at_end = env.cut_turns == "continue", env.rewards_at == "end"
+                limits = Limits(context, env.max_turns, env.timeouts, cut, at_end)
             return AgentDriver(engine, new_env, chat, sampling, limits, **common)
 
     def driver(sampling: SamplingConfig, context: int | None) -> Driver:

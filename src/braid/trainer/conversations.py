@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from braid.config.rollout import AgentEnvConfig, ChatEnv, ProgramEnv, SingleTurnEnv, ToolsEnv
 from braid.config.schema import RunConfig
 from braid.envs.agents.base import AgentEnv
-from braid.envs.agents.build import AgentEnvs
+from braid.envs.agents.build import AgentEnvs, MixedEnvs
 from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.errors import ConfigError, Problem
@@ -55,8 +55,16 @@ def env_maker(
             tools = ToolEnvs(env, base_dir)
             return tools, tools.close
         case AgentEnvConfig() as env:
-            hosted = AgentEnvs(env.name, env.kwargs, base_dir, env.run_in, env.processes)
-            return hosted, hosted.close
+
+            def hosted(name: str, kwargs: dict[str, Any]) -> AgentEnvs:
+                return AgentEnvs(name, kwargs, base_dir, env.run_in, env.processes)
+
+            if env.name is not None:
+                envs = hosted(env.name, env.kwargs)
+            else:
+                kinds = {kind: (hosted(of.name, of.kwargs), of.max_turns) for kind, of in env.mix.items()}
+                envs = MixedEnvs(kinds, env.mix_key)
+            return envs, envs.close
         case other:
             raise AssertionError(f"{other.kind} is a simulator, not a text environment")
 

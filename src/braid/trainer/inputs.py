@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from braid.config.data import covers
@@ -15,6 +16,7 @@ from braid.config.schema import RunConfig
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
 from braid.data.worked import ExampleSet, load_examples
+from braid.envs.agents.build import kind_of
 from braid.envs.simulators.base import reset_prompts
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
@@ -89,11 +91,16 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
 def _own_tasks(env: EnvConfig) -> dict[str, PromptSet]:
     """Prompts of a text environment that makes its tasks from seeds."""
     assert isinstance(env, AgentEnvConfig), "other environments need data"
-    name = re.split(r"[.:]", env.name)[-1]
-    return {
-        use: PromptSet(reset_prompts(name, count), {})
-        for use, count in (("train", env.tasks), ("eval", env.eval_episodes))
-    }
+    shares = {kind: (of.share, of.share if of.eval_share is None else of.eval_share) for kind, of in env.mix.items()}
+    if env.name is not None:
+        shares = {re.split(r"[.:]", env.name)[-1]: (1.0, 1.0)}
+    prompts = {}
+    for i, (use, count) in enumerate((("train", env.tasks), ("eval", env.eval_episodes))):
+        ends = np.cumsum([0.0, *(of[i] for of in shares.values())])
+        counts = np.diff(np.rint(count * ends / ends[-1]).astype(int)).tolist()
+        of_kinds = (reset_prompts(kind, num) for kind, num in zip(shares, counts, strict=True))
+        prompts[use] = PromptSet([prompt for of_kind in of_kinds for prompt in of_kind], {})
+    return prompts
 
 
 def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:
@@ -114,6 +121,12 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
         *source_problems(loaded.config.reward.parts, trained, evaluated, data.mix, by_row=by_row),
         *mix_problems(data.mix, trained),
     ]
+    env = loaded.config.env
+    if isinstance(env, AgentEnvConfig) and env.mix:
+        kinds = {kind_of(prompt, env.mix_key) for of in (inputs.train, inputs.eval) for prompt in of.prompts}
+        if unknown := sorted(kinds - set(env.mix)):
+            why = f"the data has prompts for the environment {unknown[0]!r}, which is not in env.mix"
+            found.append(("env.mix", f"{why} ({', '.join(env.mix)})"))
     if found:
         raise ConfigError([loaded.placed(Problem(key, message)) for key, message in found])
 
@@ -121,11 +134,14 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
 def prompt_sampler(config: RunConfig, num_prompts: int, prompts: Sequence[Prompt] = ()) -> PromptSampler:
     """The sampling order of `num_prompts` prompts, by the shares of data.mix if set."""
     seed = config.run.seed if config.data.seed is None else config.data.seed
-    if not config.data.mix or not prompts:
+    mix = [(of.sources, of.share) for of in config.data.mix]
+    if isinstance(config.env, AgentEnvConfig) and has_own_tasks(config):
+        mix = [((kind,), of.share) for kind, of in config.env.mix.items()]
+    if not mix or not prompts:
         return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)
-    named = {name for of in config.data.mix for name in of.sources}
+    named = {name for sources, _ in mix for name in sources}
     groups = [
-        ([i for i, prompt in enumerate(prompts) if covers(of.sources, named, prompt.source)], of.share)
-        for of in config.data.mix
+        ([i for i, prompt in enumerate(prompts) if covers(sources, named, prompt.source)], share)
+        for sources, share in mix
     ]
     return MixedSampler(groups, seed=seed, shuffle=config.data.shuffle)

@@ -147,7 +147,12 @@ def _standardize(trajectories: Sequence[Sequence[Row]], recipe: Recipe, running:
     if "running" in (recipe.reward_mean, recipe.reward_std):
         running.update(totals)
     center, scale = reward_statistics(
-        totals, _groups(trajectories), mean=recipe.reward_mean, std=recipe.reward_std, running=running
+        totals,
+        _groups(trajectories),
+        mean=recipe.reward_mean,
+        std=recipe.reward_std,
+        running=running,
+        sources=_sources(trajectories),
     )
     for of, off, divisor in zip(trajectories, center.tolist(), scale.tolist(), strict=True):
         for row in of:
@@ -328,6 +333,12 @@ def gigpo(round_: _Round, recipe: Recipe) -> Tensor:
 
 
 def reinforce(round_: _Round, recipe: Recipe) -> Tensor:
+    """reinforce: the discounted return, over positions or turns (ROLL's agentic_reinforce)."""
+    if recipe.advantage_level == "turn":
+        turns = _Turns.of(round_)
+        everywhere = torch.ones(len(turns.rewards), dtype=torch.bool)
+        returns = formulas.discounted_returns(turns.rewards, everywhere, turns.lengths, gamma=recipe.gamma)
+        return turns.spread(returns)
     return formulas.discounted_returns(round_.rewards, round_.mask, round_.lengths, gamma=recipe.gamma)
 
 
@@ -371,6 +382,11 @@ def _totals(trajectories: Sequence[Sequence[Row]]) -> Tensor:
 
 def _groups(trajectories: Sequence[Sequence[Row]]) -> Tensor:
     return torch.tensor([of[0].group for of in trajectories], dtype=torch.long)
+
+
+def _sources(trajectories: Sequence[Sequence[Row]]) -> Tensor:
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(of[0].source, len(numbers)) for of in trajectories])
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> Tensor:

@@ -32,7 +32,8 @@ class Step:
     """The environment's reply to a turn of the policy.
 
     `reward` is that of the turn. `is_done`: the episode is over. `is_truncated`: a limit of the environment ended
-    it early. `metrics` are added to those of the episode. `tool_s` is the time spent in tools.
+    it early. `metrics` are added to those of the episode. `tool_s` is the time spent in tools. `forgets`: the policy
+    next reads only `messages`, without the conversation before them, in a new segment.
     """
 
     messages: Sequence[Message] = ()
@@ -41,6 +42,7 @@ class Step:
     is_truncated: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     tool_s: float = field(default=0.0, compare=False)
+    forgets: bool = False
 
 
 class AgentEnv(Protocol):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from braid.errors import ConfigError, Problem, suggest
 from braid.functions import load_function
+from braid.types import Action, Prompt
 
-from .hosts import HostedEnvs
+from .base import Opening, Step
+from .hosts import HostedEnv, HostedEnvs
 
 ADAPTERS: dict[str, tuple[str, str]] = {
     "gem": ("gem_env:Gem", "gem"),
@@ -21,6 +24,7 @@ ADAPTERS: dict[str, tuple[str, str]] = {
     "openenv": ("openenv_client:OpenEnv", "openenv"),
     "reasoning_gym": ("reasoning_gym_env:ReasoningGym", ""),
     "skyrl_gym": ("skyrl_gym_env:SkyRLGym", "skyrl-gym"),
+    "templated": ("templated:Templated", ""),
     "textarena": ("textarena_env:TextArena", "textarena"),
     "textworld": ("textworld_env:TextWorld", "textworld"),
 }
@@ -51,6 +55,64 @@ class AgentEnvs(HostedEnvs):
             if getattr(make.func, "needs_process", False):
                 run_in = "process"
         super().__init__(make, run_in, num_processes)
+
+
+class MixedEnvs:
+    """Environments of several kinds: the kind of an episode is its task's `key` field, or its source without a key.
+
+    `kinds` has the environments by kind, and the maximum number of turns, if it is limited."""
+
+    def __init__(self, kinds: Mapping[str, tuple[AgentEnvs, int | None]], key: str | None) -> None:
+        self._kinds, self._key = kinds, key
+
+    def __call__(self) -> MixedEnv:
+        return MixedEnv(self._of)
+
+    def _of(self, task: Prompt) -> tuple[HostedEnv, int | None]:
+        envs, max_turns = self._kinds[kind_of(task, self._key)]
+        return envs(), max_turns
+
+    async def close(self) -> None:
+        for envs, _ in self._kinds.values():
+            await envs.close()
+
+
+def kind_of(task: Prompt, key: str | None) -> str:
+    """The kind of environment that a task is for."""
+    return task.source if key is None else str(task.fields.get(key, task.source))
+
+
+class MixedEnv:
+    """An environment whose kind follows from the task. See base.AgentEnv."""
+
+    def __init__(self, of: Callable[[Prompt], tuple[HostedEnv, int | None]]) -> None:
+        self._of = of
+        self._env: HostedEnv | None = None
+        self._turns_left: int | None = None
+
+    async def ready(self, task: Prompt) -> None:
+        """See HostedEnv."""
+        self._env, self._turns_left = self._of(task)
+        await self._env.ready()
+
+    async def start(self, task: Prompt, seed: int) -> Opening:
+        if self._env is None:
+            await self.ready(task)
+        assert self._env is not None
+        return await self._env.start(task, seed)
+
+    async def step(self, action: Action) -> Step:
+        assert self._env is not None, "step() before the start"
+        step = await self._env.step(action)
+        if self._turns_left is not None:
+            self._turns_left -= 1
+            if self._turns_left == 0 and not step.is_done:
+                step = replace(step, is_truncated=True)
+        return step
+
+    async def close(self) -> None:
+        if self._env is not None:
+            await self._env.close()
 
 
 class _Maker(partial[Any]):

@@ -53,12 +53,12 @@ class HostedEnv(ABC):
 
     _is_running = False
 
-    async def ready(self) -> None:  # noqa: B027  # there is no wait elsewhere
+    async def ready(self, task: Prompt | None = None) -> None:  # noqa: B027  # there is no wait elsewhere
         """Wait for a free process, which takes as long as other episodes do."""
 
     async def start(self, task: Prompt, seed: int) -> Opening:
         """See AgentEnv. The environment is made here."""
-        await self.ready()
+        await self.ready(task)
         opening = _checked(await self._call("start", task, seed), Opening, "start")
         self._is_running = True
         return opening
@@ -259,7 +259,7 @@ class ProcessEnv(HostedEnv):
         self._child: Child | None = None
         self._has_failed = False
 
-    async def ready(self) -> None:
+    async def ready(self, task: Prompt | None = None) -> None:  # noqa: ARG002
         if self._child is None:
             self._child = await self._pool.take()
 

@@ -38,6 +38,7 @@ class Limits:
     max_turns: int | None
     timeouts: Timeouts
     continues_cut_turns: bool = False
+    rewards_at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class AgentDriver:
             try:
                 env = _Guarded(self.new_env, self.limits.timeouts)
                 try:
-                    await env.ready()
+                    await env.ready(prompt)
                     async with asyncio.timeout(limit_s):
                         await self._attempt(trajectory, conversation, env, env_seed)
                 finally:
@@ -100,7 +101,14 @@ class AgentDriver:
         opening = await env.start(trajectory.prompt, env_seed)
         self._open(conversation, opening, trajectory)
         stops = (*opening.stop_strings, *self.chat.stop_strings(opening.tools))
-        await self._turns(trajectory, env, conversation, stops)
+        try:
+            await self._turns(trajectory, env, conversation, stops)
+        finally:
+            if self.limits.rewards_at_end and (turns := trajectory.turns):
+                total = sum(turn.reward for turn in turns)
+                for turn in turns:
+                    turn.reward = 0.0
+                turns[-1].reward = total
 
     def _open(self, conversation: Conversation, opening: Opening, trajectory: Trajectory) -> None:
         prompt = trajectory.prompt
@@ -143,7 +151,7 @@ class AgentDriver:
                 trajectory.status = Status.FINISHED if step.is_done else Status.TRUNCATED
                 return
             try:
-                conversation.read(step.messages)
+                (conversation.restart if step.forgets else conversation.read)(step.messages)
             except BraidError as error:
                 raise _EnvFailure(str(error)) from error
             trajectory.text += whole_text(tokenizer, conversation.unread)
@@ -179,10 +187,10 @@ class _Guarded:
         except Exception as error:
             raise _failure(error) from error
 
-    async def ready(self) -> None:
+    async def ready(self, task: Prompt) -> None:
         """Wait for what an environment shares with others, such as processes; no deadline includes this."""
         if ready := getattr(self._env, "ready", None):
-            await self._in_time(ready, "ready", None)
+            await self._in_time(lambda: ready(task), "ready", None)
 
     async def start(self, task: Prompt, seed: int) -> Opening:
         opening = await self._in_time(lambda: self._env.start(task, seed), "start", self._timeouts.start_s)

@@ -24,10 +24,7 @@ class Gem:
         self._id, self._kwargs = id, kwargs
 
     def start(self, task: Prompt, seed: int) -> Opening:  # noqa: ARG002
-        try:
-            self._env: Any = gem.make(self._id, **self._kwargs)
-        except LookupError as error:
-            raise EnvError(f"{self._id} {NO_WORDS}") from error
+        self._env: Any = made(self._id, self._kwargs)
         return Opening(_messages(*self._env.reset(seed=seed % 2**32)))
 
     def step(self, action: Action) -> Step:
@@ -36,6 +33,15 @@ class Gem:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def made(id: str, kwargs: dict[str, Any]) -> Any:
+    """An environment of GEM."""
+    check_known("GEM", id, ENV_REGISTRY)
+    try:
+        return gem.make(id, **kwargs)
+    except LookupError as error:
+        raise EnvError(f"{id} {NO_WORDS}") from error
 
 
 def _messages(seen: str, info: dict[str, Any]) -> list[Message]:
