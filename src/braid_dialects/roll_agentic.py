@@ -108,8 +108,8 @@ _METHODS = {"identity": ("none", "none"), "mean": ("own", "none"), "mean_std": (
 
 
 def _statistics(_: Any, source: Source) -> Became:
-    own = _GROUPINGS[source["reward_normalization.grouping"]]
-    kinds = _METHODS[source["reward_normalization.method"]]
+    own = _GROUPINGS.get(source["reward_normalization.grouping"] or "batch", "none")
+    kinds = _METHODS.get(source["reward_normalization.method"] or "identity", ("none", "none"))
     given = [source[f"reward_normalization.norm_{what}_type"] for what in ("mean", "std")]
     if any(given):
         kinds = tuple({"group": "own", "batch": "batch", None: "none"}[kind] for kind in given)
@@ -161,7 +161,7 @@ AGENTIC = rows(
         to("max_steps", ".max_turns", "count", lambda v, s: Became(
             {s.native[0]: v, "env.max_turns": base(s)["env.max_turns"]}), note="turns per episode"),
         to("max_tokens_per_step", ".max_tokens", "count",
-           refused(lambda v, s: len({s[f"custom_envs.{tag}.max_tokens_per_step"] for tag in tags(s)}) > 1 and
+           refused(lambda v, s: {v, None} < {s[f"custom_envs.{tag}.max_tokens_per_step"] for tag in tags(s)} | {None} and
                    "the tags have different values, but braid has one limit; make them equal"),
            lambda v, s: Became({s.native[0]: v, "rollout.sampling.max_new_tokens": facts.max_new_tokens(s)})),
         to("history_length", ".*", "count",
@@ -201,8 +201,8 @@ AGENTIC = rows(
     to("episode_reward_weight", "algorithm.episode_weight", "non-negative", _OF_GIGPO),
     to("step_reward_weight", "algorithm.turn_weight", "non-negative", _OF_GIGPO),
     to("step_reward_gamma", "algorithm.gamma", "share",
-       needs("adv_estimator", "gigpo", "step_reinforce"), note="discount per turn"),
-    to("ratio_type", "algorithm.ratio_level", {"token": "token", "segment": "turn_geometric"}, _SOME_OTHER),
+       needs("adv_estimator", "gigpo", "step_reinforce"), default=0.95, note="discount per turn"),
+    to("ratio_type", "algorithm.ratio_level", {"token": "token", "segment": "turn"}, _SOME_OTHER),
     ignored("batch_adjust_mode", "steps are divided by whole groups; no sample is copied or deleted"),
     ignored("render_save_dir", "episodes are stored as text in samples/ of the run folder"),
     ignored("env_monitor.{enable,monitor_interval,hung_timeout}",

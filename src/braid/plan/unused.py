@@ -244,6 +244,8 @@ def _prompts(config: RunConfig, plan: Plan) -> _Unused:
             "reward.overlong checkpoint.export_every_rounds critic.path model.{tokenizer,chat_template} "
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}",
         )
+    if is_of_text(config):
+        yield "env.timeouts limits the calls of text environments", "rollout.env_timeout_s"
     if is_of_text(config) and not config.data.eval and not has_own_tasks(config):
         why, keys = "there are no data.eval sources", "every_rounds,samples_per_prompt,pass_at,sampling"
         yield why, f"eval.{{{keys},batch_prompts,shuffle}} report.eval_samples"
@@ -284,7 +286,7 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
         if env.mix:
             yield "env.mix names the environments", "env.kwargs"
         if has_own_tasks(config):
-            yield "there is no data", "env.mix_key"
+            yield "there is no data", "env.mix_key data.{max_prompt_tokens,overlong}"
         else:
             yield "the data gives the tasks", "env.tasks env.eval_episodes env.mix.*.{share,eval_share}"
     if isinstance(env, GymnasiumEnv) and env.num_envs > plan.trajectories_per_round:

@@ -1,0 +1,317 @@
+"""Agentic files of ROLL, SkyRL and RLinf: what their keys become, and that they train with a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from braid.config.load import load_config
+from braid.envs.agents.adapters.templated import Templated
+from braid.errors import ConfigError
+from braid.plan import resolve
+from braid.trainer import commands
+from braid.trainer.inputs import prompt_sampler, read_inputs
+from braid.types import Action, Prompt
+from braid_dialects.load import Read, read_config
+
+from .conftest import IN_ONE_PROCESS, laid_over
+
+TEMPLATE = "Turn {turn_idx}: {observation}\n{actions_left} left, as <answer>Up</answer>\n"
+MANAGER = "roll.pipeline.agentic.env_manager"
+LAKE = {"env_instruction": "Walk to G.", "grid_vocab": {"P": "you"}}
+PRESET: dict[str, Any] = {
+    "action_pattern": "<answer>(.*?)</answer>",
+    "max_tokens_per_step": 128,
+    "max_actions_per_traj": 10,
+    "frozen_format_penalty": -0.01,
+    "env_manager_cls": f"{MANAGER}.traj_env_manager.TrajEnvManager",
+    "agent_runner_cls": None,
+    "custom_env": {
+        name: {
+            "env_type": kind,
+            "max_steps": "${max_actions_per_traj}",
+            "max_tokens_per_step": "${max_tokens_per_step}",
+            "env_manager_cls": "${env_manager_cls}",
+            "agent_runner_cls": "${agent_runner_cls}",
+            "use_thread_lock": True,
+            "max_env_step_concurrent": 5,
+            "agent_system_template": "${agent_system_template}",
+            "agent_template": "${agent_template}",
+            "env_config": {
+                "action_pattern": "${action_pattern}",
+                "max_steps": "${max_actions_per_traj}",
+                "format_penalty": "${frozen_format_penalty}",
+                **config,
+            },
+        }
+        for name, kind, config in (
+            ("FrozenLake", "frozen_lake", {"is_slippery": False, **LAKE}),
+            ("SimpleSokoban", "sokoban", {"dim_room": [6, 6], "num_boxes": 1, "grid_lookup": {0: "W", 1: "."}}),
+            ("WebShopEnv", "webshop", {"observation_mode": "text"}),
+        )
+    },
+    "agent_system_template": "You play games.",
+    "agent_template": TEMPLATE,
+}
+"""As examples/config/traj_envs.yaml."""
+ROLL: dict[str, Any] = {
+    "defaults": ["config/traj_envs@_here_"],
+    "exp_name": "agentic",
+    "render_save_dir": "./render",
+    "num_gpus_per_node": 8,
+    "max_steps": 100,
+    "eval_steps": 10,
+    "rollout_batch_size": 128,
+    "val_batch_size": 96,
+    "sequence_length": 8192,
+    "advantage_clip": 0.2,
+    "adv_estimator": "grpo",
+    "init_kl_coef": 0.0,
+    "whiten_advantages": True,
+    "pretrain": "Qwen/Qwen2.5-0.5B-Instruct",
+    "actor_train": {
+        "model_args": {"dtype": "bf16"},
+        "training_args": {"learning_rate": 1e-6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        "data_args": {"template": "qwen2_5"},
+        "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {"tensor_model_parallel_size": 1}},
+        "device_mapping": "list(range(0,8))",
+        "infer_batch_size": 2,
+    },
+    "actor_infer": {
+        "generating_args": {"max_new_tokens": 100, "top_p": 1, "top_k": 0, "temperature": 1.0},
+        "strategy_args": {"strategy_name": "vllm", "strategy_config": {"gpu_memory_utilization": 0.8}},
+        "device_mapping": "list(range(0,8))",
+    },
+    "reward_normalization": {"grouping": "traj_group_id", "method": "mean_std"},
+    "train_env_manager": {
+        "format_penalty": -0.15,
+        "max_env_num_per_worker": 16,
+        "num_env_groups": 16,
+        "group_size": 8,
+        "tags": ["FrozenLake"],
+        "num_groups_partition": [16],
+    },
+    "val_env_manager": {
+        "max_env_num_per_worker": 32,
+        "num_env_groups": 96,
+        "group_size": 1,
+        "tags": ["SimpleSokoban", "FrozenLake"],
+        "num_groups_partition": [32, 64],
+    },
+    "max_tokens_per_step": 64,
+    "custom_envs": {name: f"${{custom_env.{name}}}" for name in ("FrozenLake", "SimpleSokoban")},
+}
+"""As the FrozenLake examples of the agentic pipeline."""
+
+
+def roll(folder: Path, changes: dict[str, Any] | None = None, *overrides: str, **chosen: Any) -> Read:
+    (folder / "config").mkdir(exist_ok=True)
+    (folder / "config" / "traj_envs.yaml").write_text(yaml.safe_dump(PRESET, sort_keys=False))
+    path = folder / "agentic.yaml"
+    path.write_text(yaml.safe_dump(laid_over(ROLL, changes or {}), sort_keys=False))
+    return read_config(path, overrides, dialect="roll", **chosen)
+
+
+def refusal(folder: Path, changes: dict[str, Any], **chosen: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        roll(folder, changes, **chosen)
+    return str(caught.value)
+
+
+def test_roll_s_environments_become_a_mixture_of_tags(tmp_path: Path) -> None:
+    read = roll(tmp_path)
+    env = read.loaded.config.env
+    assert (env.kind, env.max_turns, env.max_context_tokens, env.run_in) == ("agent", 10, 8192, "auto")
+    assert (env.cut_turns, env.rewards_at, env.eval_episodes) == ("continue", "end", 96)
+    shares = {tag: (kind.share, kind.eval_share) for tag, kind in env.mix.items()}
+    assert shares == {"FrozenLake": (16.0, 64.0), "SimpleSokoban": (0.0, 32.0)}
+    assert env.mix["SimpleSokoban"].kwargs == {
+        "id": "sokoban",
+        "template": TEMPLATE,
+        "system": "You play games.",
+        "max_turns": 10,
+        "max_tokens": 64,
+        "env_kwargs": {
+            "action_pattern": "<answer>(.*?)</answer>", "max_steps": 10, "format_penalty": -0.01,
+            "dim_room": [6, 6], "num_boxes": 1, "grid_lookup": {"0": "W", "1": "."},
+        },
+    }  # fmt: skip
+    assert read.loaded.config.rollout.sampling.max_new_tokens == 64
+    assert not [entry.path for entry in read.ledger if entry.disposition in ("unsupported", "refused")]
+
+
+def test_roll_s_round_has_rollout_batch_size_trajectories(tmp_path: Path) -> None:
+    config = roll(tmp_path).loaded.config
+    assert resolve(config).trajectories_per_round == 128
+    rollout, train = config.rollout, config.train
+    assert (rollout.prompts_per_round, rollout.group_size, train.steps_per_pass) == (16, 8, 2)  # 128 / (2 * 4 * 8)
+    three = {"rollout_batch_size": 24, "actor_train": {"training_args": {"gradient_accumulation_steps": 1}}}
+    # 24 rows are 1.5 batches of 16, and three groups do not make two steps
+    assert roll(tmp_path, three).loaded.config.train.steps_per_pass == 1
+    assert "do not divide rollout_batch_size=100" in refusal(tmp_path, {"rollout_batch_size": 100})
+
+
+@pytest.mark.parametrize(
+    ("normalization", "mean", "std"),
+    [
+        ({"grouping": "traj_group_id", "method": "mean_std"}, "group", "group"),
+        ({"grouping": "tags", "method": "mean_std"}, "source", "source"),
+        ({"grouping": "batch", "method": "mean"}, "batch", "none"),
+        ({"grouping": "batch", "method": "identity"}, "none", "none"),
+        ({"method": "identity", "norm_mean_type": "group", "norm_std_type": "batch"}, "group", "batch"),
+    ],
+)
+def test_roll_s_reward_normalization_is_statistics(
+    normalization: dict[str, Any], mean: str, std: str, tmp_path: Path
+) -> None:
+    algorithm = roll(tmp_path, {"reward_normalization": normalization}).loaded.config.algorithm
+    assert (algorithm.advantage, algorithm.reward_mean, algorithm.reward_std) == ("reinforce", mean, std)
+
+
+def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
+    steps = {"env_manager_cls": f"{MANAGER}.step_env_manager.StepEnvManager", "history_length": 3}
+    changes = {"adv_estimator": "gigpo", "step_reward_gamma": 0.5, "step_reward_weight": 2.0,
+               "custom_envs": {"FrozenLake": PRESET["custom_env"]["FrozenLake"] | steps}}  # fmt: skip
+    config = roll(tmp_path, changes).loaded.config
+    algorithm = config.algorithm
+    assert (algorithm.advantage, algorithm.gamma, algorithm.turn_weight) == ("gigpo", 0.5, 2.0)
+    assert (algorithm.normalize_by_std, algorithm.reward_mean) == (True, "none")
+    assert config.env.rewards_at == "turn"
+    assert config.env.mix["FrozenLake"].kwargs["history_length"] == 3
+    normalization = {"reward_normalization": {"method": "identity"}}
+    steps = roll(tmp_path, {"adv_estimator": "step_reinforce", **normalization}).loaded.config.algorithm
+    assert (steps.advantage, steps.advantage_level, steps.gamma) == ("reinforce", "turn", 0.95)
+    segment = roll(tmp_path, {"adv_estimator": "agentic_reinforce", "ratio_type": "segment", "gamma": 0.9})
+    algorithm = segment.loaded.config.algorithm
+    assert (algorithm.advantage_level, algorithm.gamma, algorithm.ratio_level) == ("turn", 0.9, "turn")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"custom_envs": {"FrozenLake": "${custom_env.WebShopEnv}"}}, "env_type.*'webshop'.*or an id of GEM"),
+        ({"env_manager_cls": f"{MANAGER}.agent_native_env_manager.AgentNativeStepEnvManager"}, "serve-rollouts"),
+        ({"train_env_manager": {"tags": ["Other"]}}, "'Other' has no custom_envs.Other.env_type"),
+        ({"train_env_manager": {"num_groups_partition": [15]}}, "sums to 15, but num_env_groups is 16"),
+        ({"train_env_manager": {"group_size_redundancy": 1}}, "group_size_redundancy"),
+        ({"reward_normalization": {"method": "asym_clip"}}, "use mean_std"),
+        ({"adv_estimator": "step_reinforce"}, "method=identity"),
+        ({"adv_estimator": "gigpo", "reward_normalization": {"grouping": "tags"}}, "grouping=traj_group_id"),
+        ({"exp_mode": "eval"}, "braid eval"),
+    ],
+)
+def test_what_roll_s_pipeline_has_and_braid_lacks_is_named(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    text = refusal(tmp_path, changes)
+
+    assert re.search(message, text), text
+
+
+def test_tags_have_their_shares_of_every_round(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({**TINY, "env": {
+        "kind": "agent", "max_context_tokens": 64, "tasks": 100, "eval_episodes": 6,
+        "mix": {"few": {"name": "guess"}, "many": {"name": "guess", "share": 3, "eval_share": 1}},
+    }}))  # fmt: skip
+    loaded = load_config(tmp_path / "model.yaml")
+    inputs = read_inputs(loaded, "train")
+    assert inputs is not None
+    prompts = inputs.train.prompts
+    assert [sum(p.source == tag for p in prompts) for tag in ("few", "many")] == [25, 75]
+    assert [sum(p.source == tag for p in inputs.eval.prompts) for tag in ("few", "many")] == [3, 3]
+    sampler = prompt_sampler(loaded.config, len(prompts), prompts)
+    for _ in range(5):
+        drawn = [prompts[i].source for i in sampler.take(8)]
+        assert drawn.count("few") == 2
+
+
+# --- training ---
+
+TINY: dict[str, Any] = {
+    "run": {"name": "tiny", "device": "cpu"},
+    "model": {
+        "build": {
+            "architecture": "llama", "hidden_size": 64, "intermediate_size": 128, "num_layers": 2, "num_heads": 2,
+            "num_kv_heads": 1, "head_dim": 32,
+        }
+    },
+    "report": {"console": "none", "tensorboard": False},
+}  # fmt: skip
+
+
+def warm_model(folder: Path, examples: list[dict[str, str]]) -> Path:
+    """A tiny model that has learned the form of the answers in `examples`, without a chat template."""
+    (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
+    sft = {
+        "data": [{"kind": "file", "path": "examples.jsonl", "answer_key": None, "response_key": "response"}],
+        "steps": 60,
+        "rows_per_step": 16,
+        "optimizer": {"lr": 3e-3},
+    }
+    run = {"name": "warm", "device": "cpu", "output_dir": str(folder), "base_dir": str(folder)}
+    path = folder / "warm.yaml"
+    path.write_text(yaml.safe_dump({**TINY, "run": run, "sft": sft, "data": {"max_prompt_tokens": 700}}))
+    return commands.export(commands.sft(load_config(path)).run_dir, output=folder / "model")
+
+
+def rounds_of(read: Read) -> list[dict[str, float]]:
+    """The metrics of a run's rounds, in which every episode was valid."""
+    lines = (commands.train(read.loaded).run_dir / "metrics.jsonl").read_text().splitlines()
+    rounds = [metrics for line in lines if "policy/grad_norm" in (metrics := json.loads(line))]
+    assert all(of["status/invalid"] == 0 for of in rounds)
+    assert all(of["policy/grad_norm"] > 0 for of in rounds)
+    return rounds
+
+
+@pytest.mark.slow
+def test_roll_s_frozen_lake_file_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes: a lake of 2 by 2, with two moves. The model makes random moves, 2 of 16 pairs of which reach the goal."""
+    monkeypatch.chdir(tmp_path)
+    examples = []
+    for first, second in product(("Left", "Down", "Right", "Up"), repeat=2):
+        env = Templated("frozen_lake", template=TEMPLATE, system="You play games.", max_turns=2,
+                        env_kwargs={"size": 2, "is_slippery": False, **LAKE})  # fmt: skip
+        opening = env.start(Prompt("a", "a", (), ()), 0)
+        answers = [f"<answer>{move}</answer>" for move in (first, second)]
+        prompt = "".join(message["content"] for message in opening.messages)
+        examples.append({"prompt": prompt, "response": answers[0]})
+        step = env.step(Action(answers[0]))
+        if step.messages and not step.is_done:
+            examples.append({"prompt": prompt + answers[0] + step.messages[0]["content"], "response": answers[1]})
+    changes = {"custom_envs": {"FrozenLake": PRESET["custom_env"]["FrozenLake"]}}
+    changes["custom_envs"]["FrozenLake"] |= {"env_config": PRESET["custom_env"]["FrozenLake"]["env_config"] | {"size": 2}}
+    read = roll(
+        tmp_path,
+        changes,
+        f"pretrain={warm_model(tmp_path, examples)}",
+        f"output_dir={tmp_path}/out",
+        "max_actions_per_traj=2",
+        "max_tokens_per_step=32",
+        "sequence_length=600",
+        "max_steps=3",
+        "eval_steps=3",
+        "val_batch_size=96",
+        "val_env_manager.tags=[FrozenLake]",
+        "val_env_manager.num_groups_partition=[96]",
+        "rollout_batch_size=64",
+        "actor_train.device_mapping=[0]",
+        "actor_infer.device_mapping=[0]",
+        "actor_train.training_args.learning_rate=1e-3",
+        "actor_train.training_args.per_device_train_batch_size=64",
+        "actor_train.training_args.gradient_accumulation_steps=1",
+        "braid.run.device=cpu",
+        "braid.report.console=none",
+        **IN_ONE_PROCESS,
+    )
+    rounds = rounds_of(read)
+    assert len(rounds) == 3
+    assert all(of["rollout/turns_mean"] > 1 for of in rounds)
+    assert all(of["env/valid"] > 1 for of in rounds)
+    assert any(of["env/success"] > 0 for of in rounds)
+    assert "eval/FrozenLake/mean@1" in rounds[-1]
