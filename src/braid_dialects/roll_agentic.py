@@ -74,7 +74,10 @@ def base(source: Source) -> dict[str, Any]:
         "reward.parts": [],
     }
     for tag in tags(source):
-        made |= {f"env.mix.{tag}.{name}": value for name, value in (("name", "templated"), ("share", 0), ("eval_share", 0))}
+        made |= {
+            f"env.mix.{tag}.{name}": value
+            for name, value in (("name", "templated"), ("share", 0), ("eval_share", 0))
+        }
         made |= {f"env.mix.{tag}.eval_share": shares(source, "val_env_manager").get(tag, 0)}
         if _manager(source, tag) in _STEPWISE:
             made[f"env.mix.{tag}.kwargs.history_length"] = 1
@@ -123,13 +126,17 @@ def estimator(value: str, source: Source) -> Any:
     """The advantage estimator in the agentic pipeline, where grpo is reinforce."""
     turn_level = {"advantage": "reinforce", "advantage_level": "turn"}
     if is_stepwise(source) and not _of_turns(source):
-        return unsupported("use gigpo or step_reinforce, or TrajEnvManager: one step has only its own reward in ROLL")
+        return unsupported(
+            "use gigpo or step_reinforce, or TrajEnvManager: one step has only its own reward in ROLL"
+        )
     if value == "step_reinforce" and source["reward_normalization.method"] != "identity":
-        return unsupported("set reward_normalization.method=identity, and whiten_advantages=true to normalize over turns")
+        return unsupported(
+            "set reward_normalization.method=identity, and whiten_advantages=true to normalize over turns"
+        )
     if value == "gigpo" and source["reward_normalization.grouping"] != "traj_group_id":
         return unsupported("set reward_normalization.grouping=traj_group_id; gigpo compares within groups")
     known = {
-        **dict.fromkeys(("reinforce", "grpo"), {"advantage": "reinforce"}),
+        **{key: {"advantage": "reinforce"} for key in ("reinforce", "grpo")},
         **dict.fromkeys(("agentic_reinforce", "step_reinforce"), turn_level),
     }
     return algorithm(**known.get(value, {"advantage": value}))
@@ -188,11 +195,11 @@ AGENTIC = rows(
     to("train_env_manager.group_size", "rollout.group_size", "count",
        lambda v, s: Became({"rollout.group_size": v} | facts.round_size(s))),
     to("val_env_manager.group_size", {"eval.samples_per_prompt": as_is, "env.eval_episodes": computed(
-        lambda s: facts.eval_episodes(s))}, "count", note="samples of each evaluated seed"),
+        facts.eval_episodes)}, "count", note="samples of each evaluated seed"),
     section("reward_normalization")(
-        to("grouping", "algorithm.reward_mean", {name: _statistics for name in _GROUPINGS} | dict.fromkeys(
+        to("grouping", "algorithm.reward_mean", dict.fromkeys(_GROUPINGS, _statistics) | dict.fromkeys(
             ("state", "inductive"), unsupported(f"use one of {', '.join(_GROUPINGS)}")), note="tags: by source"),
-        to("method", "algorithm.reward_mean", {name: _statistics for name in _METHODS} | {
+        to("method", "algorithm.reward_mean", dict.fromkeys(_METHODS, _statistics) | {
             "asym_clip": unsupported("use mean_std, and advantage_clip")},
            note="(r - mean) / (std + 1e-6) of the episode's summed reward, which is at its end"),
         to("norm_mean_type norm_std_type", "algorithm.reward_mean", choice("batch", "group", None), _statistics,

@@ -118,7 +118,9 @@ def round_size(source: Source) -> dict[str, int]:
     """Native sizes of an agentic round, whose rollout_batch_size counts trajectories. Raises ValueError."""
     size, group = source["rollout_batch_size"], group_size(source)
     if size % group:
-        raise ValueError(f"groups of {group} do not divide rollout_batch_size={size} trajectories; change one of them")
+        raise ValueError(
+            f"groups of {group} do not divide rollout_batch_size={size} trajectories; change one of them"
+        )
     return {"rollout.prompts_per_round": size // group, **batches(source)}
 
 
@@ -157,7 +159,7 @@ def max_new_tokens(source: Source) -> int:
     prompt, own = source["prompt_length"], source["actor_infer.generating_args.max_new_tokens"]
     if is_agentic(source):
         limits = (value for name, value in source.values.items() if name.endswith(".max_tokens_per_step"))
-        return min((of for of in (own, *limits, context(source)) if of))
+        return min(of for of in (own, *limits, context(source)) if of)
     whole = source["sequence_length"] or prompt + (source["response_length"] or 1)
     return max(1, min(own or whole, whole - prompt))
 

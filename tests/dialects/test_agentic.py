@@ -52,7 +52,11 @@ PRESET: dict[str, Any] = {
         }
         for name, kind, config in (
             ("FrozenLake", "frozen_lake", {"is_slippery": False, **LAKE}),
-            ("SimpleSokoban", "sokoban", {"dim_room": [6, 6], "num_boxes": 1, "grid_lookup": {0: "W", 1: "."}}),
+            (
+                "SimpleSokoban",
+                "sokoban",
+                {"dim_room": [6, 6], "num_boxes": 1, "grid_lookup": {0: "W", 1: "."}},
+            ),
             ("WebShopEnv", "webshop", {"observation_mode": "text"}),
         )
     },
@@ -77,9 +81,16 @@ ROLL: dict[str, Any] = {
     "pretrain": "Qwen/Qwen2.5-0.5B-Instruct",
     "actor_train": {
         "model_args": {"dtype": "bf16"},
-        "training_args": {"learning_rate": 1e-6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        "training_args": {
+            "learning_rate": 1e-6,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 4,
+        },
         "data_args": {"template": "qwen2_5"},
-        "strategy_args": {"strategy_name": "megatron_train", "strategy_config": {"tensor_model_parallel_size": 1}},
+        "strategy_args": {
+            "strategy_name": "megatron_train",
+            "strategy_config": {"tensor_model_parallel_size": 1},
+        },
         "device_mapping": "list(range(0,8))",
         "infer_batch_size": 2,
     },
@@ -150,7 +161,11 @@ def test_roll_s_round_has_rollout_batch_size_trajectories(tmp_path: Path) -> Non
     config = roll(tmp_path).loaded.config
     assert resolve(config).trajectories_per_round == 128
     rollout, train = config.rollout, config.train
-    assert (rollout.prompts_per_round, rollout.group_size, train.steps_per_pass) == (16, 8, 2)  # 128 / (2 * 4 * 8)
+    assert (rollout.prompts_per_round, rollout.group_size, train.steps_per_pass) == (
+        16,
+        8,
+        2,
+    )  # 128 / (2 * 4 * 8)
     three = {"rollout_batch_size": 24, "actor_train": {"training_args": {"gradient_accumulation_steps": 1}}}
     # 24 rows are 1.5 batches of 16, and three groups do not make two steps
     assert roll(tmp_path, three).loaded.config.train.steps_per_pass == 1
@@ -196,7 +211,10 @@ def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"custom_envs": {"FrozenLake": "${custom_env.WebShopEnv}"}}, "env_type.*'webshop'.*or an id of GEM"),
-        ({"env_manager_cls": f"{MANAGER}.agent_native_env_manager.AgentNativeStepEnvManager"}, "serve-rollouts"),
+        (
+            {"env_manager_cls": f"{MANAGER}.agent_native_env_manager.AgentNativeStepEnvManager"},
+            "serve-rollouts",
+        ),
         ({"train_env_manager": {"tags": ["Other"]}}, "'Other' has no custom_envs.Other.env_type"),
         ({"train_env_manager": {"num_groups_partition": [15]}}, "sums to 15, but num_env_groups is 16"),
         ({"train_env_manager": {"group_size_redundancy": 1}}, "group_size_redundancy"),
@@ -283,9 +301,13 @@ def test_roll_s_frozen_lake_file_trains(tmp_path: Path, monkeypatch: pytest.Monk
         examples.append({"prompt": prompt, "response": answers[0]})
         step = env.step(Action(answers[0]))
         if step.messages and not step.is_done:
-            examples.append({"prompt": prompt + answers[0] + step.messages[0]["content"], "response": answers[1]})
+            examples.append(
+                {"prompt": prompt + answers[0] + step.messages[0]["content"], "response": answers[1]}
+            )
     changes = {"custom_envs": {"FrozenLake": PRESET["custom_env"]["FrozenLake"]}}
-    changes["custom_envs"]["FrozenLake"] |= {"env_config": PRESET["custom_env"]["FrozenLake"]["env_config"] | {"size": 2}}
+    changes["custom_envs"]["FrozenLake"] |= {
+        "env_config": PRESET["custom_env"]["FrozenLake"]["env_config"] | {"size": 2}
+    }
     read = roll(
         tmp_path,
         changes,
@@ -302,7 +324,7 @@ def test_roll_s_frozen_lake_file_trains(tmp_path: Path, monkeypatch: pytest.Monk
         "rollout_batch_size=64",
         "actor_train.device_mapping=[0]",
         "actor_infer.device_mapping=[0]",
-        "actor_train.training_args.learning_rate=1e-3",
+        "actor_train.training_args.learning_rate=2e-4",
         "actor_train.training_args.per_device_train_batch_size=64",
         "actor_train.training_args.gradient_accumulation_steps=1",
         "braid.run.device=cpu",
@@ -312,6 +334,6 @@ def test_roll_s_frozen_lake_file_trains(tmp_path: Path, monkeypatch: pytest.Monk
     rounds = rounds_of(read)
     assert len(rounds) == 3
     assert all(of["rollout/turns_mean"] > 1 for of in rounds)
-    assert all(of["env/valid"] > 1 for of in rounds)
+    assert all(of["env/valid"] > 0.5 for of in rounds)
     assert any(of["env/success"] > 0 for of in rounds)
     assert "eval/FrozenLake/mean@1" in rounds[-1]

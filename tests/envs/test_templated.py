@@ -38,7 +38,12 @@ def path(board: str) -> list[str]:
             return taken
         for name, (down, right) in moves.items():
             at = (row + down, column + right)
-            if at not in seen and 0 <= at[0] < len(rows) and 0 <= at[1] < len(rows) and rows[at[0]][at[1]] != "O":
+            if (
+                at not in seen
+                and 0 <= at[0] < len(rows)
+                and 0 <= at[1] < len(rows)
+                and rows[at[0]][at[1]] != "O"
+            ):
                 seen.add(at)
                 queue.append((at, [*taken, name]))
     raise AssertionError("no path")
@@ -125,7 +130,8 @@ def test_a_conversation_is_made_of_the_template() -> None:
     second = env.step(says("left"))
     assert text_of(second).startswith("2/1/9\nTurn 1: you moved left, without effect.")
     assert [message["role"] for message in second.messages] == ["user"]
-    assert not (second.is_truncated or second.forgets)
+    assert not (second.is_truncated)
+    assert not (second.forgets)
     assert env.step(says("left")).is_truncated
 
 
@@ -147,7 +153,9 @@ def test_with_a_history_each_turn_reads_only_its_message() -> None:
 
 
 def test_reasoning_is_part_of_what_the_action_is_found_in() -> None:
-    env = Templated("frozen_lake", env_kwargs={"action_pattern": r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"})
+    env = Templated(
+        "frozen_lake", env_kwargs={"action_pattern": r"<think>(.*?)</think>\s*<answer>(.*?)</answer>"}
+    )
     env.start(TASK, 0)
     assert env.step(Action("<answer>Left</answer>", reasoning="hm")).metrics["valid"] == 1
     assert env.step(says("Left")).metrics["valid"] == 0

@@ -186,7 +186,9 @@ def test_a_reply_that_forgets_begins_a_segment_with_nothing_before_it() -> None:
     def reply(text: str) -> Step:
         return _says("3*4=", forgets=True) if text == "6" else _says(is_done=True)
 
-    engine, groups = _drive(lambda r: (str(len(r.prompt_ids) + 2), "stop"), lambda: Env(reply), prompts=("2*3=",))
+    engine, groups = _drive(
+        lambda r: (str(len(r.prompt_ids) + 2), "stop"), lambda: Env(reply), prompts=("2*3=",)
+    )
     trajectory = _one(groups)
     assert [len(segment.turns) for segment in trajectory.segments] == [1, 1, 1, 1]
     assert all(request.prompt_ids == tuple(_ids("3*4=")) for request in engine.requests[1:])

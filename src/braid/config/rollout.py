@@ -220,7 +220,9 @@ class AgentEnvConfig(_SteppedEnv):
         if (self.name is None) == (not self.mix):
             raise ValueError("set either `name`, or several environments in `mix`")
         for of in ("share", "eval_share"):
-            shares = [kind.share if (share := getattr(kind, of)) is None else share for kind in self.mix.values()]
+            shares = [
+                kind.share if (share := getattr(kind, of)) is None else share for kind in self.mix.values()
+            ]
             if self.mix and not any(shares):
                 raise ValueError(f"every {of} in `mix` is 0; raise one of them")
         return self

@@ -91,7 +91,9 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
 def _own_tasks(env: EnvConfig) -> dict[str, PromptSet]:
     """Prompts of a text environment that makes its tasks from seeds."""
     assert isinstance(env, AgentEnvConfig), "other environments need data"
-    shares = {kind: (of.share, of.share if of.eval_share is None else of.eval_share) for kind, of in env.mix.items()}
+    shares = {
+        kind: (of.share, of.share if of.eval_share is None else of.eval_share) for kind, of in env.mix.items()
+    }
     if env.name is not None:
         shares = {re.split(r"[.:]", env.name)[-1]: (1.0, 1.0)}
     prompts = {}

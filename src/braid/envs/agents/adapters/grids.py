@@ -119,7 +119,13 @@ class FrozenLake(_Board):
     )
 
     def __init__(
-        self, *, size: int = 4, p: float = 0.8, is_slippery: bool = True, success_rate: float = 1 / 3, **options: Any
+        self,
+        *,
+        size: int = 4,
+        p: float = 0.8,
+        is_slippery: bool = True,
+        success_rate: float = 1 / 3,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self._size, self._p, self._is_slippery, self._success_rate = size, p, is_slippery, success_rate
@@ -172,7 +178,12 @@ class Sokoban(_Board):
     )
 
     def __init__(
-        self, *, dim_room: Sequence[int] = (10, 10), num_boxes: int = 4, search_depth: int = 300, **options: Any
+        self,
+        *,
+        dim_room: Sequence[int] = (10, 10),
+        num_boxes: int = 4,
+        search_depth: int = 300,
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self._height, self._width = dim_room

@@ -13,8 +13,7 @@ from braid.types import Action, Message, Prompt
 from . import refused
 
 _FIELDS = frozenset(
-    "env_instruction observation current_observation suffix turn_idx current_step step_count actions_left "
-    "max_response_length history history_length".split()
+    ["env_instruction", "observation", "current_observation", "suffix", "turn_idx", "current_step", "step_count", "actions_left", "max_response_length", "history", "history_length"]
 )
 
 
@@ -63,7 +62,9 @@ class Templated:
         answer = thought + action.text
         observation, reward, is_done, is_truncated, info = self._env.step(answer)
         self._num_turns += 1
-        self._history.append(f"(step: {self._num_turns}, observation: {self._seen}, action: {action.text.strip()})")
+        self._history.append(
+            f"(step: {self._num_turns}, observation: {self._seen}, action: {action.text.strip()})"
+        )
         is_truncated = not is_done and (is_truncated or self._num_turns >= self._max_turns)
         forgets = self._history_length is not None
         return Step(
