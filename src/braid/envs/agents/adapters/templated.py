@@ -13,7 +13,19 @@ from braid.types import Action, Message, Prompt
 from . import refused
 
 _FIELDS = frozenset(
-    ["env_instruction", "observation", "current_observation", "suffix", "turn_idx", "current_step", "step_count", "actions_left", "max_response_length", "history", "history_length"]
+    [
+        "env_instruction",
+        "observation",
+        "current_observation",
+        "suffix",
+        "turn_idx",
+        "current_step",
+        "step_count",
+        "actions_left",
+        "max_response_length",
+        "history",
+        "history_length",
+    ]
 )
 
 
