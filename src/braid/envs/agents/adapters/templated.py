@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -96,7 +97,8 @@ class Templated:
         self._seen = suffix if observation == self._rules else f"{observation} {suffix}".strip()
         if suffix and not self._fields & {"suffix", "current_observation"}:
             observation = f"{observation}\n{suffix}"
-        kept = self._history[1 - self._history_length :] if (self._history_length or 0) > 1 else []
+        num_kept = (self._history_length or 1) - 1
+        kept = self._history[-num_kept:] if num_kept else []
         text = self._template.format(
             env_instruction=self._rules,
             observation=observation,
@@ -120,7 +122,7 @@ def _made(id: str, kwargs: dict[str, Any]) -> Any:
 
         make = {"frozen_lake": grids.FrozenLake, "sokoban": grids.Sokoban}[id]
     elif ":" not in id and "." in id:
-        make = load_function(id, base_dir=None, key="env.kwargs.id", allows_class=True)
+        make = load_function(id, base_dir=Path(), key="env.kwargs.id", allows_class=True)
     else:
         from .gem_env import made
 
