@@ -78,6 +78,12 @@ RUNS: dict[str, list[str]] = {
         "data={use_chat_template: never}", "reward={}",
         "env={kind: agent, name: guess, max_turns: 2, max_context_tokens: 256, tasks: 8, eval_episodes: 2}",
     ],
+    "mixture of data": [
+        "data={use_chat_template: never, max_prompt_tokens: 8, train: [{kind: file, path: letters.jsonl}], "
+        "eval: [{kind: file, path: letters.jsonl}]}",
+        "reward={}", "env={kind: agent, mix: {a: {name: guess}, b: {name: guess, share: 2}, c: {name: guess}, d: {name: guess}}, "
+        "mix_key: answer, max_turns: 1, max_context_tokens: 256}",
+    ],
     "mixture": [
         "data={use_chat_template: never}", "reward={}", "rollout.prompts_per_round=2",
         "env={kind: agent, mix: {low: {name: guess, kwargs: {highest: 3}, max_turns: 1, eval_share: 2}, high: {name: guess}}, "

@@ -47,6 +47,9 @@ def _base(source: Source) -> dict[str, Any]:
     the working directory."""
     out: dict[str, Any] = {"run.base_dir": str(Path.cwd())}
     out |= {f"{path}.shuffle": False for path in facts.trained(source)}
+    if facts.has_turns(source):
+        out |= {"env.kind": "agent", "env.name": "skyrl_gym", "env.kwargs.id_key": "env_class"}
+        out["env.kwargs.max_turns"] = source["generator.max_turns"]
     if source["trainer.eval_interval"] <= 0:
         out["eval.before"] = False
     if source.backend is not None:

@@ -16,6 +16,18 @@ FIX = f"{AT}.off_policy_correction"
 SERVED = ("vllm", "sglang")
 
 
+GYM = ("gsm8k_multi_turn", "lcb", "search", "searchcode", "text2sql")
+"""Environments of skyrl-gym besides gsm8k and aime, which are rules for a single turn."""
+
+
+def has_turns(source: Source) -> bool:
+    """Whether the file's environment is played in turns, by an environment of skyrl-gym or one of the user's."""
+    name = source["environment.env_class"] or ""
+    if "env.kind" in source.own or "reward.parts" in source.own:
+        return False
+    return name in GYM or "." in name or ":" in name or (source["generator.max_turns"] or 1) > 1
+
+
 def role_of(source: Source) -> str:
     """The role whose key is being converted; empty for other keys."""
     found = re.match(r"trainer\.(?:placement\.)?(policy|critic|ref)[._]", source.at)

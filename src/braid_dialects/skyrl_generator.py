@@ -20,11 +20,13 @@ ANSWER_KEYS = {"gsm8k": "reward_spec.ground_truth", "aime": "reward_model.ground
 
 def _sources(values: list[str], source: Source) -> list[dict[str, Any]]:
     """One native source for all files, which SkyRL concatenates, and one for each data set on the hub."""
-    columns = {
+    columns: dict[str, Any] = {
         "prompt_key": "prompt",
         "answer_key": ANSWER_KEYS.get(source["environment.env_class"], "reward_spec.ground_truth"),
         "source_key": "data_source",
     }
+    if facts.has_turns(source):
+        columns["answer_key"] = None
     files = [value for value in values if PurePath(value).suffix in _FILES]
     out: list[dict[str, Any]] = [{"kind": "file", "path": files, **columns}] if files else []
     for name, _, split in (value.partition(":") for value in values if value not in files):
@@ -33,7 +35,8 @@ def _sources(values: list[str], source: Source) -> list[dict[str, Any]]:
 
 
 _OTHER_ENVIRONMENT = unsupported(
-    f"use {' or '.join(ANSWER_KEYS)}, or define the reward with braid.reward.parts=[...]"
+    f"use {', '.join((*ANSWER_KEYS, *facts.GYM))}, the module that registers it (module:name), or its class "
+    "(package.module.Class)"
 )
 _GSM8K = {"kind": "exact", "name": "gsm8k", "pattern": r"####\s*(-?[\d.,]*\d)", "ignore": ",$"}
 _REWARDS = {
@@ -45,6 +48,12 @@ _REWARDS = {
         note="1 if the boxed answer equals the reference, else -1 (0 in evaluation)",
     ),
 }
+
+
+def _environment(value: str, source: Source) -> Became:
+    if value not in (*_REWARDS, *facts.GYM) and not {".", ":"} & set(value):
+        return _OTHER_ENVIRONMENT
+    return Became({"env.kwargs.id": value}) if facts.has_turns(source) else _REWARDS[value]
 
 
 def _servers(value: bool, source: Source) -> Any:
@@ -96,13 +105,14 @@ def _input_length(value: int | None, source: Source) -> Became:
 
 
 def _has_tools(source: Source) -> bool:
-    return source.own.get("env.kind") == "tools"
+    return source.own.get("env.kind") == "tools" or facts.has_turns(source)
 
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _IS_SERVED, _IS_VLLM = of_engine(*SERVED), of_engine("vllm")
 _IS_LOCAL = unless(lambda s: not is_remote(s) or engine(s) == "native", "the run starts its own engines")
 _NO_TOOLS = unless(lambda s: not _has_tools(s), "the environment has a single turn; see braid.env.kind=tools")
+_NO_TURNS = unless(lambda s: not facts.has_turns(s), "the environment has a single turn")
 _EVALUATES = unless(
     lambda s: "eval_sampling" in s.at and s["trainer.eval_interval"] <= 0, "eval_interval disables evaluation"
 )
@@ -116,11 +126,14 @@ DATA = rows(
        default=["~/data/gsm8k/validation.parquet"]),
     ignored("data.dataloader.{num_workers,persistent_workers}", "prompts are read into memory once"),
     to("environment.env_class", "reward.parts", "text",
-       lambda v, _: _REWARDS.get(v, _OTHER_ENVIRONMENT), default="gsm8k",
-       note="applies to all rows; a column env_class is not read"),
+       _environment, default="gsm8k",
+       note="a single turn of gsm8k or aime is scored by a rule, for all rows; others are skyrl-gym's, or that of "
+       "a row's env_class"),
     ignored("environment.max_env_workers environment.skyrl_gym.max_env_workers",
-            "concurrency of scoring is set by braid.reward.concurrency"),
-    ignored("environment.skyrl_gym.{text2sql,search,llm_as_a_judge}.*", "its environment is not used"),
+            "each episode has a thread; concurrency of scoring is set by braid.reward.concurrency"),
+    section("environment.skyrl_gym.{text2sql,search,llm_as_a_judge}", "env.kwargs.env_config")(
+        to("*", ".*", "any", unless(lambda s: s.at.split(".")[2] not in (s["environment.env_class"] or ""),
+                                    "its environment is not used"))),
 )
 
 ENGINES = section("generator", "rollout.{engine}")(
@@ -181,11 +194,14 @@ SAMPLING = section("generator")(
     to("n_samples_per_prompt", "rollout.group_size", "count", default=5),
     to("max_input_length", "rollout.vllm.max_model_tokens", "count?", _input_length, default=None,
        note="tokens before a response plus the longest response; max_prompt_length for a single turn"),
-    to("max_turns", "env.max_turns", "count", _NO_TOOLS, default=1),
+    to("max_turns", "env.max_turns", "count", _NO_TOOLS, lambda v, s: Became(
+        {"env.max_turns": v} | ({"env.kwargs.max_turns": v} if facts.has_turns(s) else {})), default=1),
     to("use_conversation_multi_turn", "", "bool", _NO_TOOLS,
-       refused(lambda v, _: v and "tool replies are part of the policy's turn; set it to false"),
-       lambda *_: implied("tool replies are part of the policy's turn, token for token"), default=False),
-    ignored("append_eos_token_after_stop_str_in_multi_turn", "turns are always token for token as sampled"),
+       lambda v, s: implied("replies are messages of the chat template, appended to the tokens as sampled")
+       if v or s.own.get("env.kind") == "tools" else unsupported("set it to true: a turn is a message"),
+       default=False),
+    always("append_eos_token_after_stop_str_in_multi_turn",
+           "the chat template's end of a turn is added, untrained, where the policy did not write it", "bool"),
     to("sampling_params.max_generate_length", "rollout.sampling.max_new_tokens", "count", default=1024),
     to("eval_sampling_params.max_generate_length", "eval.sampling.max_new_tokens", "count?", NO_EVALUATION,
        lambda v, s: v or s["generator.sampling_params.max_generate_length"], default=None),
@@ -211,8 +227,10 @@ SAMPLING = section("generator")(
        unsupported("use the path of a Jinja file, with source: file")),
     ignored("chat_template.source", "determines the meaning of name_or_path"),
     to("chat_template_kwargs", "data.chat_template_kwargs", "{any}?", unless_null("no arguments")),
-    missing("{step_wise_trajectories,merge_stepwise_output}",
-            "set it to false; trajectories are trained as a whole", default=False),
+    to("step_wise_trajectories", "env.thinking", {True: "as_template", False: "keep"}, _NO_TURNS,
+       note="true: a row for each turn whose prompt does not begin with the tokens before, as where the chat "
+       "template drops reasoning"),
+    always("merge_stepwise_output", "turns that continue the tokens before are one row", "bool"),
     missing("vision_language_generator", "use a text model", default=False))
 
 GENERATOR = rows(DATA, ENGINES, NEWER, SAMPLING)

@@ -20,7 +20,7 @@ from braid.trainer.inputs import prompt_sampler, read_inputs
 from braid.types import Action, Prompt
 from braid_dialects.load import Read, read_config
 
-from .conftest import IN_ONE_PROCESS, laid_over
+from .conftest import IN_ONE_PROCESS, SEEDS, laid_over
 
 TEMPLATE = "Turn {turn_idx}: {observation}\n{actions_left} left, as <answer>Up</answer>\n"
 MANAGER = "roll.pipeline.agentic.env_manager"
@@ -263,8 +263,8 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def warm_model(folder: Path, examples: list[dict[str, str]]) -> Path:
-    """A tiny model that has learned the form of the answers in `examples`, without a chat template."""
+def warm_model(folder: Path, examples: list[dict[str, str]], template: str | None = None) -> Path:
+    """A tiny model that has learned the form of the answers in `examples`."""
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
     sft = {
         "data": [{"kind": "file", "path": "examples.jsonl", "answer_key": None, "response_key": "response"}],
@@ -275,7 +275,10 @@ def warm_model(folder: Path, examples: list[dict[str, str]]) -> Path:
     run = {"name": "warm", "device": "cpu", "output_dir": str(folder), "base_dir": str(folder)}
     path = folder / "warm.yaml"
     path.write_text(yaml.safe_dump({**TINY, "run": run, "sft": sft, "data": {"max_prompt_tokens": 700}}))
-    return commands.export(commands.sft(load_config(path)).run_dir, output=folder / "model")
+    model = commands.export(commands.sft(load_config(path)).run_dir, output=folder / "model")
+    if template is not None:
+        (model / "chat_template.jinja").write_text(template)
+    return model
 
 
 def rounds_of(read: Read) -> list[dict[str, float]]:
@@ -337,3 +340,110 @@ def test_roll_s_frozen_lake_file_trains(tmp_path: Path, monkeypatch: pytest.Monk
     assert all(of["env/valid"] > 0.5 for of in rounds)
     assert any(of["env/success"] > 0 for of in rounds)
     assert "eval/FrozenLake/mean@1" in rounds[-1]
+
+
+# --- SkyRL ---
+
+
+SKYRL = SEEDS / "skyrl-004.yaml"
+OWN = "tests.dialects.sums.Sums"
+MESSAGES = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+MULTI_TURN = (
+    "generator.max_turns=3",
+    "generator.use_conversation_multi_turn=true",
+    "generator.batched=false",
+)
+
+
+def skyrl(*overrides: str, **chosen: Any) -> Read:
+    return read_config(SKYRL, [*MULTI_TURN, *overrides], dialect="skyrl", **chosen)
+
+
+def test_skyrl_s_environment_is_played_in_turns() -> None:
+    read = skyrl(
+        "environment.env_class=gsm8k_multi_turn",
+        "generator.max_input_length=2048",
+        "generator.step_wise_trajectories=true",
+        "generator.append_eos_token_after_stop_str_in_multi_turn=true",
+        "generator.zero_reward_on_non_stop=true",
+        "environment.skyrl_gym.max_env_workers=16",
+    )
+    config = read.loaded.config
+    env = config.env
+    assert (env.kind, env.name, env.max_turns, env.max_context_tokens) == (
+        "agent",
+        "skyrl_gym",
+        3,
+        2048 + 1024,
+    )
+    assert env.kwargs == {"id": "gsm8k_multi_turn", "id_key": "env_class", "max_turns": 3}
+    assert (env.thinking, config.reward.truncated, config.reward.parts) == ("as_template", "zero", ())
+    assert [source.answer_key for source in config.data.train] == [None]
+    found = {entry.path: entry.disposition for entry in read.ledger}
+    assert found["generator.append_eos_token_after_stop_str_in_multi_turn"] == "implied"
+    assert found["generator.use_conversation_multi_turn"] == "implied"
+    assert not {"unsupported", "refused"} & set(found.values())
+
+
+def test_skyrl_s_settings_of_an_environment_are_those_of_the_one_that_is_used() -> None:
+    settings = ("environment.skyrl_gym.search.topk=3", "environment.skyrl_gym.text2sql.db_path=db")
+    env = skyrl("environment.env_class=search", *settings).loaded.config.env
+    assert env.kwargs["env_config"] == {"topk": 3}
+
+
+@pytest.mark.parametrize("name", ["mine.envs:multiply", "mine.envs.Multiply"])
+def test_skyrl_s_environment_may_be_ones_own(name: str) -> None:
+    assert skyrl(f"environment.env_class={name}").loaded.config.env.kwargs["id"] == name
+
+
+def test_raw_continuation_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"use_conversation_multi_turn: false is not supported: set it to true"
+    ):
+        skyrl("environment.env_class=search", "generator.use_conversation_multi_turn=false")
+
+
+@pytest.mark.slow
+def test_skyrl_s_file_trains_in_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {"data_source": "sums", "prompt": [{"role": "user", "content": f"{a}+2="}], "env_class": OWN,
+         "reward_spec": {"method": "rule", "ground_truth": str(a + 2)}}
+        for a in range(8)
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    answers = [str(n) for n in range(10)]
+    examples = [
+        {"prompt": prompt, "response": answers[i % 10]}
+        for i, prompt in enumerate(f"{a}+2=" for a in range(8))
+    ]
+    examples += [
+        {"prompt": f"{a}+2={b}no\n", "response": answers[(a + b) % 10]} for a in range(8) for b in range(10)
+    ]
+    read = skyrl(
+        "environment.env_class=tests.dialects.sums.Sums",
+        f"data.train_data=[{tmp_path}/rows.parquet]",
+        f"data.val_data=[{tmp_path}/rows.parquet]",
+        f"trainer.policy.model.path={warm_model(tmp_path, examples, MESSAGES)}",
+        f"trainer.ckpt_path={tmp_path}/out",
+        "trainer.logger=console",
+        "trainer.epochs=3",
+        "trainer.eval_interval=3",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=8",
+        "trainer.max_prompt_length=16",
+        "generator.max_input_length=64",
+        "generator.sampling_params.max_generate_length=8",
+        "trainer.policy.optimizer_config.lr=1e-4",
+        "braid.run.device=cpu",
+        "braid.report.console=none",
+        **IN_ONE_PROCESS,
+    )
+    rounds = rounds_of(read)
+    assert len(rounds) == 3
+    assert all(of["rollout/turns_mean"] > 1 for of in rounds)
+    assert any(of["env/right"] > 0 for of in rounds)
+    assert "eval/sums/mean@1" in rounds[-1]

@@ -51,6 +51,9 @@ def set_keys(section: Any, key: str, at: str = "") -> Iterator[str]:
     """The keys that `key` stands for whose values differ from their defaults."""
     name, _, rest = key.partition(".")
     is_list, name = name.endswith("[]"), name.removesuffix("[]")
+    if isinstance(section, dict):
+        yield from set_keys(section[name], rest, f"{at}{name}.")
+        return
     field = type(section).model_fields.get(name)
     value = None if field is None else getattr(section, name)
     if not rest:
@@ -288,7 +291,8 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
         if has_own_tasks(config):
             yield "there is no data", "env.mix_key data.{max_prompt_tokens,overlong}"
         else:
-            yield "the data gives the tasks", "env.tasks env.eval_episodes env.mix.*.{share,eval_share}"
+            shares = [f"env.mix.{kind}.{{share,eval_share}}" for kind in env.mix]
+            yield "the data gives the tasks", " ".join(("env.{tasks,eval_episodes}", *shares))
     if isinstance(env, GymnasiumEnv) and env.num_envs > plan.trajectories_per_round:
         yield "a round has fewer trajectories than that", "env.num_envs"
     if isinstance(env, GymnasiumEnv) and env.processes > env.num_envs:
