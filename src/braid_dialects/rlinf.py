@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import rlinf_actor, rlinf_algorithm, rlinf_rollout, rlinf_run
+from . import rlinf_actor, rlinf_agents, rlinf_algorithm, rlinf_rollout, rlinf_run
 from . import rlinf_facts as facts
 from .rlinf_checks import CHECKS
 from .rows import rows
 from .table import Dialect, Source, table
 
-_RULES = table(rows(rlinf_run.RULES, rlinf_algorithm.RULES, rlinf_rollout.RULES, rlinf_actor.RULES))
+_RULES = table(
+    rows(rlinf_run.RULES, rlinf_algorithm.RULES, rlinf_rollout.RULES, rlinf_actor.RULES, rlinf_agents.RULES)
+)
 _ALIASES = {
     "rollout.model_dir": "rollout.model.model_path",
     "rollout.model_arch": "rollout.model.model_type",
@@ -47,7 +49,7 @@ _ALIASES = {
 def _base(source: Source) -> dict[str, Any]:
     """Derive the number of engine replicas, the maximum response length if the file does not set it, and the
     critic's settings."""
-    native: dict[str, Any] = {}
+    native: dict[str, Any] = rlinf_agents.base(source)
     engine = facts.engine(source)
     if engine != "native" and facts.devices_of(source, "rollout") is not None:
         native[f"rollout.{engine}.replicas"] = facts.replicas(source)

@@ -263,7 +263,9 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def warm_model(folder: Path, examples: list[dict[str, str]], template: str | None = None) -> Path:
+def warm_model(
+    folder: Path, examples: list[dict[str, str]], template: str | None = None, architecture: str = "llama"
+) -> Path:
     """A tiny model that has learned the form of the answers in `examples`."""
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
     sft = {
@@ -274,7 +276,8 @@ def warm_model(folder: Path, examples: list[dict[str, str]], template: str | Non
     }
     run = {"name": "warm", "device": "cpu", "output_dir": str(folder), "base_dir": str(folder)}
     path = folder / "warm.yaml"
-    path.write_text(yaml.safe_dump({**TINY, "run": run, "sft": sft, "data": {"max_prompt_tokens": 700}}))
+    tiny = {**TINY, "model": {"build": TINY["model"]["build"] | {"architecture": architecture}}}
+    path.write_text(yaml.safe_dump({**tiny, "run": run, "sft": sft, "data": {"max_prompt_tokens": 700}}))
     model = commands.export(commands.sft(load_config(path)).run_dir, output=folder / "model")
     if template is not None:
         (model / "chat_template.jinja").write_text(template)
@@ -447,3 +450,83 @@ def test_skyrl_s_file_trains_in_several_turns(tmp_path: Path, monkeypatch: pytes
     assert all(of["rollout/turns_mean"] > 1 for of in rounds)
     assert any(of["env/right"] > 0 for of in rounds)
     assert "eval/sums/mean@1" in rounds[-1]
+
+
+# --- RLinf ---
+
+
+def rlinf(folder: Path, changes: dict[str, Any], *overrides: str, **chosen: Any) -> Read:
+    """The page on agents lies over the basic configuration."""
+    basic, page = (
+        yaml.safe_load((SEEDS / name).read_text())
+        for name in ("rlinf-math-003.yaml", "rlinf-agentic-001.yaml")
+    )
+    path = folder / "rlinf.yaml"
+    path.write_text(yaml.safe_dump(laid_over(laid_over(basic, page), changes), sort_keys=False))
+    return read_config(path, overrides, dialect="rlinf", **chosen)
+
+
+SEARCH: dict[str, Any] = {
+    "algorithm": {"loss_agg_func": "seq-mean-token-mean", "loss_scales": ["group_level", "agent_level", "turn_level"]},
+    "agentloop": {
+        "group_name": "AgentLoopGroup", "print_outputs": False, "toolcall_parser": "searchr1-qwen", "max_turns": 3,
+        "max_tool_response_length": 500, "tool_response_truncate_side": "right", "is_dynamic_rollout_batch": True,
+    },
+    "tools": {"search": {"server_addr": "127.0.0.1:8000", "topk": 3}},
+}  # fmt: skip
+
+
+def test_rlinf_s_loop_of_turns_is_an_environment_of_tools(tmp_path: Path) -> None:
+    read = rlinf(tmp_path, SEARCH, "braid.env.tools=[{index: documents.jsonl}]")
+    env = read.loaded.config.env
+    assert (env.kind, env.tool_format, env.max_turns, env.max_context_tokens) == ("tools", "tag", 3, 2048)
+    assert env.max_result_characters == 2000
+    assert [tool.index for tool in env.tools] == ["documents.jsonl"]
+    assert not {"unsupported", "refused"} & {entry.disposition for entry in read.ledger}
+
+
+def test_rlinf_s_search_server_is_named_with_what_to_use_instead(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tools.search.server_addr.*use an index: braid.env.tools"):
+        rlinf(tmp_path, SEARCH)
+    with pytest.raises(ConfigError, match=r"agentloop.max_planner_turns.*an agent cannot start others"):
+        rlinf(tmp_path, {"agentloop": {"max_planner_turns": 10}})
+
+
+def test_rlinf_s_code_judge_is_the_sandboxed_tool(tmp_path: Path) -> None:
+    code = {
+        "agentloop": {"toolcall_parser": "rstar2-qwen"},
+        "tools": {"codejudge": {"host_addr": "localhost"}},
+    }
+    env = rlinf(tmp_path, code).loaded.config.env
+    assert (env.tools, env.tool_format) == (("python",), "hermes")
+
+
+@pytest.mark.slow
+def test_rlinf_s_agentic_page_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = [{"prompt": f"{a}+2=", "response": str(b)} for a in range(8) for b in range(10)]
+    rows = [{"prompt": f"{a}+2=", "solutions": [str(a + 2)]} for a in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = warm_model(tmp_path, examples, architecture="qwen2")
+    read = rlinf(
+        tmp_path,
+        {},
+        f"runner.output_dir={tmp_path}/out",
+        f"rollout.model.model_path={model}",
+        f"actor.tokenizer.tokenizer_model={model}",
+        f"data.train_data_paths=[{tmp_path}/rows.jsonl]",
+        f"data.val_data_paths=[{tmp_path}/rows.jsonl]",
+        "runner.max_steps=3",
+        "runner.seq_length=32",
+        "runner.val_check_interval=3",
+        "runner.save_interval=3",
+        "data.max_prompt_length=16",
+        "data.rollout_batch_size=8",
+        "algorithm.group_size=8",
+        "braid.run.device=cpu",
+        "braid.report.console=none",
+        **IN_ONE_PROCESS,
+    )
+    rounds = rounds_of(read)
+    assert len(rounds) == 3
+    assert any(of["reward/std"] > 0 for of in rounds)

@@ -18,7 +18,7 @@ from .conftest import ALL_SEEDS, Reader, Seed
 from .samples import samples
 
 NATIVE = {path for path, _ in fields_of(RunConfig)}
-NAMED = ("cluster.placement", "cluster.group_names", "cluster.env")
+NAMED = ("cluster.placement", "cluster.group_names", "cluster.env", "env.kwargs", "env.mix")
 """Native sections whose keys are names."""
 CHOSEN: tuple[tuple[str | None, str | None], ...] = (
     (None, None), ("single", "native"), ("fsdp2", "vllm"), ("megatron", "sglang"), ("deepspeed", "vllm")
