@@ -74,11 +74,9 @@ def base(source: Source) -> dict[str, Any]:
         "reward.parts": [],
     }
     for tag in tags(source):
-        made |= {
-            f"env.mix.{tag}.{name}": value
-            for name, value in (("name", "templated"), ("share", 0), ("eval_share", 0))
-        }
-        made |= {f"env.mix.{tag}.eval_share": shares(source, "val_env_manager").get(tag, 0)}
+        evaluated = shares(source, "val_env_manager").get(tag, 0)
+        kind = {"name": "templated", "share": 0, "eval_share": evaluated}
+        made |= {f"env.mix.{tag}.{name}": value for name, value in kind.items()}
         if _manager(source, tag) in _STEPWISE:
             made[f"env.mix.{tag}.kwargs.history_length"] = 1
     return made

@@ -19,6 +19,11 @@ from . import refused
 Seen = tuple[str, float, bool, bool, dict[str, Any]]
 
 
+def _symbols(text: str) -> dict[int, tuple[str, str]]:
+    """Symbols and meanings of cells, by code."""
+    return {code: (of[0], of[2:]) for code, of in enumerate(text.split(", "))}
+
+
 class _Board(ABC):
     """A board game with one move per turn: the last group of `action_pattern` in the answer, one of `action_lookup`, in
     any case. Other answers get `format_penalty`."""
@@ -105,14 +110,7 @@ class FrozenLake(_Board):
     """Gymnasium's FrozenLake on a random map with a path to the goal: 1 at the goal, else 0."""
 
     actions: ClassVar = {0: "Left", 1: "Down", 2: "Right", 3: "Up"}
-    symbols: ClassVar = {
-        0: ("P", "player"),
-        1: ("_", "empty"),
-        2: ("O", "hole"),
-        3: ("G", "goal"),
-        4: ("X", "player in hole"),
-        5: ("√", "player on goal"),
-    }
+    symbols: ClassVar = _symbols("P player, _ empty, O hole, G goal, X player in hole, √ player on goal")
     rules: ClassVar = (
         "You walk over a frozen lake from the start to the goal. Do not step into a hole. On slippery ice you may move "
         "in another direction than you want. Answer with one action per turn, such as <answer>Right</answer>."
@@ -162,15 +160,9 @@ class Sokoban(_Board):
     """
 
     actions: ClassVar = {1: "Up", 2: "Down", 3: "Left", 4: "Right"}
-    symbols: ClassVar = {
-        0: ("#", "wall"),
-        1: ("_", "empty"),
-        2: ("O", "target"),
-        3: ("√", "box on target"),
-        4: ("X", "box"),
-        5: ("P", "player"),
-        6: ("S", "player on target"),
-    }
+    symbols: ClassVar = _symbols(
+        "# wall, _ empty, O target, √ box on target, X box, P player, S player on target"
+    )
     rules: ClassVar = (
         "You push all boxes onto the targets of a Sokoban puzzle. You push a box by moving towards it from the next "
         "cell; you cannot push it into a wall or another box, nor pull it. Answer with one action per turn, such as "
