@@ -74,6 +74,14 @@ RUNS: dict[str, list[str]] = {
     "tools": [
         "env={kind: tools, max_turns: 2, max_context_tokens: 64}", "data.max_prompt_tokens=8", "rollout.sampling.max_new_tokens=4",
     ],
+    "python": [
+        "env={kind: tools, tools: [python], max_turns: 2, max_context_tokens: 64}", "data.max_prompt_tokens=8",
+        "rollout.sampling.max_new_tokens=4",
+    ],
+    "program": [
+        "env={kind: program, program: 'rewards.py:play', max_context_tokens: 64, max_turns: 2}", "data.max_prompt_tokens=8",
+        "rollout.sampling.max_new_tokens=4", "data.use_chat_template=never", "reward={}",
+    ],
     "agents": [
         "data={use_chat_template: never}", "reward={}",
         "env={kind: agent, name: guess, max_turns: 2, max_context_tokens: 256, tasks: 8, eval_episodes: 2}",
@@ -179,6 +187,8 @@ def write_files(folder: Path) -> None:
     (folder / "rows/train.jsonl").write_text(rows)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(BASE))
     (folder / "rewards.py").write_text(
+        "def play(task, base_url, api_key):\n    import openai\n    client = openai.OpenAI(base_url=base_url, api_key=api_key)\n"
+        "    client.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'a'}])\n    return 1.0\n\n"
         "def one():\n    return 1.0\n\ndef picky(text, answer):\n    return {answer: 1.0}[text]\n"
     )
     spec = BuildSpec.model_validate(BASE["model"]["build"])

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from braid.config.data import DataConfig, FileSource, ProceduralSource
 from braid.data.worked import ExampleSet, load_examples
 from braid.errors import ConfigError, DataError
+from braid.models.chat import ChatFormat
 
 END_OF_TURN = 3 + ord("~") - 32
 """A token that the chat template below writes after a turn."""
@@ -196,3 +197,33 @@ def test_two_sums_of_five_are_worked_out_and_the_others_answered_at_once() -> No
     rows = [{"metadata": {"expression": "12 + 34 - 5", "source_index": i}} for i in range(10)]
     answers = [chain_sum_or_at_once(row) for row in rows]
     assert answers == (["12+34=46 46-5=41 A:41"] * 2 + ["A:41"] * 3) * 2
+
+
+def _two_turns(row: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerFast) -> ExampleSet:
+    (folder / "talks.jsonl").write_text(json.dumps(row))
+    source = FileSource(
+        path="talks.jsonl", messages_key="messages", tools_key="tools" if "tools" in row else None
+    )
+    chat = ChatFormat(tokenizer, end_token_ids=[END_OF_TURN])
+    return load_examples([source], DataConfig(), tokenizer, base_dir=folder, conversation=chat.example)
+
+
+def test_a_conversation_is_imitated_where_the_policy_writes(
+    folder: Path, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    chat_tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}~{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    said = [("user", "1+2="), ("assistant", "3"), ("user", "+4="), ("assistant", "7")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    (example,) = _two_turns(row, folder, chat_tokenizer).examples
+    decode = chat_tokenizer.decode
+    assert decode(example.prompt_ids) == "u1+2=~a"
+    assert decode(example.response_ids) == "3~u+4=~a7~"
+    assert example.response_mask == (True, True, *[False] * 6, True, True)
+
+
+@pytest.mark.parametrize("messages", ["hello", [{"role": "user", "content": "1"}], 3])
+def test_a_conversation_without_an_answer_is_refused(
+    folder: Path, chat_tokenizer: PreTrainedTokenizerFast, messages: Any
+) -> None:
+    with pytest.raises(DataError, match=r"row 0: column 'messages' .* with an answer of role assistant"):
+        _two_turns({"messages": messages}, folder, chat_tokenizer)

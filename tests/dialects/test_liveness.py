@@ -25,7 +25,15 @@ from tests.live_keys import Effects, keys_of, observed
 from tests.live_runs import LAYOUTS, LOSSES, RUNS, run_all, write_files
 
 from braid.config.load import load_config, validate
-from braid.config.rollout import GymnasiumEnv, LiberoEnv, ManiskillEnv, ToolsEnv
+from braid.config.rollout import (
+    GymnasiumEnv,
+    LiberoEnv,
+    ManiskillEnv,
+    McpServer,
+    MixedEnvConfig,
+    SearchTool,
+    ToolsEnv,
+)
 from braid.config.schema import RunConfig
 from braid.config.shape import fields_of, sections_of
 from braid.config.source import Written, parse_path, place
@@ -106,6 +114,13 @@ NEVER = {
         for train in _TRAINS
         if find_spec("transformer_engine") is None
     ),
+    # in mappings with names of the user's own, below which keys are not tried; tests/dialects/test_agentic.py
+    *(path for path, _ in fields_of(MixedEnvConfig, "env.mix.")),
+    "env.mix_key",
+    # servers, indices and conversations: tests/envs/test_mcp_tools.py, test_search_tool.py, tests/data/test_worked.py
+    *(path for tool in (McpServer, SearchTool) for path, _ in fields_of(tool, "env.tools[].") if not path.endswith(".kind")),
+    "env.tools[].kind",
+    "sft.data[].tools_key",
     # only one valid value
     *(f"rollout.{engine}.replicas" for engine in ("vllm", "sglang")),
     *(f"{train}.deepspeed.stage" for train in _TRAINS),

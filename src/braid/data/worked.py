@@ -54,9 +54,9 @@ def load_examples(
     sources: Sequence[Source],
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    conversation: Conversation,
     *,
     base_dir: Path,
+    conversation: Conversation | None = None,
     max_positions: int | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> ExampleSet:
@@ -100,8 +100,9 @@ def load_examples(
     return ExampleSet(examples, counts)
 
 
-def _conversation(source: SourceRows, index: int, conversation: Conversation) -> Example:
+def _conversation(source: SourceRows, index: int, conversation: Conversation | None) -> Example:
     """The example in a row's columns of messages and tools."""
+    assert conversation is not None, "messages_key needs the model's chat format"
     where, columns = source.where(index), source.config
     messages, tools = (
         [] if name is None else source.cell(index, key, name)

@@ -16,7 +16,14 @@ from typing import Any
 from braid.algorithms.recipes import ADVANTAGES, POLICY_LOSSES
 from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
-from braid.config.rollout import AgentEnvConfig, ChatEnv, GymnasiumEnv, SamplingConfig, SingleTurnEnv
+from braid.config.rollout import (
+    AgentEnvConfig,
+    ChatEnv,
+    GymnasiumEnv,
+    SamplingConfig,
+    SingleTurnEnv,
+    ToolsEnv,
+)
 from braid.config.schema import RunConfig
 from braid.config.shape import fields_of, sections_of
 from braid.config.train import TrainConfig
@@ -282,6 +289,10 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
     longest = config.data.max_prompt_tokens + max(sampling.max_new_tokens for sampling in samplings)
     if isinstance(env, ChatEnv):
         longest = env.max_context_tokens
+    if isinstance(env, ToolsEnv) and "python" not in env.tools:
+        yield "env.tools does not contain the tool `python`", "env.python"
+    if not (isinstance(env, ChatEnv) and env.max_turns > 1):
+        yield "episodes have a single turn", "rollout.native.prefix_caching"
     if rollout.max_sequence_tokens is not None and rollout.max_sequence_tokens >= longest:
         keys = "rollout.max_sequence_tokens"
         yield "the limits of prompt and answer do not add up to more than that", keys
