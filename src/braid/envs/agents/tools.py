@@ -107,7 +107,7 @@ class ToolEnv:
             for call, (_, text) in zip(action.tool_calls, answers, strict=True)
         ]
         metrics = Counter(f"tool_calls/{call.name}" for call in action.tool_calls if call.name in self._tools)
-        metrics.update(f"tool_status/{status}" for status, _ in answers)
+        metrics.update("tool_errors" for status, _ in answers if status == "tool_error")
         return Step(messages, metrics=metrics, tool_s=tool_s)
 
     async def close(self) -> None:
