@@ -69,7 +69,7 @@ lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: setup
+types: $(AGENTS)
 	$(BIN)/basedpyright
 
 walls: setup

@@ -307,6 +307,10 @@ def _raise(error: Exception) -> Any:
         (lambda: Env(lambda _: _says(), lambda _: _raise(KeyError("x"))), "environment: KeyError: 'x'"),
         (lambda: _raise(ValueError("no env")), "environment: ValueError: no env"),
         (lambda: Env(lambda _: Step(reward=float("nan"))), "environment: reward nan is not finite"),
+        (
+            lambda: Env(lambda _: Step([{"role": "assistant", "content": "x"}])),
+            "environment: step() returned a message of the role assistant, in which only the policy speaks",
+        ),
         (lambda: Env(lambda _: None), "environment: step() returned NoneType, not a Step"),
     ],
 )

@@ -202,6 +202,10 @@ class _Guarded:
         step = await self._in_time(lambda: self._env.step(action), "step", self._timeouts.step_s)
         if not isinstance(step, Step):
             raise _EnvFailure(f"step() returned {type(step).__name__}, not a Step")
+        if any(message["role"] == "assistant" for message in step.messages):
+            raise _EnvFailure(
+                "step() returned a message of the role assistant, in which only the policy speaks"
+            )
         if not math.isfinite(step.reward):
             raise _EnvFailure(f"reward {step.reward} is not finite")
         return step
