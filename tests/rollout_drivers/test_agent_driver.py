@@ -438,7 +438,7 @@ def test_no_deadline_includes_the_wait_for_a_process(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda _: time.monotonic() + ahead_s)
 
     class Queued(Env):
-        async def ready(self) -> None:
+        async def ready(self, task: Prompt) -> None:
             nonlocal ahead_s
             ahead_s += 1e6
             await asyncio.sleep(0.001)
