@@ -142,6 +142,7 @@ class Segment:
 
     turns: list[Turn] = field(default_factory=list)
     agent: str = "main"
+    is_trained: bool = True
 
 
 @dataclass(frozen=True, slots=True)

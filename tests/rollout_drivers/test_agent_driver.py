@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from braid.config.rollout import Timeouts, ToolsEnv
-from braid.envs.agents.base import AgentEnv, Opening, Step
+from braid.envs.agents.base import AgentEnv, Opening, Outcome, Seat, Step
 from braid.envs.agents.build import AgentEnvs
 from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.agents.toolboxes import ToolEnvs
@@ -21,6 +21,7 @@ from braid.errors import ConfigError, EngineError
 from braid.models.chat import ChatFormat
 from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.rows import group_rows
 from braid.types import Action, Group, Prompt, Status, StopReason
 
 EOS = 1
@@ -472,3 +473,74 @@ def test_an_environment_that_hangs_in_the_only_process_costs_one_deadline() -> N
     trajectories = groups[0].trajectories
     assert [t.status for t in trajectories] == [Status.FINISHED] * 4
     assert [t.attempts for t in trajectories] == [1, 2, 1, 1]
+
+
+class Pair:
+    """A sender and a receiver. The sender speaks first, or both at once."""
+
+    agents = ("sender", "receiver")
+    untrained: tuple[str, ...] = ()
+
+    def __init__(self, *, at_once: bool = False, turns: int = 1) -> None:
+        self.at_once, self.turns = at_once, turns
+
+    async def run(self, task: Prompt, seed: int, seats: Mapping[str, Seat]) -> Outcome:
+        async def said(agent: str, text: str) -> str:
+            return (await seats[agent].reply([{"role": "user", "content": text}])).text
+
+        if self.at_once:
+            await asyncio.gather(said("receiver", "r"), said("sender", "s"))
+            return Outcome()
+        word = await said("sender", "s")
+        for _ in range(self.turns):
+            answer = await said("receiver", word)
+        seats["sender"].reward(0.5)
+        return Outcome(float(answer == word), {"words": 1.0})
+
+    async def close(self) -> None:
+        """Nothing to free."""
+
+
+def _echo(request: Request) -> tuple[str, StopReason]:
+    return _text(request.prompt_ids[-1:]), "stop"
+
+
+def test_agents_have_conversations_of_their_own_and_a_reward_together() -> None:
+    _, groups = _drive(_echo, Pair)
+    trajectory = _one(groups)
+    sender, receiver = trajectory.segments
+    assert (sender.agent, receiver.agent) == ("sender", "receiver")
+    assert [turn.context_ids for turn in (*sender.turns, *receiver.turns)] == [_ids("s"), _ids("s")]
+    assert [turn.reward for turn in trajectory.turns] == [0.5, 1.0]
+    assert (trajectory.status, trajectory.metrics["words"]) == (Status.FINISHED, 1.0)
+
+
+def test_random_numbers_of_agents_do_not_depend_on_who_speaks_first() -> None:
+    engine, groups = _drive(_echo, lambda: Pair(at_once=True))
+    keys = {_text(r.prompt_ids): r.key for r in engine.requests}
+    assert keys == {name[0]: (7, 0, 5, 0, 0, 0, 0, *name.encode()) for name in ("sender", "receiver")}
+    assert [segment.agent for segment in _one(groups).segments] == ["sender", "receiver"]
+
+
+def test_segments_of_untrained_agents_become_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "untrained", ("receiver",))
+    _, (group,) = _drive(_echo, Pair)
+    group.trajectories[0].reward = 1.5
+    (row,) = group_rows(group, 0, 0)
+    assert row.inputs["input_ids"].tolist() == [*_ids("s"), *_ids("s"), EOS]
+    assert row.fields["rewards"].sum() == 1.5
+
+
+def test_an_agent_without_turns_left_truncates_the_episode() -> None:
+    _, groups = _drive(_echo, lambda: Pair(turns=3), max_turns=2)
+    trajectory = _one(groups)
+    assert trajectory.status is Status.TRUNCATED
+    assert [len(segment.turns) for segment in trajectory.segments] == [1, 2]
+
+
+def test_a_failing_engine_is_the_reason_for_an_episode_of_several_agents_too() -> None:
+    def script(_: Request) -> tuple[str, StopReason]:
+        raise EngineError("out of slots")
+
+    _, groups = _drive(script, Pair)
+    assert _one(groups).reason == "engine: out of slots"

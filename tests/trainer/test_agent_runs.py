@@ -53,6 +53,22 @@ class Guess:
     def close(self):
         pass
 """
+PAIR = """
+import random
+from braid.envs.agents.base import Outcome
+
+class Signals:
+    '''The sender sees one of four targets and has two signals; the receiver guesses the target from the signal.'''
+    agents = ("sender", "receiver")
+    async def run(self, task, seed, seats):
+        target = random.Random(seed).choice("1234")
+        sent = await seats["sender"].reply([{"role": "user", "content": target}])
+        signal = sent.text if sent.text in ("h", "l") else "?"
+        guess = await seats["receiver"].reply([{"role": "user", "content": signal}])
+        return Outcome(float(guess.text == target))
+    async def close(self):
+        pass
+"""
 AGENT = (
     "env={kind: agent, name: 'own.py:Guess', max_turns: 2, max_context_tokens: 16, cut_turns: continue, tasks: 64, "
     "eval_episodes: 20}",
@@ -105,3 +121,13 @@ def test_a_run_of_agents_resumes_bit_exactly(load_tiny: LoadTiny, tmp_path: Path
         load_tiny(*AGENT, "run={name: cut, max_rounds: 4, resume: latest}", "eval={at_end: false}")
     ).run_dir
     assert numbers(cut) == numbers(whole)
+
+
+def test_several_agents_train_together(load_tiny: LoadTiny, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(PAIR)
+    agent = [key.replace("Guess", "Signals").replace("123hl?", "1234hl?") for key in AGENT]
+    run = commands.train(load_tiny(*agent, "run.max_rounds=2")).run_dir
+    for line in lines(run)[-2:]:
+        assert line["rollout/turns_mean"] == 2
+        assert line["status/invalid"] == 0
+        assert line["policy/grad_norm"] > 0

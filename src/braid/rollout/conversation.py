@@ -27,10 +27,12 @@ class Conversation:
         *,
         key: Key,
         agent: str = "main",
+        is_trained: bool = True,
     ) -> None:
-        """`key` seeds the random numbers of its turns, together with their number within the trajectory."""
+        """`key` seeds the random numbers of its turns, together with the agent and the number of the turn."""
         self._engine, self._chat, self._trajectory, self._key = engine, chat, trajectory, key
-        self._agent = agent
+        self._agent, self._is_trained = agent, is_trained
+        self._num_turns = 0
         self._segment: Segment | None = None
         self._history: list[int] = []
         self.unread: list[int] = []
@@ -73,11 +75,11 @@ class Conversation:
         room = max_tokens - self.num_tokens
         if room < 1:
             return None
-        trajectory = self._trajectory
-        number = len(trajectory.turns)
+        number, self._num_turns = self._num_turns, self._num_turns + 1
         self._history += self.unread
-        name = (*self._key, *self._agent.encode())
-        request = Request(tuple(self._history), _within(sampling, room), (*self._key, number), name)
+        agent = () if self._agent == "main" else tuple(self._agent.encode())
+        key, name = (*self._key, number, *agent), (*self._key, *agent)
+        request = Request(tuple(self._history), _within(sampling, room), key, name)
         completion = await self._engine.generate(request)
         if completion.stop_reason == "cancelled":
             raise EngineError("the request was cancelled")
@@ -93,8 +95,8 @@ class Conversation:
             end_s=completion.end_s,
         )
         if self._segment is None:
-            self._segment = Segment(agent=self._agent)
-            trajectory.segments.append(self._segment)
+            self._segment = Segment(agent=self._agent, is_trained=self._is_trained)
+            self._trajectory.segments.append(self._segment)
         self._segment.turns.append(turn)
         self._history += ids
         self.unread = []

@@ -34,7 +34,8 @@ def _rows_of(trajectory: Trajectory) -> list[Row]:
         rows = [_simulator_row(trajectory.env_steps, is_terminal=not is_truncated)]
     else:
         agents = list(dict.fromkeys(segment.agent for segment in trajectory.segments))
-        rows = [_text_row(s.turns, agents.index(s.agent)) for s in trajectory.segments if s.turns]
+        trained = [s for s in trajectory.segments if s.turns and s.is_trained]
+        rows = [_text_row(s.turns, agents.index(s.agent)) for s in trained]
     assert trajectory.reward is not None, "valid trajectories must have been scored"
     for row in rows:
         row.is_truncated, row.score = is_truncated, trajectory.reward

@@ -64,3 +64,44 @@ class AgentEnv(Protocol):
     async def close(self) -> None:
         """Free what the episode holds."""
         ...
+
+
+class Seat(Protocol):
+    """One agent of an episode of several, played by the policy in a conversation of its own."""
+
+    async def reply(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Action:
+        """The agent's turn after `messages`; `tools` are those of its first turn. Raises EpisodeOver beyond the limits
+        of turns and tokens."""
+        ...
+
+    def reward(self, value: float) -> None:
+        """Add to the reward of the agent's last turn."""
+        ...
+
+
+class EpisodeOver(Exception):
+    """An agent has no turns or tokens left: the episode is truncated. `run` may return what it has until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of an episode: the reward of all agents together, and metrics."""
+
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class MultiAgentEnv(Protocol):
+    """One episode of several agents, for single use. All are played by the policy, with prompts of their own, one after
+    the other or concurrently; segments of those in `untrained` are left out of training."""
+
+    agents: tuple[str, ...]
+    """Names of the agents. `untrained`, if there is one, are names among them."""
+
+    async def run(self, task: Prompt, seed: int, seats: Mapping[str, Seat]) -> Outcome:
+        """Play the episode. Those of a group have the same task and seed."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the episode holds."""
+        ...

@@ -49,12 +49,18 @@ class AgentEnvs(HostedEnvs):
     ) -> None:
         """Raises ConfigError."""
         make = _maker(name, kwargs, base_dir)
+        self._runs_itself = hasattr(make.func, "run")
+        if self._runs_itself and run_in not in ("auto", "inline"):
+            raise _refused("run_in", f"an environment of several agents runs inline, not in a {run_in}")
         if run_in == "auto":
             is_async = inspect.iscoroutinefunction(getattr(make.func, "step", None))
             run_in = "inline" if is_async else "thread"
             if getattr(make.func, "needs_process", False):
                 run_in = "process"
         super().__init__(make, run_in, num_processes)
+
+    def __call__(self) -> Any:
+        return self._make() if self._runs_itself else super().__call__()
 
 
 class MixedEnvs:

@@ -7,21 +7,21 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from braid.cluster.loops import all_of
 from braid.config.rollout import Timeouts
-from braid.envs.agents.base import AgentEnv, Opening, Step
+from braid.envs.agents.base import AgentEnv, EpisodeOver, Opening, Outcome, Seat, Step, ToolSchema
 from braid.errors import BraidError, ConfigError, EngineError, EnvError
 from braid.models.chat import ChatFormat
 from braid.models.tokenizer import plain_text, whole_text
 from braid.rollout.conversation import Conversation
 from braid.rollout.engine import RolloutEngine, Sampling
-from braid.types import Action, Group, Key, Prompt, Status, Trajectory, Turn
+from braid.types import Action, Group, Key, Message, Prompt, Status, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class AgentDriver:
                 try:
                     await env.ready(prompt)
                     async with asyncio.timeout(limit_s):
-                        await self._attempt(trajectory, conversation, env, env_seed)
+                        await self._attempt(trajectory, conversation, env, env_seed, (*key, attempt))
                 finally:
                     await env.close()
             except _NoRoom as problem:
@@ -96,8 +96,11 @@ class AgentDriver:
         return trajectory
 
     async def _attempt(
-        self, trajectory: Trajectory, conversation: Conversation, env: _Guarded, env_seed: int
+        self, trajectory: Trajectory, conversation: Conversation, env: _Guarded, env_seed: int, key: Key
     ) -> None:
+        if env.agents:
+            await self._run(trajectory, env, env_seed, key)
+            return
         opening = await env.start(trajectory.prompt, env_seed)
         self._open(conversation, opening, trajectory)
         stops = (*opening.stop_strings, *self.chat.stop_strings(opening.tools))
@@ -109,6 +112,41 @@ class AgentDriver:
                 for turn in turns:
                     turn.reward = 0.0
                 turns[-1].reward = total
+
+    async def _run(self, trajectory: Trajectory, env: _Guarded, env_seed: int, key: Key) -> None:
+        """Play an episode of several agents."""
+        seats = {
+            name: _Seat(
+                self,
+                trajectory,
+                Conversation(
+                    self.engine,
+                    self.chat,
+                    trajectory,
+                    key=key,
+                    agent=name,
+                    is_trained=name not in env.untrained,
+                ),
+            )
+            for name in env.agents
+        }
+        try:
+            outcome = await env.run(trajectory.prompt, env_seed, seats)
+        except _EnvFailure:
+            failures = [seat.failure for seat in seats.values() if seat.failure is not None]
+            if failures:
+                raise failures[0] from None
+            if not any(seat.is_over for seat in seats.values()):
+                raise
+            outcome = Outcome()
+        if any(seat.is_over for seat in seats.values()):
+            trajectory.status = Status.TRUNCATED
+        trajectory.segments.sort(key=lambda segment: env.agents.index(segment.agent))
+        if not any(segment.is_trained for segment in trajectory.segments):
+            raise _EnvFailure("run() ended without a turn of an agent that is trained")
+        trajectory.turns[-1].reward += outcome.reward
+        for name, value in outcome.metrics.items():
+            trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + value
 
     def _open(self, conversation: Conversation, opening: Opening, trajectory: Trajectory) -> None:
         prompt = trajectory.prompt
@@ -157,6 +195,55 @@ class AgentDriver:
             trajectory.text += whole_text(tokenizer, conversation.unread)
 
 
+class _Seat:
+    """See envs.agents.base.Seat. `failure` is the engine's error, which `run` may not handle; `is_over`: a limit was
+    reached."""
+
+    def __init__(self, driver: AgentDriver, trajectory: Trajectory, conversation: Conversation) -> None:
+        self._driver, self._trajectory, self._conversation = driver, trajectory, conversation
+        self._turns: list[Turn] = []
+        self._stops: tuple[str, ...] = ()
+        self.failure: EngineError | None = None
+        self.is_over = False
+
+    async def reply(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Action:
+        limits, chat, sampling = self._driver.limits, self._driver.chat, self._driver.sampling
+        if len(self._turns) == limits.max_turns:
+            raise self._end()
+        if self._turns:
+            self._conversation.read(messages)
+        else:
+            self._conversation.open(messages, tools)
+            self._stops = chat.stop_strings(tools)
+        sampling = replace(sampling, stop_strings=(*sampling.stop_strings, *self._stops))
+        try:
+            sampled = await self._conversation.turn(sampling, limits.max_context_tokens)
+        except EngineError as error:
+            self.failure = error
+            raise
+        if sampled is None:
+            raise self._end()
+        turn, action = sampled
+        self._turns.append(turn)
+        has_end = turn.output_ids[-1] in sampling.stop_token_ids
+        self._trajectory.answer_text = plain_text(
+            chat.tokenizer, turn.output_ids[:-1] if has_end else turn.output_ids
+        )
+        self._trajectory.text += whole_text(chat.tokenizer, [*turn.context_ids, *turn.output_ids])
+        if action.stop_reason == "length" and not limits.continues_cut_turns:
+            raise self._end()
+        return action
+
+    def reward(self, value: float) -> None:
+        if not self._turns:
+            raise EnvError("reward() of an agent that has not had a turn")
+        self._turns[-1].reward += value
+
+    def _end(self) -> EpisodeOver:
+        self.is_over = True
+        return EpisodeOver("an agent has no turns or tokens left")
+
+
 async def _timed(env: _Guarded, action: Action, turn: Turn, trajectory: Trajectory) -> Step:
     """Step the environment; records reward, times and metrics."""
     start_s = time.perf_counter()
@@ -186,6 +273,17 @@ class _Guarded:
             self._env = new_env()
         except Exception as error:
             raise _failure(error) from error
+        self.agents: tuple[str, ...] = tuple(getattr(self._env, "agents", ()))
+        self.untrained: tuple[str, ...] = tuple(getattr(self._env, "untrained", ()))
+
+    async def run(self, task: Prompt, seed: int, seats: Mapping[str, Seat]) -> Outcome:
+        env: Any = self._env
+        outcome = await self._in_time(lambda: env.run(task, seed, seats), "run", None)
+        if not isinstance(outcome, Outcome):
+            raise _EnvFailure(f"run() returned {type(outcome).__name__}, not an Outcome")
+        if not math.isfinite(outcome.reward):
+            raise _EnvFailure(f"reward {outcome.reward} is not finite")
+        return outcome
 
     async def ready(self, task: Prompt) -> None:
         """Wait for what an environment shares with others, such as processes; no deadline includes this."""
