@@ -167,6 +167,7 @@ def main(connection: socket.socket, parent: int) -> None:
                 answer = pickle.dumps((None, as_env_error(error)))
             stream.write(_framed(answer))
             stream.flush()
+    kill_group(os.getpgrp())  # the parent has ended, and the thread may not have noticed yet
 
 
 def as_env_error(error: BaseException) -> BraidError:

@@ -116,7 +116,6 @@ NEVER = {
     ),
     # in mappings with names of the user's own, below which keys are not tried; tests/dialects/test_agentic.py
     *(path for path, _ in fields_of(MixedEnvConfig, "env.mix.")),
-    "env.mix_key",
     # servers, indices and conversations: tests/envs/test_mcp_tools.py, test_search_tool.py, tests/data/test_worked.py
     *(path for tool in (McpServer, SearchTool) for path, _ in fields_of(tool, "env.tools[].") if not path.endswith(".kind")),
     "env.tools[].kind",

@@ -271,6 +271,8 @@ def _rewards_and_reports(config: RunConfig, _: Plan) -> _Unused:
     parts, report = config.reward.parts, config.report
     if not parts:
         yield "there are no reward parts", "reward.{timeout_s,retries,concurrency}"
+    if config.sft is not None and not any(source.messages_key for source in config.sft.data):
+        yield "there are no conversations to imitate (messages_key)", "sft.data[].tools_key"
     if all(isinstance(part, JudgeReward) for part in parts):
         yield "judges have their own retries", "reward.retries"
     if not any(isinstance(part, CodeReward) for part in parts):
