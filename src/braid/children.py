@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import select
 import signal
 import socket
 import subprocess
@@ -18,12 +17,10 @@ import tempfile
 import traceback
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from threading import Thread
 from typing import IO, Any
 
 from braid.errors import BraidError, EnvError
-from braid.processes import descendants, kill, kill_group
+from braid.processes import descendants, end_with, kill, kill_group
 
 START_LIMIT_S = 120.0
 """Time limit for a new process to make its object."""
@@ -116,7 +113,7 @@ class Child:
         return read
 
     def _death(self) -> str:
-        """Kill the process if it still runs; returns how it ended, and its last words."""
+        """Kill the process if it still runs; returns how it ended, and the end of its stderr."""
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _LAST_WORDS))
         words = self._stderr.read().decode(errors="replace").strip()
         self.kill()
@@ -150,7 +147,7 @@ def _framed(data: bytes) -> bytes:
 def main(connection: socket.socket, parent: int) -> None:
     """Serve the calls of the parent until it closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with(parent)
     target: Any = None
     with connection.makefile("rwb") as stream:
         while size := stream.read(_SIZE_BYTES):
@@ -176,15 +173,6 @@ def as_env_error(error: BaseException) -> BraidError:
         return error
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return EnvError(f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})")
-
-
-def _end_with(parent: int) -> None:
-    """Kill this process and all that it has started when the parent ends."""
-    with suppress(ProcessLookupError):
-        handle = os.pidfd_open(parent)
-        if os.getppid() == parent:
-            select.select([handle], [], [])
-    kill_group(os.getpgrp())
 
 
 if __name__ == "__main__":

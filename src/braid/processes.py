@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -19,8 +20,6 @@ from pathlib import Path
 
 _LIMIT_S = 5.0
 """Time for killed processes to disappear."""
-_TICK_S = 0.5
-"""Interval at which a process checks that its parent is alive."""
 
 
 def children(pid: int) -> list[int]:
@@ -92,8 +91,10 @@ def end_with(parent: int) -> None:
     ended."""
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_TICK_S)
+        with contextlib.suppress(ProcessLookupError):
+            handle = os.pidfd_open(parent)
+            if os.getppid() == parent:
+                select.select([handle], [], [])
         kill(descendants(os.getpid()))
         kill_group(os.getpgrp())
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.models.test_tool_calls import TOOL
 from transformers import PreTrainedTokenizerFast
 
 from braid.errors import ModelError
@@ -34,18 +35,6 @@ _WITH_TOOLS = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_t
 _CONTROL = re.compile(
     r"<\|[\w▁]+\|>|<｜[\w▁]+｜>|\[/?[A-Z_]{4,}\]|<(?:start|end)_of_turn>|</?tool_call>|</?think>"
 )
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "note": {"type": "string"}},
-            "required": ["a"],
-        },
-    },
-}
 ASK: Message = {"role": "user", "content": "How much?"}
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"

@@ -121,9 +121,8 @@ class ChatFormat:
         which of these the policy writes. Raises ModelError if the template does not show an answer where the policy
         would write it."""
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        prompt = self._encode(self._render(messages[: answers[0]], tools))
-        ids: list[int] = leading_tokens(self.tokenizer) if self.is_plain else []
-        prompt, ids, mask = ids + prompt, [], list[bool]()
+        first: Any = messages[: answers[0]]
+        prompt, ids, mask = self.opening(first, tools), list[int](), list[bool]()
         for i, following in zip(answers, [*answers[1:], len(messages)], strict=True):
             replies: Any = messages[i + 1 : following]
             written = self._written(messages[: i + 1], replies, tools)

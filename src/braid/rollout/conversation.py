@@ -7,7 +7,6 @@ the template drops the reasoning of earlier turns (`env.thinking=as_template`), 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from braid.errors import EngineError
 from braid.models.chat import Answer, ChatFormat, ToolSchema
@@ -79,21 +78,13 @@ class Conversation:
         self._history += self.unread
         agent = () if self._agent == "main" else tuple(self._agent.encode())
         key, name = (*self._key, number, *agent), (*self._key, *agent)
-        request = Request(tuple(self._history), _within(sampling, room), key, name)
+        request = Request(tuple(self._history), sampling.within(room), key, name)
         completion = await self._engine.generate(request)
         if completion.stop_reason == "cancelled":
             raise EngineError("the request was cancelled")
         if not (ids := completion.token_ids):
             raise EngineError("the completion has no tokens")
-        turn = Turn(
-            context_ids=self.unread,
-            output_ids=ids,
-            logprobs=completion.logprobs,
-            stop_reason=completion.stop_reason,
-            policy_version=completion.policy_version,
-            start_s=completion.start_s,
-            end_s=completion.end_s,
-        )
+        turn = completion.turn(self.unread)
         if self._segment is None:
             self._segment = Segment(agent=self._agent, is_trained=self._is_trained)
             self._trajectory.segments.append(self._segment)
@@ -105,9 +96,3 @@ class Conversation:
             ids, self._tools, stop_reason=completion.stop_reason, new_id=lambda: next(calls)
         )
         return turn, action
-
-
-def _within(sampling: Sampling, room: int) -> Sampling:
-    if room >= sampling.max_new_tokens:
-        return sampling
-    return replace(sampling, max_new_tokens=room, min_new_tokens=min(sampling.min_new_tokens, room))

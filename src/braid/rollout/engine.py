@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
 from braid.errors import EngineError
-from braid.types import PolicyVersion, StopReason
+from braid.types import PolicyVersion, StopReason, Turn
 
 from .random import stream
 
@@ -41,6 +41,12 @@ class Sampling:
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
+    def within(self, room: int) -> Sampling:
+        """The same with at most `room` new tokens."""
+        if room >= self.max_new_tokens:
+            return self
+        return replace(self, max_new_tokens=room, min_new_tokens=min(self.min_new_tokens, room))
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -65,6 +71,18 @@ class Completion:
     policy_version: PolicyVersion
     start_s: float
     end_s: float
+
+    def turn(self, context_ids: list[int]) -> Turn:
+        """The turn after `context_ids`, the tokens read since the turn before."""
+        return Turn(
+            context_ids=context_ids,
+            output_ids=self.token_ids,
+            logprobs=self.logprobs,
+            stop_reason=self.stop_reason,
+            policy_version=self.policy_version,
+            start_s=self.start_s,
+            end_s=self.end_s,
+        )
 
 
 class Engine(Protocol):

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from threading import Thread
 from typing import Any
 
 import gymnasium
@@ -32,7 +31,7 @@ from gymnasium.vector.utils import CloudpickleWrapper
 from numpy.typing import NDArray
 
 from braid.errors import BraidError, ConfigError, EnvError, Problem
-from braid.processes import descendants, kill, kill_group
+from braid.processes import descendants, end_with, kill, kill_group
 
 from .base import Tick
 from .gymnasium import GymnasiumSimulator
@@ -259,7 +258,7 @@ def _pickled(env_id: str, kwargs: Mapping[str, Any]) -> bytes:
 def main(connection: Connection, parent: int) -> None:
     """Serve the environments of one process until the parent closes the connection. Then kill what they have
     started, since the parent may be gone, and this process."""
-    Thread(target=_end_with, args=(parent,), daemon=True).start()
+    end_with(parent)
     simulator: GymnasiumSimulator | None = None
     try:
         while (request := _received(connection)) is not None:
@@ -302,15 +301,6 @@ def _made(env_id: str, num_envs: int, environment: bytes) -> tuple[Any, Gymnasiu
         traceback.print_exc()
         return EnvError(f"{env_id} cannot be created: {type(error).__name__}: {error}"), None
     return (simulator.observation_size, simulator.action_space), simulator
-
-
-def _end_with(parent: int) -> None:
-    """Kill this process and all that it has started when the parent ends."""
-    with suppress(ProcessLookupError):
-        handle = os.pidfd_open(parent)
-        if os.getppid() == parent:
-            select.select([handle], [], [])
-    kill_group(os.getpgrp())
 
 
 if __name__ == "__main__":

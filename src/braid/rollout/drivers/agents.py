@@ -18,7 +18,7 @@ from braid.config.rollout import Timeouts
 from braid.envs.agents.base import AgentEnv, EpisodeOver, Opening, Outcome, Seat, Step, ToolSchema
 from braid.errors import BraidError, ConfigError, EngineError, EnvError
 from braid.models.chat import ChatFormat
-from braid.models.tokenizer import plain_text, whole_text
+from braid.models.tokenizer import answer_text, whole_text
 from braid.rollout.conversation import Conversation
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.types import Action, Group, Key, Message, Prompt, Status, Trajectory, Turn
@@ -175,10 +175,8 @@ class AgentDriver:
                 return
             turn, action = sampled
             num_turns = len(trajectory.turns)
-            ids = turn.output_ids
-            has_end = ids[-1] in sampling.stop_token_ids
-            trajectory.answer_text = plain_text(tokenizer, ids[:-1] if has_end else ids)
-            trajectory.text += whole_text(tokenizer, ids)
+            trajectory.answer_text = answer_text(tokenizer, turn.output_ids, sampling.stop_token_ids)
+            trajectory.text += whole_text(tokenizer, turn.output_ids)
             has_room = conversation.num_tokens < limits.max_context_tokens
             if action.stop_reason == "length" and not (limits.continues_cut_turns and has_room):
                 trajectory.status = Status.TRUNCATED
@@ -225,11 +223,9 @@ class _Seat:
             raise self._end()
         turn, action = sampled
         self._turns.append(turn)
-        has_end = turn.output_ids[-1] in sampling.stop_token_ids
-        self._trajectory.answer_text = plain_text(
-            chat.tokenizer, turn.output_ids[:-1] if has_end else turn.output_ids
-        )
-        self._trajectory.text += whole_text(chat.tokenizer, [*turn.context_ids, *turn.output_ids])
+        ids, ends = turn.output_ids, sampling.stop_token_ids
+        self._trajectory.answer_text = answer_text(chat.tokenizer, ids, ends)
+        self._trajectory.text += whole_text(chat.tokenizer, [*turn.context_ids, *ids])
         if action.stop_reason == "length" and not limits.continues_cut_turns:
             raise self._end()
         return action

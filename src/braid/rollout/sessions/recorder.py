@@ -20,7 +20,7 @@ import numpy as np
 
 from braid.errors import EngineError, ModelError
 from braid.models.chat import ChatFormat, ToolSchema
-from braid.models.tokenizer import plain_text, whole_text
+from braid.models.tokenizer import answer_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from braid.types import Segment, Status, Trajectory, Turn
 
@@ -149,11 +149,8 @@ class Session:
     async def _answer(self, call: Call, request: ChatRequest, context: _Context, room: int) -> dict[str, Any]:
         """Sample and record a turn; returns OpenAI's answer."""
         asked = request.max_completion_tokens or request.max_tokens or room
-        most = min(asked, self.sampling.max_new_tokens, room)
         sampling = replace(
-            self.sampling,
-            max_new_tokens=most,
-            min_new_tokens=min(self.sampling.min_new_tokens, most),
+            self.sampling.within(min(asked, room)),
             stop_strings=(
                 *self.sampling.stop_strings,
                 *self.chat.stop_strings(context.tools),
@@ -198,15 +195,7 @@ class Session:
             last.env_s = max(0.0, completion.start_s - last.end_s)
             if last is before.turns[-1]:
                 segment, new = before, context.new
-        turn = Turn(
-            context_ids=new,
-            output_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            stop_reason=completion.stop_reason,
-            policy_version=completion.policy_version,
-            start_s=completion.start_s,
-            end_s=completion.end_s,
-        )
+        turn = completion.turn(new)
         if not segment.turns:
             self._segments.append(segment)
         segment.turns.append(turn)
@@ -236,10 +225,8 @@ class Session:
             if last.stop_reason == "length":
                 trajectory.status = Status.TRUNCATED
             trajectory.text = whole_text(self.chat.tokenizer, ids[len(trajectory.turns[0].context_ids) :])
-            has_end = last.output_ids[-1] in self.sampling.stop_token_ids
-            trajectory.answer_text = plain_text(
-                self.chat.tokenizer, last.output_ids[: -1 if has_end else None]
-            )
+            ends = self.sampling.stop_token_ids
+            trajectory.answer_text = answer_text(self.chat.tokenizer, last.output_ids, ends)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Guess a number: the policy is told whether it is higher or lower.
+"""Guess a number: the environment answers whether it is higher or lower.
 
 Binary search wins with probability min(1, (2**tries - 1) / highest), and no policy more often.
 """

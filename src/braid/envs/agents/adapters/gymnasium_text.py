@@ -73,7 +73,7 @@ class GymnasiumText:
     """The policy reads the state and answers with an action's word. See base.AgentEnv.
 
     The action is the last word in an answer that is one, in any case; with `pattern`, the last match of the regular
-    expression, or of its first group. Other answers are told the actions, cost a move, and get `invalid_reward`.
+    expression, or of its first group. Any other answer costs a move, gets `invalid_reward`, and is answered with the actions.
     The episode is truncated after `max_moves` moves. `observation` ansi shows the environment's own rendering, with
     [X] for highlighted and (X) for coloured cells. Further arguments are those of gymnasium.make.
     """
