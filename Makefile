@@ -12,12 +12,13 @@ STAMP  := $(VENV)/.installed
 BACKENDS := $(VENV)/.backends
 VLLM   := $(VENV)/.vllm
 AGENTS := $(VENV)/.agents
+ROBOTS := $(VENV)/.robots
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of processes
 
-.PHONY: demo setup backends vllm agents gpu wheel test check lint types walls quick all format bench docs clean
+.PHONY: demo setup backends vllm agents robots gpu wheel test check lint types walls quick all format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
@@ -55,6 +56,13 @@ $(AGENTS): $(STAMP) requirements/agents.lock
 	@$(BIN)/pip install -q --no-deps -r requirements/agents.lock
 	@touch $@
 
+robots: $(ROBOTS)
+
+$(ROBOTS): $(STAMP) requirements/robots.lock
+	@echo "setup: installing a robot simulator and video for the tests"
+	@$(BIN)/pip install -q --no-deps -r requirements/robots.lock
+	@touch $@
+
 gpu:
 	PYTHONPATH=src:. $(PYTHON) tests/gpu/machine.py --output gpu.json
 
@@ -69,16 +77,16 @@ lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-types: $(AGENTS)
+types: $(AGENTS) $(ROBOTS)
 	$(BIN)/basedpyright
 
 walls: setup
 	$(BIN)/lint-imports
 
-quick: $(AGENTS)
+quick: $(AGENTS) $(ROBOTS)
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
 
-all: $(BACKENDS) $(VLLM) $(AGENTS)
+all: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
 	$(BIN)/pytest -q -n 3 --dist loadgroup
 
 format: setup

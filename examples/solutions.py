@@ -1,4 +1,4 @@
-"""Solutions to the tasks of quickstart.yaml and calculator.yaml, for their `response_function`.
+"""Solutions to the tasks of quickstart.yaml and agent.yaml, for their `response_function`.
 
 Each function takes a row of reasoning-gym's chain_sum or products. A model trained on the mixtures learns both
 styles, but can carry out only one of them reliably; reinforcement learning has to discover which.

@@ -71,6 +71,11 @@ RUNS: dict[str, list[str]] = {
         "model={build: null, mlp: {}}", "data={}", "reward={}", "env={kind: gymnasium, id: CartPole-v1, eval_episodes: 2}",
         "algorithm.recipe=ppo", "critic.train={}",
     ],
+    "metaworld": [
+        "model={build: null, mlp: {num_action_chunks: 2}}", "data={}", "reward={}", "algorithm.recipe=ppo",
+        "rollout={prompts_per_round: 2, group_size: 1}",
+        "env={kind: metaworld, task: reach-v3, max_episode_steps: 3, num_envs: 2, eval_episodes: 2, video: {save: true}}",
+    ],
     "tools": [
         "env={kind: tools, max_turns: 2, max_context_tokens: 64}", "data.max_prompt_tokens=8", "rollout.sampling.max_new_tokens=4",
     ],
@@ -84,7 +89,8 @@ RUNS: dict[str, list[str]] = {
     ],
     "agents": [
         "data={use_chat_template: never}", "reward={}",
-        "env={kind: agent, name: guess, max_turns: 2, max_context_tokens: 256, tasks: 8, eval_episodes: 2}",
+        "env={kind: agent, name: guess, max_turns: 2, max_context_tokens: 256, tasks: 8, eval_episodes: 2, "
+        "opponents: {every_rounds: 2}}",
     ],
     "mixture of data": [
         "data={use_chat_template: never, max_prompt_tokens: 8, train: [{kind: file, path: letters.jsonl}], "

@@ -8,7 +8,7 @@ language model's tokens and a simulator's env steps.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
@@ -77,6 +77,15 @@ class Action:
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: StopReason = "stop"
     raw_text: str = ""
+
+    def call_counts(self) -> list[tuple[str, float]]:
+        """Metrics of the tool calls: by status; of tools that exist also by tool and status."""
+        known = [call for call in self.tool_calls if call.status in ("ok", "bad_arguments")]
+        names = [
+            *(call.status for call in self.tool_calls),
+            *(f"{call.name}/{call.status}" for call in known),
+        ]
+        return [(f"calls/{name}", 1.0) for name in names]
 
 
 class Status(StrEnum):
@@ -153,20 +162,48 @@ class ActionSpace:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Spaces:
+    """What the policy of a simulator reads and writes: a state of `state_size` floats, `images` by name with their
+    (height, width, channels), and actions."""
+
+    state_size: int
+    actions: ActionSpace
+    images: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class EnvSteps:
-    """The env steps of one simulator episode. S env steps; `observations` has S + 1 entries (the last is
-    final).
+    """One simulator episode, of D decisions: chunks of H actions, of which the simulator executed the first
+    `num_executed` [D] (all, unless the episode ended).
 
-    `actions` are [S] int64 for choices, [S, A] float32 for vectors (as drawn, before any clipping to bounds).
-    `logprobs` are of the whole action, [S].
+    `observations` are arrays [D + 1, ...] by name (the last entry is final): `state` in float32, images in uint8.
+    A decision is P positions of a row. `inputs` has what the policy's model reads at them, [D, P, ...]: a
+    perceptron's `actions` as drawn, before any clipping to bounds. `logprobs` are [D, P], `rewards` [D, H].
     """
 
-    observations: NDArray[np.float32]
-    actions: NDArray[Any]
+    observations: dict[str, NDArray[Any]]
+    inputs: dict[str, NDArray[Any]]
     logprobs: NDArray[np.float32]
     rewards: NDArray[np.float32]
+    num_executed: NDArray[np.int32]
     policy_version: PolicyVersion
+
+    @property
+    def num_positions(self) -> NDArray[np.int32]:
+        """Positions of each decision whose actions were executed [D]."""
+        return np.maximum(self.num_executed * self.logprobs.shape[1] // self.rewards.shape[1], 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Film of an episode: S + 1 frames [h, w, 3], the first after the reset, and rewards and successes of the S env
+    steps."""
+
+    frames: Sequence[NDArray[np.uint8]]
+    rewards: Sequence[float]
+    successes: Sequence[bool] | NDArray[np.bool_] = ()
+    title: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +218,20 @@ class ShapedReward:
 class Lengths(NamedTuple):
     """Sizes of an episode: `outputs` positions written by the policy (tokens, or env steps), `total`
     including those that it read, in `turns` turns (0 for simulators). `versions` are the policy versions that
-    wrote the outputs, each with the number of positions, the oldest first."""
+    wrote the outputs that are trained on, each with the number of positions, the oldest first. Sampling took `sample_s` seconds, and the
+    environment `env_s` for each of its replies."""
 
     outputs: int
     total: int
     turns: int
     versions: tuple[tuple[int, int], ...] = ()
+    sample_s: float = 0.0
+    env_s: tuple[float, ...] = ()
+
+
+TruncatedBy = Literal["turns", "context", "turn_tokens", "time", "environment"]
+"""The limit that ended an episode: of turns, of tokens of the context, of tokens of one turn, of time, or the
+environment's own."""
 
 
 @dataclass(slots=True)
@@ -194,7 +239,8 @@ class Trajectory:
     """One episode: a text episode has `segments`, in order, a simulator's has `env_steps`.
 
     `sample` is its index within the group. `reward` is None until scored, and stays None when invalid;
-    `shaped` is the reward used for training, None if it is `reward` itself. `reward_parts` are the unweighted
+    `shaped` is the reward used for training, None if it is `reward` itself. `agent_rewards` are the environment's
+    rewards of each agent, if agents have rewards of their own: `reward` has their sum. `reward_parts` are the unweighted
     scores by part. `answer_text` is the text of the policy's last turn without special tokens, which is what
     rewards read; `text` is everything after the prompt as the model reads it, with special tokens. Where only
     metadata is available, segments, env steps and texts are empty and `known_lengths` has their sizes.
@@ -206,10 +252,12 @@ class Trajectory:
     reason: str = ""
     segments: list[Segment] = field(default_factory=list)
     env_steps: EnvSteps | None = None
+    recording: Recording | None = None
     text: str = ""
     answer_text: str = ""
     reward: float | None = None
     shaped: ShapedReward | None = None
+    agent_rewards: dict[str, float] = field(default_factory=dict)
     reward_parts: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     attempts: int = 1
@@ -232,6 +280,16 @@ class Trajectory:
         return self.reward if self.shaped is None else self.shaped.total
 
     @property
+    def training_rewards(self) -> dict[str, float]:
+        """The training reward of each agent with rewards of its own, otherwise of all together as "". Reward parts and
+        what shaping adds count for each of them."""
+        if not self.agent_rewards:
+            return {"": self.training_reward}
+        factor = 1.0 if self.shaped is None else self.shaped.factor
+        rest = self.training_reward - factor * sum(self.agent_rewards.values())
+        return {agent: factor * reward + rest for agent, reward in self.agent_rewards.items()}
+
+    @property
     def num_output_tokens(self) -> int:
         """Positions that the policy wrote: tokens, or env steps."""
         return self.lengths.outputs
@@ -242,13 +300,32 @@ class Trajectory:
         if self.known_lengths is not None:
             return self.known_lengths
         if self.env_steps is not None:
-            num_steps = len(self.env_steps.rewards)
-            return Lengths(num_steps, num_steps, 0, _by_version([(self.env_steps.policy_version, num_steps)]))
+            counts, version = self.env_steps.num_positions, self.env_steps.policy_version
+            runs = [(version, len(counts))] if isinstance(version, int) else version
+            ends = np.cumsum([0, *(num for _, num in runs)])
+            written = [
+                (of, int(counts[a:b].sum())) for (of, _), a, b in zip(runs, ends, ends[1:], strict=False)
+            ]
+            total = int(counts.sum())
+            return Lengths(total, total, 0, _by_version(written))
         turns = self.turns
         outputs = sum(len(turn.output_ids) for turn in turns)
         context = sum(len(turn.context_ids) for turn in turns)
-        versions = _by_version([(turn.policy_version, len(turn.output_ids)) for turn in turns])
-        return Lengths(outputs, outputs + context, len(turns), versions)
+        trained = [turn for segment in self.segments if segment.is_trained for turn in segment.turns]
+        versions = _by_version([(turn.policy_version, len(turn.output_ids)) for turn in trained])
+        sample_s = sum(turn.end_s - turn.start_s for turn in turns)
+        env_s = tuple(turn.env_s for turn in turns if turn.env_s)
+        return Lengths(outputs, outputs + context, len(turns), versions, sample_s, env_s)
+
+    def truncate(self, by: TruncatedBy) -> None:
+        """Mark as truncated, with the limit in the metrics."""
+        self.status = Status.TRUNCATED
+        self.metrics[f"truncated/{by}"] = 1.0
+
+    def count(self, metrics: Iterable[tuple[str, float]]) -> None:
+        """Add to the metrics."""
+        for name, value in metrics:
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def invalidate(self, reason: str) -> None:
         """Mark as invalid, with the reason; removes the reward."""
@@ -282,6 +359,15 @@ class Group:
         return [t for t in self.trajectories if t.is_valid]
 
     @property
+    def compared_rewards(self) -> list[list[float]]:
+        """The training rewards of valid trajectories that are compared with each other: of all, or of each agent."""
+        rewards: dict[str, list[float]] = {}
+        for trajectory in self.valid:
+            for agent, reward in trajectory.training_rewards.items():
+                rewards.setdefault(agent, []).append(reward)
+        return list(rewards.values())
+
+    @property
     def sampled(self) -> list[Trajectory]:
         """All sampled trajectories, the greedy answer last."""
         return [*self.trajectories, *([] if self.greedy is None else [self.greedy])]
@@ -293,7 +379,7 @@ class Row:
     hold all rows of a trajectory, one after the other in the order of its segments.
 
     `inputs` are the model's inputs, each array with T along its first axis: `input_ids` for text, `actions` for
-    simulators. In every per-position array index t belongs to the token (or action) at t: its log-prob given
+    perceptrons. In every per-position array index t belongs to the token (or action) at t: its log-prob given
     everything before it, its reward, its advantage, and the value of the state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
 
     `decision` numbers the decisions from 0 and is -1 outside the mask: a decision is a turn of text, a chunk of
@@ -307,7 +393,9 @@ class Row:
     and returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
     so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
     any limit cut it. `group` is the prompt's index in the round, `baseline` the reward of its greedy answer,
-    if there is one. `agent` is the index of the row's agent within its trajectory, `source` the prompt's source. `score` is the trajectory's reward before shaping.
+    if there is one. `agent` is the index of the row's agent within its trajectory, `source` the prompt's source. `score` is the trajectory's reward before shaping. `player` is the name of
+    the row's agent if agents have rewards of their own: `score`, `baseline`, returns and comparisons within the group
+    are then those of this agent.
     """
 
     inputs: dict[str, NDArray[Any]]
@@ -324,6 +412,7 @@ class Row:
     policy_versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     agent: int = 0
     source: str = ""
+    player: str = ""
 
     def __post_init__(self) -> None:
         if not len(self.decision):

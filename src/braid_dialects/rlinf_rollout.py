@@ -171,7 +171,7 @@ _VLA = section("actor.model", "model.vla", ROBOTS_ONLY)(
     to("image_size", ".image_size", list_of("count", length=2), note="height and width"),
     to("num_images_in_input", ".num_images", "count"),
     always("add_value_head", "there is a value head whenever values are learned", "bool"),
-    always("implement_version", "one implementation supports both", "rlinf|official"),
+    to("implement_version", ".form", {"rlinf": "rlinf", "official": "official"}),
     missing("use_film", "use a policy without FiLM"))
 
 RULES = rows(

@@ -196,10 +196,9 @@ SAMPLING = section("generator")(
        note="tokens before a response plus the longest response; max_prompt_length for a single turn"),
     to("max_turns", "env.max_turns", "count", _NO_TOOLS, lambda v, s: Became(
         {"env.max_turns": v} | ({"env.kwargs.max_turns": v} if facts.has_turns(s) else {})), default=1),
-    to("use_conversation_multi_turn", "", "bool", _NO_TOOLS,
+    to("use_conversation_multi_turn", "env.replies", "bool", _NO_TOOLS,
        lambda v, s: implied("replies are messages of the chat template, appended to the tokens as sampled")
-       if v or s.own.get("env.kind") == "tools" else unsupported("set it to true: a turn is a message"),
-       default=False),
+       if v or s.own.get("env.kind") == "tools" else "text", default=False),
     always("append_eos_token_after_stop_str_in_multi_turn",
            "the chat template's end of a turn is added, untrained, where the policy did not write it", "bool"),
     to("sampling_params.max_generate_length", "rollout.sampling.max_new_tokens", "count", default=1024),

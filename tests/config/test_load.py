@@ -285,15 +285,15 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ("eval=null", "eval: is empty; remove it, or set it to a mapping with keys before, every_rounds"),
         (
             "env.kind=tool",
-            "env: kind: 'tool' is not one of single_turn, tools, agent, program, gymnasium, maniskill, libero",
+            "env: kind: 'tool' is not one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero",
         ),
         (
             "env={max_turns: 3}",
-            "env: missing `kind`; set it to one of single_turn, tools, agent, program, gymnasium, maniskill, libero [override]",
+            "env: missing `kind`; set it to one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero [override]",
         ),
         (
             "env=tools",
-            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, agent, program, gymnasium, maniskill, libero [override]",
+            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero [override]",
         ),
         (
             "data.train=x",
@@ -302,10 +302,6 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         (
             "data.train.2={kind: hub}",
             "data.train[2].path: missing required key: Name of the data set [override]",
-        ),
-        (
-            "sft.steps=3",
-            "sft.data: missing required key: Sources whose response_key or response_function gives",
         ),
         ("model.path=x", "model: set exactly one of path, build and mlp, not path and build [c.yaml:2]"),
         ("model.build=null", "model: set exactly one of path, build and mlp, not none [c.yaml:2]"),

@@ -26,7 +26,7 @@ from braid.report.names import position
 from braid.training.backend import Diagnostics, Loss, StepReport, TrainingBackend
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss, supervised_loss
-from braid.types import ActionSpace, Row
+from braid.types import ActionSpace, Row, Spaces
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 2, 9, 4, 7)
@@ -40,7 +40,7 @@ BACKENDS: dict[str, Callable[..., TrainingBackend]] = {
 
 
 def _perceptron(seed: int = 0, width: int = 8) -> MlpPolicy:
-    return MlpPolicy(MlpSpec(hidden_sizes=(width,)), 3, ActionSpace("discrete", 4), seed=seed)
+    return MlpPolicy(MlpSpec(hidden_sizes=(width,)), Spaces(3, ActionSpace("discrete", 4)), seed=seed)
 
 
 def _perceptron_inputs(length: int, rng: np.random.Generator) -> dict[str, Any]:

@@ -84,10 +84,10 @@ def new_simulator(request: pytest.FixtureRequest) -> Callable[[int], Simulator]:
 
 
 def _action(simulator: Simulator, number: int) -> NDArray:
-    space = simulator.action_space
+    space = simulator.spaces.actions
     if space.kind == "discrete":
-        return np.array(number % space.size)
-    return np.full(space.size, np.sin(number), np.float32)
+        return np.array([number % space.size])
+    return np.full((1, space.size), np.sin(number), np.float32)
 
 
 def _play(
@@ -95,12 +95,12 @@ def _play(
 ) -> list[tuple[bytes, float, bool, bool]]:
     """One episode's first ticks, as seen from its slot."""
     tick = simulator.reset({slot: seed})
-    seen = [(tick.observations[slot].tobytes(), 0.0, False, False)]
+    seen = [(tick.observations["state"][slot].tobytes(), 0.0, False, False)]
     for number in range(steps):
         tick = simulator.step({slot: _action(simulator, number)})
         assert not tick.failures
         is_over = bool(tick.is_terminated[slot]), bool(tick.is_truncated[slot])
-        seen.append((tick.observations[slot].tobytes(), float(tick.rewards[slot]), *is_over))
+        seen.append((tick.observations["state"][slot].tobytes(), float(tick.rewards[slot, 0]), *is_over))
         if any(is_over):
             break
     return seen
@@ -111,9 +111,10 @@ def test_ticks_have_the_declared_shapes(new_simulator: Callable[[int], Simulator
     assert simulator.num_envs == 3
     simulator.reset({0: 1, 1: 2, 2: 3})
     tick = simulator.step({slot: _action(simulator, slot) for slot in range(3)})
-    assert tick.observations.shape == (3, simulator.observation_size)
-    assert tick.observations.dtype == np.float32
-    for array in (tick.rewards, tick.is_terminated, tick.is_truncated):
+    assert tick.observations["state"].shape == (3, simulator.spaces.state_size)
+    assert tick.observations["state"].dtype == np.float32
+    assert tick.rewards.shape == tick.success.shape == (3, 1)
+    for array in (tick.num_executed, tick.is_terminated, tick.is_truncated):
         assert array.shape == (3,)
     simulator.close()
 
@@ -132,7 +133,7 @@ def test_slots_that_are_not_named_do_not_move(new_simulator: Callable[[int], Sim
     expected = _play(alone, 0, seed=7)
     tick = simulator.step({1: _action(simulator, 0)})
     ticks = [simulator.step({0: _action(simulator, n)}) for n in range(len(expected) - 1)]
-    assert [t.observations[0].tobytes() for t in ticks] == [o for o, *_ in expected[1:]]
-    assert tick.observations.shape[0] == 2
+    assert [t.observations["state"][0].tobytes() for t in ticks] == [o for o, *_ in expected[1:]]
+    assert len(tick.observations["state"]) == 2
     for each in (simulator, alone):
         each.close()

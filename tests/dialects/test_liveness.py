@@ -30,6 +30,7 @@ from braid.config.rollout import (
     LiberoEnv,
     ManiskillEnv,
     McpServer,
+    MetaworldEnv,
     MixedEnvConfig,
     SearchTool,
     ToolsEnv,
@@ -81,7 +82,7 @@ MISSING = (
     "model.vla.",
     *sorted(
         {path for env in (ManiskillEnv, LiberoEnv) for path, _ in fields_of(env, "env.")}
-        - {path for env in (ToolsEnv, GymnasiumEnv) for path, _ in fields_of(env, "env.")}
+        - {path for env in (ToolsEnv, GymnasiumEnv, MetaworldEnv) for path, _ in fields_of(env, "env.")}
     ),
 )
 """Keys of parts that this version lacks. A run with one of these parts is refused (see below)."""
@@ -120,6 +121,8 @@ NEVER = {
     *(path for tool in (McpServer, SearchTool) for path, _ in fields_of(tool, "env.tools[].") if not path.endswith(".kind")),
     "env.tools[].kind",
     "sft.data[].tools_key",
+    # tests/trainer/test_vla_runs.py
+    "sft.demonstrations",
     # only one valid value
     *(f"rollout.{engine}.replicas" for engine in ("vllm", "sglang")),
     *(f"{train}.deepspeed.stage" for train in _TRAINS),
@@ -312,7 +315,8 @@ def _is_set_by(key: str, native: Iterable[str]) -> bool:
 
 
 def _has_effect(key: str, effects: Effects) -> bool:
-    if key in ELSEWHERE or key.endswith("deepspeed.stage"):  # the stage has only one value
+    # the stage has only one value; robot policies: tests/trainer/test_vla_runs.py, tests/models/test_vla_policies.py
+    if key in ELSEWHERE or key.endswith("deepspeed.stage") or key.startswith("model.vla."):
         return True
     return effects.of(key, VALUES.get(key, ())) in ("changed", "read", "refused")
 
@@ -365,7 +369,6 @@ def _is_in(value: Any, values: Iterable[Any]) -> bool:
     ("key", "seed", "chosen"),
     [
         ("env.kind", "rlinf-embodied-003", {}),
-        ("model.vla", "rlinf-embodied-003", {}),
     ],
 )
 def test_a_run_that_asks_for_a_missing_part_is_refused_by_name(

@@ -86,14 +86,13 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
     assert found.reward.parts == ()
 
 
-def test_keys_of_robots_are_unsupported_and_text_keys_say_why_they_have_no_effect() -> None:
+def test_keys_of_the_simulator_are_unsupported_and_text_keys_say_why_they_have_no_effect() -> None:
     ledger = read().ledger
-    of_robots = ("env.", "model.vla.")
     for entry in ledger:
-        is_of_robots = bool(entry.native) and all(key.startswith(of_robots) for key in entry.native)
-        assert (entry.disposition == "unsupported") == is_of_robots, entry.path
+        is_of_env = bool(entry.native) and all(key.startswith("env.") for key in entry.native)
+        assert (entry.disposition == "unsupported") == is_of_env, entry.path
     unused = {entry.path for entry in ledger if entry.disposition == "unused"}
-    assert {f"algorithm.{name}_type" for name in ("reward", "logprob", "entropy")} <= unused
+    assert {f"algorithm.{name}_type" for name in ("reward", "entropy")} <= unused
     found = notes()
     assert found["runner.seq_length"] == "for language models only; runner.task_type is embodied"
     assert found["rollout.model.model_path"] == "the robot policy is set by actor.model.model_path"

@@ -124,7 +124,7 @@ def test_functions_are_called_with_the_arguments() -> None:
 def test_arguments_that_do_not_fit_are_the_policys_mistake(arguments: dict[str, Any]) -> None:
     (step,) = played(_env(add), [call("add", **arguments)])
     assert step.messages[0]["content"].startswith("error: ")
-    assert step.metrics["tool_errors"] == 1
+    assert step.metrics["tool_errors/add"] == 1
 
 
 def test_a_type_error_inside_the_function_is_not() -> None:

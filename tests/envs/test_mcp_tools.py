@@ -96,7 +96,7 @@ def test_an_error_result_is_read_by_the_policy(run: Run) -> None:
     assert "Error executing tool fail" in failed
     assert "page is not a page" in refused
     assert picture == "[image]"
-    assert step.metrics["tool_errors"] == 2
+    assert (step.metrics["tool_errors/fail"], step.metrics["tool_errors/refuse"]) == (1, 1)
 
 
 def test_a_server_that_dies_is_a_failure_and_the_next_episode_has_a_new_one(run: Run) -> None:

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ def unruly() -> Iterator[SimulatorProcesses]:
 
 
 def _step(simulator: SimulatorProcesses, **actions: int) -> Tick:
-    return simulator.step({int(name[1:]): np.array(action) for name, action in actions.items()})
+    return simulator.step({int(name[1:]): np.array([action]) for name, action in actions.items()})
 
 
 def _late_step(simulator: SimulatorProcesses, **actions: int) -> Tick:
@@ -61,16 +61,17 @@ def test_results_do_not_depend_on_the_number_of_processes(num_processes: int) ->
             yield simulator.reset({slot: 7 + slot for slot in range(5)})
             for number in range(30):
                 slots = np.flatnonzero(random.random(5) < 0.7).tolist()
-                yield simulator.step({slot: random.normal(size=1).astype(np.float32) for slot in slots})
+                yield simulator.step({slot: random.normal(size=(1, 1)).astype(np.float32) for slot in slots})
                 if slots:
                     yield simulator.reset({slots[0]: number})
 
     kwargs = {"max_episode_steps": 9}
     apart = SimulatorProcesses("Pendulum-v1", 5, kwargs, num_processes=num_processes, timeout_s=LIMIT_S)
     here = GymnasiumSimulator("Pendulum-v1", 5, kwargs)
-    assert (apart.observation_size, apart.action_space) == (here.observation_size, here.action_space)
+    assert apart.spaces == here.spaces
     for one, other in zip(ticks(apart), ticks(here), strict=True):
-        for name in ("observations", "rewards", "is_terminated", "is_truncated"):
+        np.testing.assert_array_equal(one.observations["state"], other.observations["state"])
+        for name in ("rewards", "num_executed", "is_terminated", "is_truncated", "success"):
             assert getattr(one, name).dtype == getattr(other, name).dtype
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
         assert one.failures == other.failures == {}
@@ -79,19 +80,19 @@ def test_results_do_not_depend_on_the_number_of_processes(num_processes: int) ->
 def test_a_hanging_environment_fails_its_process_s_episodes_and_no_others(
     unruly: SimulatorProcesses, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sleeper = psutil.Process(int(_step(unruly, _0=SPAWN).rewards[0]))
+    sleeper = psutil.Process(int(_step(unruly, _0=SPAWN).rewards[0, 0]))
     tick = _late_step(unruly, _0=HANG, _2=GO_ON, _3=GO_ON)
     why = f"{UNRULY}: step took longer than 1 s (rollout.env_timeout_s)"
     assert tick.failures == {0: why}
     assert why in caplog.text
-    assert tick.observations[2:, 0].tolist() == [1, 1]
+    assert tick.observations["state"][2:, 0].tolist() == [1, 1]
     await_end([sleeper])
 
     assert _step(unruly, _1=GO_ON, _2=GO_ON).failures == {1: why}, "its episode ended with the process"
     assert not unruly.reset({0: 0}).failures
     tick = _step(unruly, _0=GO_ON, _1=GO_ON, _2=GO_ON)
     assert tick.failures == {1: why}, "it has not been reset"
-    assert tick.observations[[0, 2], 0].tolist() == [1, 3]
+    assert tick.observations["state"][[0, 2], 0].tolist() == [1, 3]
     assert not unruly.reset({1: 0}).failures
 
 
@@ -101,25 +102,25 @@ def test_a_hanging_environment_fails_its_process_s_episodes_and_no_others(
 def test_a_process_that_dies_is_noticed_although_it_leaves_processes(
     unruly: SimulatorProcesses, act: int, how: str
 ) -> None:
-    sleeper = psutil.Process(int(_step(unruly, _3=SPAWN).rewards[3]))
+    sleeper = psutil.Process(int(_step(unruly, _3=SPAWN).rewards[3, 0]))
     tick = _step(unruly, _0=GO_ON, _2=act, _3=GO_ON)
     assert tick.failures == dict.fromkeys((2, 3), f"{UNRULY}: the process {how} during step")
     await_end([sleeper])
     assert not unruly.reset({2: 0, 3: 0}).failures
-    assert _step(unruly, _0=GO_ON, _2=GO_ON).observations[[0, 2], 0].tolist() == [2, 1]
+    assert _step(unruly, _0=GO_ON, _2=GO_ON).observations["state"][[0, 2], 0].tolist() == [2, 1]
 
 
 def test_an_exception_costs_one_slot_and_the_process_has_no_torch(unruly: SimulatorProcesses) -> None:
     tick = _step(unruly, _0=GO_ON, _1=RAISE, _3=RAISE)
     assert tick.failures == dict.fromkeys((1, 3), "RuntimeError: torch is loaded: False")
-    assert tick.observations[0, 0] == 1
+    assert tick.observations["state"][0, 0] == 1
 
 
 def test_a_call_after_an_interrupted_one_has_its_own_answer(unruly: SimulatorProcesses) -> None:
     with pytest.raises(KeyboardInterrupt):
         _step(unruly, _0=INTERRUPT, _2=GO_ON)
     unruly.reset(dict.fromkeys(range(4), 0))
-    assert _step(unruly, _0=GO_ON, _2=GO_ON).observations[[0, 2], 0].tolist() == [1, 1]
+    assert _step(unruly, _0=GO_ON, _2=GO_ON).observations["state"][[0, 2], 0].tolist() == [1, 1]
 
 
 def test_environments_are_closed_once_and_one_that_hangs_is_killed(
@@ -144,8 +145,8 @@ def test_environments_are_closed_once_and_one_that_hangs_is_killed(
 class _Impatient(SimulatorProcesses):
     """The first call has a short deadline."""
 
-    def reset(self, seeds: Mapping[int, int]) -> Tick:
-        tick = super().reset(seeds)
+    def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
+        tick = super().reset(seeds, filmed)
         self.timeout_s = LIMIT_S
         return tick
 
@@ -157,7 +158,7 @@ def _play(tmp_path: Path, act: int, *, retries: int) -> list[Trajectory]:
     kwargs = {"act": act, "first": str(first)}
     simulator = _Impatient(UNRULY, 4, kwargs, num_processes=2, timeout_s=LIMIT_S)
     simulator.timeout_s = LATE_S
-    policy = MlpPolicy(MlpSpec(), simulator.observation_size, simulator.action_space, seed=0)
+    policy = MlpPolicy(MlpSpec(), simulator.spaces, seed=0)
     policy.module.get_parameter("head.bias").data[GO_ON] = 1e4  # no other action is ever sampled
     with closing(SimulatorEngine(simulator, policy, retries=retries)) as engine:
         groups = drive(SimulatorDriver(engine, seed=0), reset_prompts("unruly", 6))
@@ -211,9 +212,9 @@ class Mine(Unruly):
 gymnasium.register("Mine-v0", Mine)
 simulator = SimulatorProcesses("Mine-v0", 2, num_processes=2, timeout_s=1000)
 simulator.reset({0: 0, 1: 0})
-simulator.step({0: np.array(SPAWN)})
+simulator.step({0: np.array([SPAWN])})
 print(json.dumps([child.pid for child in psutil.Process().children(recursive=True)]), flush=True)
-simulator.step({0: np.array(GO_ON), 1: np.array(HANG)})
+simulator.step({0: np.array([GO_ON]), 1: np.array([HANG])})
 """
 
 

@@ -32,7 +32,7 @@ from braid.models.value import ValueModel
 from braid.training.backend import Loss, StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss, supervised_loss, value_loss_of
-from braid.types import ActionSpace, Aggregation, Row
+from braid.types import ActionSpace, Aggregation, Row, Spaces
 
 VOCAB, CONSTANT, TEMPERATURE = 64, 40.0, 0.8
 LENGTHS = (9, 23, 4, 17, 2, 31, 12, 12, 6, 20)
@@ -232,8 +232,8 @@ def test_a_simulators_update_depends_on_neither_cut_nor_order(
     mode: Aggregation, micro_batch_tokens: int
 ) -> None:
     rng = np.random.default_rng(3)
-    spec, actions = MlpSpec(hidden_sizes=(16,)), ActionSpace("continuous", 2)
-    policy, critic = MlpPolicy(spec, 3, actions, seed=0), MlpValue(spec, 3, seed=1)
+    spec, spaces = MlpSpec(hidden_sizes=(16,)), Spaces(3, ActionSpace("continuous", 2))
+    policy, critic = MlpPolicy(spec, spaces, seed=0), MlpValue(spec, spaces, seed=1)
     rows = []
     for number, length in enumerate(LENGTHS):
         mask = np.arange(length) < length - 1

@@ -49,7 +49,7 @@ def test_a_language_model_learns_to_write_one_letter(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["calculator", "openai_agent", "cartpole"])
+@pytest.mark.parametrize("example", ["agent", "openai_agent", "cartpole", "../benchmarks/learned/kuhn"])
 def test_an_example_learns(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     loaded = load_config(EXAMPLES / f"{example}.yaml", ["run.output_dir=runs", "report.console=none"])

@@ -282,3 +282,23 @@ def test_calls_and_reasoning_to_imitate_are_those_of_the_policy(name: str) -> No
 def test_an_answer_that_the_template_does_not_continue_is_refused() -> None:
     with pytest.raises(ModelError, match="reasoning_content"):
         _format("nemotron_3_nano").example([ASK, {"role": "assistant", "content": "Three."}])
+
+
+def test_words_of_a_built_model_are_one_token_in_messages_and_special_tokens_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer = character_tokenizer("abc", special_tokens=["cab"], words=["a", "b bc", "higher"])
+    chat = ChatFormat(tokenizer, end_token_ids=[1])
+
+    def read(text: str) -> list[str]:
+        return tokenizer.convert_ids_to_tokens(chat.delta([{"role": "user", "content": text}], (), [3]))
+
+    assert read("higherab bc") == ["higher", "a", "b bc"]
+    assert read("cab") == ["c", "a", "b"]
+    assert tokenizer.convert_ids_to_tokens(chat.opening([{"role": "user", "content": "higher"}])) == [
+        "higher"
+    ]
+    assert not caplog.records
+    assert read("lower") == ["<unk>"] * 5
+    assert "'lower'" in caplog.text
+    assert "model.build.characters" in caplog.text

@@ -14,7 +14,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.flops import attention_flops
 from braid.models.mlp import MlpPolicy, MlpValue
 from braid.models.value import ValueModel
-from braid.types import ActionSpace
+from braid.types import ActionSpace, Spaces
 
 Make = Callable[..., PreTrainedModel]
 LENGTH = 13
@@ -91,7 +91,7 @@ def test_a_critic_counts_its_backbone_and_one_output(tiny_model: Make) -> None:
 
 @pytest.mark.parametrize("actions", [2, 5])
 def test_a_perceptron_counts_its_layers(actions: int) -> None:
-    spec = MlpSpec(hidden_sizes=(8, 6))
-    policy, value = MlpPolicy(spec, 3, ActionSpace("discrete", actions), seed=0), MlpValue(spec, 3, seed=0)
+    spec, spaces = MlpSpec(hidden_sizes=(8, 6)), Spaces(3, ActionSpace("discrete", actions))
+    policy, value = MlpPolicy(spec, spaces, seed=0), MlpValue(spec, spaces, seed=0)
     assert policy.flops([4, 6], 8).forward == 10 * 2 * (3 * 8 + 8 * 6 + 6 * actions)
     assert value.flops([4, 6], 8).training == 3 * 10 * 2 * (3 * 8 + 8 * 6 + 6)

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 from tests.rounding import assert_near, rounding
+from tests.rows import rows_of
 
 from braid.config.model import MlpSpec
 from braid.models.batch import PackedBatch
 from braid.models.mlp import MlpPolicy, MlpValue
-from braid.types import ActionSpace
+from braid.training.packing import pack
+from braid.types import ActionSpace, DecisionLevel, EnvSteps, Group, Prompt, Spaces, Trajectory
 
 SPEC = MlpSpec(hidden_sizes=(16, 16))
 KINDS = [ActionSpace("discrete", 3), ActionSpace("continuous", 2)]
@@ -19,11 +21,18 @@ KINDS = [ActionSpace("discrete", 3), ActionSpace("continuous", 2)]
 
 def _policy(actions: ActionSpace, seed: int = 0) -> MlpPolicy:
     """A policy that is not close to uniform, as the usual initialization is."""
-    policy = MlpPolicy(SPEC, 4, actions, seed=seed)
+    policy = MlpPolicy(SPEC, Spaces(4, actions), seed=seed)
     torch.nn.init.normal_(
         policy.module.get_parameter("head.weight"), generator=torch.Generator().manual_seed(seed)
     )
     return policy
+
+
+def _act(policy: MlpPolicy, states: np.ndarray, numbers: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Single actions, and their log-probs."""
+    acted = policy.act({"state": states}, numbers)
+    np.testing.assert_array_equal(acted.inputs["actions"], acted.actions)
+    return acted.actions[:, 0], acted.logprobs[:, 0]
 
 
 def _batch(observations: np.ndarray, actions: np.ndarray, mask: np.ndarray) -> PackedBatch:
@@ -33,6 +42,7 @@ def _batch(observations: np.ndarray, actions: np.ndarray, mask: np.ndarray) -> P
         lengths=(len(mask),),
         observations={"state": torch.from_numpy(observations)},
         observed=torch.arange(len(mask)),
+        decision=torch.where(torch.from_numpy(mask), torch.arange(len(mask)), -1),
     )
 
 
@@ -41,7 +51,7 @@ def test_acting_and_training_give_the_same_logprobs(actions: ActionSpace) -> Non
     policy = _policy(actions)
     rng = np.random.default_rng(0)
     observations = rng.normal(size=(40, 4)).astype(np.float32)
-    drawn, logprobs = policy.act(observations, rng.random((40, policy.num_uniforms)))
+    drawn, logprobs = _act(policy, observations, rng.random((40, policy.num_uniforms)))
     mask = np.arange(40) != 39
     out = policy.forward(_batch(observations, drawn, mask), frozenset({"logprobs", "entropy"}))
     np.testing.assert_allclose(
@@ -55,7 +65,7 @@ def test_each_observation_is_read_once_however_many_positions_it_has() -> None:
     policy, rng = _policy(KINDS[0]), np.random.default_rng(0)
     states, actions = rng.normal(size=(20, 4)).astype(np.float32), rng.integers(0, 2, 40)
     sizes: list[int] = []
-    policy.module.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    policy.module.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0]["state"])))
     repeated = _batch(np.repeat(states, 2, axis=0), actions, np.ones(40, np.bool_))
     once = replace(repeated, observations={"state": torch.from_numpy(states)}, observed=torch.arange(40) // 2)
     expected, ours = (
@@ -72,8 +82,8 @@ def test_an_action_does_not_depend_on_its_neighbours(actions: ActionSpace, size:
     rng = np.random.default_rng(0)
     observations = rng.normal(size=(40, 4)).astype(np.float32)
     numbers = rng.random((40, policy.num_uniforms))
-    whole = policy.act(observations, numbers)
-    parts = [policy.act(observations[i : i + size], numbers[i : i + size]) for i in range(0, 40, size)]
+    whole = _act(policy, observations, numbers)
+    parts = [_act(policy, observations[i : i + size], numbers[i : i + size]) for i in range(0, 40, size)]
     for one, many in zip(whole, zip(*parts, strict=True), strict=True):
         np.testing.assert_array_equal(one, np.concatenate(many))
 
@@ -82,7 +92,7 @@ def test_choices_are_drawn_with_their_probabilities() -> None:
     policy = _policy(KINDS[0])
     observation = np.ones((1, 4), np.float32)
     grid = (np.arange(10_000)[:, None] + 0.5) / 10_000
-    drawn, logprobs = policy.act(np.repeat(observation, 10_000, axis=0), grid)
+    drawn, logprobs = _act(policy, np.repeat(observation, 10_000, axis=0), grid)
     for action in range(3):
         expected = np.exp(logprobs[drawn == action][0])
         assert (drawn == action).mean() == pytest.approx(expected, abs=2e-4)  # the grid's step, at both ends
@@ -95,8 +105,8 @@ def test_vectors_are_drawn_with_their_mean_and_deviation() -> None:
     rng = np.random.default_rng(0)
     numbers = np.stack([grid, rng.permutation(grid)], axis=1)
     observations = np.ones((10_000, 4), np.float32)
-    drawn, _ = policy.act(observations, numbers)
-    mean, _ = policy.act(observations[:1], None)
+    drawn, _ = _act(policy, observations, numbers)
+    mean, _ = _act(policy, observations[:1], None)
     np.testing.assert_allclose(
         drawn.mean(0), mean[0], atol=1e-3
     )  # a grid of 10,000 cuts the tails at 4 deviations
@@ -107,8 +117,8 @@ def test_extreme_uniform_numbers_give_finite_actions() -> None:
     for actions in KINDS:
         policy = _policy(actions)
         for number in (0.0, np.nextafter(1.0, 0.0)):
-            drawn, logprobs = policy.act(
-                np.ones((1, 4), np.float32), np.full((1, policy.num_uniforms), number)
+            drawn, logprobs = _act(
+                policy, np.ones((1, 4), np.float32), np.full((1, policy.num_uniforms), number)
             )
             assert np.isfinite(drawn).all()
             assert np.isfinite(logprobs).all()
@@ -117,38 +127,77 @@ def test_extreme_uniform_numbers_give_finite_actions() -> None:
 def test_without_numbers_the_likeliest_action_is_taken() -> None:
     policy = _policy(KINDS[0])
     observations = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
-    drawn, _ = policy.act(observations, None)
-    expected = policy.module(torch.from_numpy(observations)).argmax(-1)
+    drawn, _ = _act(policy, observations, None)
+    expected = policy.module({"state": torch.from_numpy(observations)}).argmax(-1)
     np.testing.assert_array_equal(drawn, expected.numpy())
 
 
 def test_entropies_are_those_of_the_distributions() -> None:
     observations, mask = np.ones((2, 4), np.float32), np.ones(2, bool)
-    discrete = MlpPolicy(SPEC, 4, KINDS[0], seed=0)
+    discrete = MlpPolicy(SPEC, Spaces(4, KINDS[0]), seed=0)
     torch.nn.init.zeros_(discrete.module.get_parameter("head.weight"))
     entropy = discrete.forward(_batch(observations, np.zeros(2, np.int64), mask), frozenset({"entropy"}))[
         "entropy"
     ]
     torch.testing.assert_close(entropy, torch.full((2,), log(3)))
-    vector = MlpPolicy(SPEC, 4, KINDS[1], seed=0)
+    vector = MlpPolicy(SPEC, Spaces(4, KINDS[1]), seed=0)
     actions = np.zeros((2, 2), np.float32)
     entropy = vector.forward(_batch(observations, actions, mask), frozenset({"entropy"}))["entropy"]
     torch.testing.assert_close(entropy, torch.full((2,), 1 + log(2 * pi)))
 
 
 def test_values_cover_the_final_observation() -> None:
-    value = MlpValue(SPEC, 4, seed=0)
+    value = MlpValue(SPEC, Spaces(4, KINDS[0]), seed=0)
     observations = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     batch = _batch(observations, np.zeros(3, np.int64), np.array([True, True, False]))
     out = value.forward(batch, frozenset({"values"}))["values"]
-    torch.testing.assert_close(out, value.module(torch.from_numpy(observations)))
+    torch.testing.assert_close(out, value.module({"state": torch.from_numpy(observations)}))
     assert out[2] != 0
 
 
 def test_the_seed_decides_the_weights_and_the_first_policy_is_close_to_uniform() -> None:
-    one, same, other = (MlpPolicy(SPEC, 4, KINDS[0], seed=s) for s in (0, 0, 1))
+    one, same, other = (MlpPolicy(SPEC, Spaces(4, KINDS[0]), seed=s) for s in (0, 0, 1))
     weights = [torch.cat([w.flatten() for _, w in p.named_weights()]) for p in (one, same, other)]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    _, logprobs = one.act(np.ones((1, 4), np.float32), None)
+    _, logprobs = _act(one, np.ones((1, 4), np.float32), None)
     assert logprobs[0] == pytest.approx(-log(3), abs=0.05)
+
+
+@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+@pytest.mark.parametrize("actions", KINDS, ids=lambda a: a.kind)
+def test_chunks_have_the_same_logprobs_and_entropies_at_every_level(
+    actions: ActionSpace, level: DecisionLevel
+) -> None:
+    """Two decisions on images and a state; of the second, only the first of three actions was executed."""
+    spec = MlpSpec(hidden_sizes=(16,), channels=(4, 4), num_action_chunks=3)
+    spaces = Spaces(2, actions, {"left": (8, 6, 3), "right": (8, 6, 1)})
+    policy, rng = MlpPolicy(spec, spaces, seed=0, level=level), np.random.default_rng(0)
+    torch.nn.init.normal_(policy.module.get_parameter("head.weight"))
+    seen: dict[str, np.ndarray] = {
+        name: rng.integers(0, 256, (3, *shape)).astype(np.uint8) for name, shape in spaces.images.items()
+    }
+    seen["state"] = rng.normal(size=(3, 2)).astype(np.float32)
+    acted = policy.act({name: of[:2] for name, of in seen.items()}, rng.random((2, policy.num_uniforms)))
+    assert acted.actions.shape == (2, 3, *((2,) if actions.kind == "continuous" else ()))
+    steps = EnvSteps(
+        seen, acted.inputs, acted.logprobs, np.ones((2, 3), np.float32), np.array([3, 1], np.int32), 0
+    )
+    trajectory = Trajectory(Prompt("a:0", "a", (), ()), 0, env_steps=steps, reward=4.0)
+    (row,) = rows_of([Group(trajectory.prompt, [trajectory])])
+    width = acted.logprobs.shape[1]
+    assert width == {"token": 3 * (2 if actions.kind == "continuous" else 1), "action": 3, "chunk": 1}[level]
+    assert row.num_tokens == width + max(width // 3, 1) == trajectory.lengths.outputs
+    batch = pack([row], torch.device("cpu"))
+    out = policy.forward(batch, frozenset({"logprobs", "entropy"}))
+    behavior = torch.from_numpy(row.fields["behavior_logprobs"])
+    assert_near(out["logprobs"].detach(), behavior, rounding(16) * 10)
+    assert row.fields["rewards"].sum() == 4
+    per_action = out["entropy"][batch.decision == 0].sum() / 3
+    assert_near(
+        out["entropy"][batch.decision == 1].sum() / (3 if level == "chunk" else 1)
+        if actions.kind == "continuous"
+        else per_action,
+        per_action,
+        rounding(16) * 10,
+    )

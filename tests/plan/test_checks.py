@@ -118,8 +118,8 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         ),
         (
             ["model={mlp: {}}"],
-            "model.mlp: an MLP cannot act in env.kind=single_turn, a text environment; set "
-            "env.kind=gymnasium, or use model.path or model.build",
+            "model.mlp: a robot policy cannot act in env.kind=single_turn, a text environment; set "
+            "env.kind=gymnasium or metaworld, or use model.path or model.build alone",
         ),
         (["data.train=[]"], "data.train: no training prompts; add at least one source"),
         (
@@ -202,27 +202,28 @@ def test_an_impossible_config_is_refused_with_the_arithmetic(overrides: list[str
     [
         (
             ["model={build: {}}"],
-            "env.kind: a language model cannot act in a gymnasium environment; use model.mlp instead of model.build",
+            "env.kind: a language model cannot act in a simulator; use model.mlp instead of model.build, "
+            "or set model.vla if it is a vision-language-action policy",
         ),
         (
             ["data.train=[{kind: file, path: x}]"],
-            "data.train: a gymnasium environment has its own reset states; remove the data",
+            "data.train: a simulator has its own reset states; remove the data",
         ),
         (
             ["reward.parts=[{kind: exact}]"],
-            "reward.parts: reward parts score text, but a gymnasium environment computes its own rewards; remove them",
+            "reward.parts: reward parts score text, but a simulator computes its own rewards; remove them",
         ),
         (
             ["sft.data=[{kind: file, path: x, response_key: y}]"],
-            "sft: supervised fine-tuning needs a language model; remove it for a gymnasium environment",
+            "sft: supervised fine-tuning for a simulator needs an OpenVLA policy (model.vla); remove it",
         ),
         (
             ["algorithm.kl_coef=0.1"],
-            "algorithm.kl_coef: an MLP policy has no reference model; set algorithm.kl_coef=0",
+            "algorithm.kl_coef: robot policies have no reference model; set algorithm.kl_coef=0",
         ),
         (
             ["run.max_epochs=3"],
-            "run.max_epochs: a gymnasium environment has no prompts and so no epochs; set run.max_rounds",
+            "run.max_epochs: a simulator has no prompts and so no epochs; set run.max_rounds",
         ),
         (
             ["algorithm.aggregation=token_sum_constant"],
@@ -399,11 +400,13 @@ def test_suspicious_settings_cause_warnings(overrides: list[str], warning: str) 
     assert warnings(TEXT, *overrides) == [warning]
 
 
-def test_a_simulator_has_no_tokens_whose_log_probs_to_add() -> None:
-    assert warnings(SIMULATOR, "algorithm.recipe=grpo", "algorithm.logprob_level=chunk") == [
-        "algorithm.logprob_level: has no effect: only a turn of text has several tokens; a simulator's policy has one "
-        "log-prob per env step"
-    ]
+def test_levels_of_robot_policies() -> None:
+    assert not warnings(SIMULATOR, "algorithm.recipe=grpo", "algorithm.logprob_level=chunk")
+    chunks = "model.mlp.num_action_chunks=4"
+    (why,) = complaints(SIMULATOR, chunks, "algorithm.entropy_level=chunk")
+    assert "entropy of robot policies is computed at algorithm.logprob_level=action" in why
+    (why,) = complaints(SIMULATOR, chunks, "algorithm.recipe=ppo", "algorithm.reward_level=action")
+    assert "one value per chunk" in why
 
 
 def test_a_simulator_warns_of_keys_for_text() -> None:
@@ -418,7 +421,7 @@ def test_deadlines_of_environments_need_processes_of_which_each_has_an_environme
         "env.processes: has no effect: there are fewer environments than that (env.num_envs)"
     ]
     assert warnings(SIMULATOR, "rollout.env_timeout_s=9", "env.processes=0") == [
-        "rollout.env_timeout_s: has no effect: only gymnasium environments in processes of their own have it"
+        "rollout.env_timeout_s: has no effect: only simulators in processes of their own have it"
     ]
 
 

@@ -47,10 +47,14 @@ def groups() -> list[Group]:
     bad = Trajectory(prompt, 1)
     bad.invalidate("reward exact: timed out after 1 s")
     steps = EnvSteps(
-        observations=np.arange(6, dtype=np.float32).reshape(3, 2) / 3,
-        actions=np.array([0, 1]),
-        logprobs=np.array([-0.1, -0.2], np.float32),
-        rewards=np.array([1, 1], np.float32),
+        observations={
+            "state": np.arange(6, dtype=np.float32).reshape(3, 2) / 3,
+            "image": np.zeros((3, 2, 2, 3), np.uint8),
+        },
+        inputs={"actions": np.array([[0], [1]])},
+        logprobs=np.array([[-0.1], [-0.2]], np.float32),
+        rewards=np.array([[1], [1]], np.float32),
+        num_executed=np.ones(2, np.int32),
         policy_version=1,
     )
     reset = Prompt("CartPole-v1:3", "CartPole-v1", (), ())

@@ -44,9 +44,15 @@ def test_every_trajectory_comes_back_as_it_was(
         )
     steps, original_steps = samples[2].trajectory.env_steps, trajectories[2].env_steps
     assert steps is not None
-    for name in ("observations", "actions", "logprobs", "rewards"):
-        np.testing.assert_array_equal(getattr(steps, name), getattr(original_steps, name))
-        assert getattr(steps, name).dtype == getattr(original_steps, name).dtype
+    assert original_steps is not None
+    kept = {"state": original_steps.observations["state"]} | original_steps.inputs
+    back = steps.observations | steps.inputs
+    for name in ("logprobs", "rewards", "num_executed"):
+        kept[name], back[name] = getattr(original_steps, name), getattr(steps, name)
+    assert kept.keys() == back.keys(), "images are left out"
+    for name, values in kept.items():
+        np.testing.assert_array_equal(back[name], values)
+        assert back[name].dtype.kind == values.dtype.kind
     assert math.isnan(samples[0].trajectory.turns[1].logprobs[1])
 
 
@@ -78,7 +84,11 @@ def test_segments_come_back_with_their_agents_and_the_values_of_all_their_rows(
     tmp_path: Path, groups: list[Group]
 ) -> None:
     (first, second), trajectory = groups[0].trajectories[0].turns, groups[0].trajectories[0]
-    trajectory.segments = [Segment([first], "lead"), Segment([], "lead"), Segment([second], "helper")]
+    trajectory.segments = [
+        Segment([first], "lead"),
+        Segment([], "lead"),
+        Segment([second], "helper", is_trained=False),
+    ]
     rows = [
         Row({}, np.ones(num, np.bool_), 0, 0, fields={"values": np.full(num, value, np.float32)})
         for num, value in ((2, 1.0), (3, 2.0))
@@ -86,6 +96,7 @@ def test_segments_come_back_with_their_agents_and_the_values_of_all_their_rows(
     path = tmp_path / "x.jsonl"
     write_samples(path, groups, rows)
     sample = next(read_samples(path))
+    assert [s.is_trained for s in sample.trajectory.segments] == [True, True, False]
     assert [(s.agent, len(s.turns)) for s in sample.trajectory.segments] == [
         ("lead", 1),
         ("lead", 0),

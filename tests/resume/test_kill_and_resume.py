@@ -13,8 +13,10 @@ import os
 import random
 import signal
 import time
+from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -73,15 +75,15 @@ CONFIG = {
 }  # fmt: skip
 
 
-def start(folder: Path, *overrides: str) -> ForkServerProcess:
-    process = CONTEXT.Process(target=_train, args=[folder, overrides])
+def start(folder: Path, *overrides: str, config: Mapping[str, Any] = CONFIG) -> ForkServerProcess:
+    process = CONTEXT.Process(target=_train, args=[folder, overrides, config])
     process.start()
     return process
 
 
-def _train(folder: Path, overrides: tuple[str, ...]) -> None:
+def _train(folder: Path, overrides: tuple[str, ...], config: Mapping[str, Any]) -> None:
     os.chdir(folder)
-    Path("tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+    Path("tiny.yaml").write_text(yaml.safe_dump(dict(config)))
     commands.train(load_config("tiny.yaml", ["run.output_dir=runs", *overrides]))
 
 
@@ -125,18 +127,49 @@ def wait_for(moment: str, run: Path, process: ForkServerProcess, rng: random.Ran
 
 @pytest.mark.slow
 def test_a_run_killed_twenty_times_equals_the_uninterrupted_run(tmp_path: Path) -> None:
+    _check_killed(tmp_path, CONFIG, NUM_KILLS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"kind": "gymnasium", "id": f"{EXAMPLES}/tabletop.py:Tabletop", "kwargs": {"max_episode_steps": 10}},
+        {"kind": "metaworld", "task": "button-press-v3", "max_episode_steps": 10},
+    ],
+    ids=["tabletop", "metaworld"],
+)
+def test_a_killed_run_of_a_simulator_equals_the_uninterrupted_one(
+    tmp_path: Path, env: dict[str, Any]
+) -> None:
+    """Chunks of two actions, one environment with images, in a child process."""
+    mlp = {"hidden_sizes": [16], "num_action_chunks": 2} | ({"channels": [4]} if "id" in env else {})
+    config: dict[str, Any] = {
+        name: CONFIG[name] for name in ("rollout", "train", "eval", "checkpoint", "report")
+    }
+    config |= {
+        "run": CONFIG["run"] | {"max_rounds": 10},
+        "model": {"mlp": mlp},
+        "env": env | {"num_envs": 4, "eval_episodes": 4},
+        "rollout": {"prompts_per_round": 4, "group_size": 1},
+        "algorithm": {"recipe": "ppo", "kl_coef": 0.0},
+    }
+    _check_killed(tmp_path, config, 4)
+
+
+def _check_killed(tmp_path: Path, config: Mapping[str, Any], num_kills: int) -> None:
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     unbroken.mkdir()
     broken.mkdir()
-    whole = start(unbroken)
+    whole = start(unbroken, config=config)
     whole.join()
     assert whole.exitcode == 0
 
     rng = random.Random(7)
     run = broken / "runs" / "tiny"
     kills = {"moment": 0, "write": 0}
-    while sum(kills.values()) < NUM_KILLS:
-        process = start(broken, "run.resume=latest")
+    while sum(kills.values()) < num_kills:
+        process = start(broken, "run.resume=latest", config=config)
         kind = "write" if sum(kills.values()) % 2 else "moment"
         wait_for(kind, run, process, rng)
         process.kill()
@@ -145,9 +178,9 @@ def test_a_run_killed_twenty_times_equals_the_uninterrupted_run(tmp_path: Path) 
             break
         assert process.exitcode == -signal.SIGKILL
         kills[kind] += 1
-    last = start(broken, "run.resume=latest")
+    last = start(broken, "run.resume=latest", config=config)
     last.join()
     assert last.exitcode == 0
-    assert sum(kills.values()) == NUM_KILLS, f"the run ended after {kills}; make it longer"
+    assert sum(kills.values()) == num_kills, f"the run ended after {kills}; make it longer"
     assert numbers(run) == numbers(unbroken / "runs" / "tiny")
     assert weight_hashes(run) == weight_hashes(unbroken / "runs" / "tiny")

@@ -106,10 +106,11 @@ def test_the_reward_is_the_weighted_sum_of_the_parts_and_the_turns(answered: Ans
 def test_without_parts_the_reward_is_that_of_the_environment(answered: Answered, score: Score) -> None:
     text, simulator = answered("x"), answered("")
     simulator.env_steps = EnvSteps(
-        observations=np.zeros((4, 1), np.float32),
-        actions=np.zeros(3),
-        logprobs=np.zeros(3, np.float32),
-        rewards=np.array([1, 1, 0.5], np.float32),
+        observations={"state": np.zeros((4, 1), np.float32)},
+        inputs={"actions": np.zeros((3, 1))},
+        logprobs=np.zeros((3, 1), np.float32),
+        rewards=np.array([[1], [1], [0.5]], np.float32),
+        num_executed=np.ones(3, np.int32),
         policy_version=0,
     )
     score([text, simulator])

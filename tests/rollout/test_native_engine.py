@@ -721,7 +721,7 @@ def test_a_continued_conversation_does_not_depend_on_others(tiny_lm: TinyLM) -> 
 def test_the_oldest_conversations_are_forgotten_above_the_budget(tiny_lm: TinyLM) -> None:
     lm = tiny_lm("qwen3")
     done, counting, engine = _talk(lm, 12, prefix_caching=True, kv_budget_tokens=320, max_running=2)
-    assert 0 < sum(len(of.ids) for of in engine._prefixes.values()) <= 320
+    assert 0 < sum(len(of.ids) for of in engine._prefixes.values()) == engine._prefix_tokens <= 320
     everything, all_tokens, _ = _talk(lm, 12)
     assert counting.num_prefilled < all_tokens.num_prefilled
     assert {i: [t.token_ids for t in turns] for i, turns in done.items()} == {

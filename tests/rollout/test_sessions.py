@@ -29,8 +29,9 @@ from braid.rollout.drivers.programs import ProgramDriver
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.sessions import server as server_module
+from braid.rollout.sessions.chat_api import message_of
 from braid.rollout.sessions.server import SessionServer
-from braid.types import Group, Prompt, Status, StopReason, Trajectory
+from braid.types import Action, Group, Prompt, Status, StopReason, ToolCall, Trajectory
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 |\n:{}[]()<>/\"'!?,._-@"
 TOKENIZER = character_tokenizer(CHARACTERS)
@@ -593,15 +594,16 @@ def test_a_call_beyond_a_limit_truncates_the_trajectory() -> None:
         await _ask(client, USER)
         return 0.5
 
-    for played, reward, status in (
-        (fails, 0.0, Status.TRUNCATED),
-        (copes, 0.5, Status.TRUNCATED),
-        (calls_too_often, 0.0, Status.TRUNCATED),
-        (compacts, 0.5, Status.FINISHED),
+    for played, reward, status, limit in (
+        (fails, 0.0, Status.TRUNCATED, ["truncated/context"]),
+        (copes, 0.5, Status.TRUNCATED, ["truncated/context"]),
+        (calls_too_often, 0.0, Status.TRUNCATED, ["truncated/turns"]),
+        (compacts, 0.5, Status.FINISHED, []),
     ):
         trajectory = _play(played, max_context_tokens=100, max_turns=2)
         assert (trajectory.status, trajectory.reason) == (status, "")
         assert sum(turn.reward for turn in trajectory.turns) == reward
+        assert [n for n in trajectory.metrics if n.startswith("truncated/")] == limit
 
 
 def test_an_answer_that_is_cut_truncates_the_trajectory_if_it_is_the_last() -> None:
@@ -690,13 +692,20 @@ def test_64_clients_that_disconnect_and_retry_lose_nothing_and_record_nothing_tw
     lm = load_policy(model, temperature=1.0, seed=0, device=torch.device("cpu"))
     sampled: dict[tuple[int, ...], Completion] = {}
     kept: dict[str, list[str]] = {}
+    num_disconnected = num_cancelled = 0
 
     class Recorded(NativeEngine):
         async def generate(self, request: Request) -> Completion:
-            sampled[request.prompt_ids] = completion = await super().generate(request)
+            nonlocal num_cancelled
+            try:
+                sampled[request.prompt_ids] = completion = await super().generate(request)
+            except asyncio.CancelledError:
+                num_cancelled += 1
+                raise
             return completion
 
     async def program(task: Prompt, base_url: str, api_key: str, seed: int) -> float:
+        nonlocal num_disconnected
         luck, history = random.Random(task.uid), list[Any](task.messages)
         async with _client(base_url, api_key, max_retries=0) as client:
             for turn in range(3):
@@ -711,7 +720,7 @@ def test_64_clients_that_disconnect_and_retry_lose_nothing_and_record_nothing_tw
                         said = await call
                         break
                     except asyncio.CancelledError:
-                        continue
+                        num_disconnected += 1
                 kept.setdefault(task.uid, []).append(said.content)
                 history += [said, {"role": "user", "content": str(turn)}]
         return 1.0
@@ -721,6 +730,8 @@ def test_64_clients_that_disconnect_and_retry_lose_nothing_and_record_nothing_tw
     sampling = Sampling(max_new_tokens=12, stop_token_ids=(EOS,))
     with closing(engine):
         groups = drive(_driver(engine, program, sampling=sampling), tasks)
+    assert num_disconnected > 64, "more than one for each client"
+    assert 0 < num_cancelled < num_disconnected, "some calls end with their client, and retries join others"
     for task, group in zip(tasks, groups, strict=True):
         (trajectory,) = group.trajectories
         assert (trajectory.reason, trajectory.attempts) == ("", 1)
@@ -735,3 +746,11 @@ def test_64_clients_that_disconnect_and_retry_lose_nothing_and_record_nothing_tw
             end = place + len(completion.token_ids)
             assert ids[place:end] == completion.token_ids
             np.testing.assert_array_equal(logprobs[place:end], np.float32(completion.logprobs))
+
+
+def test_a_malformed_tool_call_does_not_hide_valid_ones() -> None:
+    calls = (ToolCall("add", {"a": 1}, "x"), ToolCall("", {}, "y", "bad_json", "not JSON"))
+    message = message_of(Action("hm", tool_calls=calls, raw_text="raw"))
+    assert message["content"] == "hm"
+    assert [call["id"] for call in message["tool_calls"]] == ["x"]
+    assert message_of(Action("hm", tool_calls=calls[1:], raw_text="raw"))["content"] == "raw"

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from braid.config.rollout import Timeouts, ToolsEnv
-from braid.envs.agents.base import AgentEnv, Opening, Outcome, Seat, Step
+from braid.envs.agents.base import AgentEnv, Opening, Outcome, Seats, Step
 from braid.envs.agents.build import AgentEnvs
+from braid.envs.agents.functions import class_toolbox
 from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.agents.toolboxes import ToolEnvs
+from braid.envs.agents.tools import ToolEnv
 from braid.errors import ConfigError, EngineError
 from braid.models.chat import ChatFormat
 from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.rows import group_rows
-from braid.types import Action, Group, Prompt, Status, StopReason
+from braid.types import Action, Group, Prompt, Status, StopReason, Trajectory
 
 EOS = 1
 SAMPLING = Sampling(max_new_tokens=64, stop_token_ids=(EOS,))
@@ -180,7 +183,8 @@ def test_later_turns_read_exactly_the_tokens_before_and_then_the_reply() -> None
     assert trajectory.text == "<calculator>2*3</calculator><out>6</out>A:6<eos>"
     assert trajectory.answer_text == "A:6"
     assert trajectory.status is Status.FINISHED
-    assert trajectory.metrics["calls/ok"] == 1
+    calls = {name: value for name, value in trajectory.metrics.items() if name.startswith("calls/")}
+    assert calls == {"calls/ok": 1, "calls/calculator/ok": 1}
 
 
 def test_a_reply_that_forgets_begins_a_segment_with_nothing_before_it() -> None:
@@ -253,18 +257,136 @@ def test_every_request_has_a_unique_key_from_its_position() -> None:
     assert len(engine.requests) == len(keys)
 
 
+def _limit(trajectory: Trajectory) -> str:
+    assert trajectory.status is Status.TRUNCATED
+    (limit,) = (name for name in trajectory.metrics if name.startswith("truncated/"))
+    return limit.removeprefix("truncated/")
+
+
 def test_an_answer_cut_by_length_is_truncated_and_the_environment_is_not_asked() -> None:
     _, groups = _drive(lambda _: ("<calculator>1</calculator", "length"), _tools())
     trajectory = _one(groups)
-    assert trajectory.status is Status.TRUNCATED
+    assert _limit(trajectory) == "turn_tokens"
     assert len(trajectory.turns) == 1
+
+
+@pytest.mark.parametrize("limits", [{"max_context_tokens": 40}, {"max_turns": 1}])
+def test_no_limit_overrides_an_end_or_takes_a_reward_away(limits: Any) -> None:
+    """The reply to the last turn fills the context, or the last turn is the last allowed."""
+    for is_done, status in ((True, Status.FINISHED), (False, Status.TRUNCATED)):
+        env = Env(lambda _, is_done=is_done: _says("b" * 50, 0.5, is_done=is_done))
+        _, groups = _drive(lambda _: ("hi!", "stop"), lambda env=env: env, **limits)
+        trajectory = _one(groups)
+        assert trajectory.status is status
+        assert [turn.reward for turn in trajectory.turns] == [0.5]
+
+
+def test_a_call_cut_by_length_is_no_malformed_call() -> None:
+    _, groups = _drive(lambda _: ("<calculator>1</calculator", "length"), _tools())
+    assert not [name for name in _one(groups).metrics if name.startswith("calls/")]
+
+
+def test_an_end_token_added_after_a_stop_string_is_not_trained_on() -> None:
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    replies = iter([_says("ok"), _says(is_done=True)])
+    driver = replace(
+        _driver(ScriptedEngine(lambda _: ("hi!", "stop")), lambda: Env(lambda _: next(replies))),
+        chat=ChatFormat(tokenizer, end_token_ids=(EOS,)),
+    )
+    task = Prompt("test:0", "test", (), ({"role": "user", "content": "a"},))
+    (group,) = drive(driver, [task])
+    first, second = group.trajectories[0].turns
+    assert first.output_ids == second.output_ids == _ids("hi!")
+    assert second.context_ids == [EOS, *_ids("ok"), EOS]
+    group.trajectories[0].reward = 1.0
+    (row,) = group_rows(group, 0, 0)
+    assert [i for i, own in zip(row.inputs["input_ids"].tolist(), row.mask, strict=True) if own] == [
+        *first.output_ids,
+        *second.output_ids,
+    ]
+
+
+def test_seeds_are_those_of_the_group_whatever_is_played_beside_it() -> None:
+    def seeds(group_size: int, numbers: Sequence[int], fails: bool = False) -> dict[int, set[int]]:
+        seen: dict[int, set[int]] = {}
+
+        class Seeded(Env):
+            async def start(self, task: Prompt, seed: int) -> Opening:
+                seen.setdefault(int(task.uid), set()).add(seed)
+                return await super().start(task, seed)
+
+        def reply(_: str) -> Step:
+            return _raise(OSError("no disk")) if fails else _says(is_done=True)
+
+        driver = _driver(ScriptedEngine(lambda _: ("hi!", "stop")), lambda: Seeded(reply))
+
+        async def play() -> None:
+            tasks = ((Prompt(str(i), "test", tuple(_ids("a")), ()), i) for i in numbers)
+            await asyncio.gather(*(driver.group(task, group_size, (0, i)) for task, i in tasks))
+
+        asyncio.run(play())
+        return seen
+
+    expected = seeds(4, range(8))
+    assert all(len(of) == 1 for of in expected.values()), "equal in a group"
+    assert len(set[int]().union(*expected.values())) == 8, "different across groups"
+    assert seeds(2, [5, 3], fails=True) == {i: expected[i] for i in (3, 5)}, "also of retries"
 
 
 def test_too_many_turns_truncate() -> None:
     _, groups = _drive(lambda _: ("<calculator>1</calculator>", "stop"), _tools(), max_turns=3)
     trajectory = _one(groups)
-    assert trajectory.status is Status.TRUNCATED
+    assert _limit(trajectory) == "turns"
     assert len(trajectory.turns) == 3
+
+
+def test_replies_may_be_text_within_the_answer_from_which_end_tokens_are_dropped() -> None:
+    answers, replies = iter(["hi!", "a", "b"]), iter([_says("<eos>1"), _says("2"), _says(is_done=True)])
+    engine = ScriptedEngine(lambda _: (next(answers), "stop"))
+    driver = _driver(engine, lambda: Env(lambda _: next(replies)), replace(SAMPLING, stop_strings=("!",)))
+    driver = replace(driver, chat=ChatFormat(TOKENIZER, end_token_ids=[EOS], replies="text"))
+    first, second = _one(drive(driver, [_prompt("2*3=")])).segments
+    forged = [i for character in "<eos>1" for i in _ids(character)]
+    assert [turn.context_ids for turn in first.turns] == [_ids("2*3="), forged]
+    assert [turn.output_ids for turn in first.turns] == [_ids("hi!"), [*_ids("a"), EOS]]
+    assert [turn.context_ids for turn in second.turns] == [[*_ids("2*3=hi!"), *forged, *_ids("a2")]]
+
+
+class Tally:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, by: str) -> int:
+        """Count.
+
+        Args:
+            by: How much.
+        """
+        self.count += int(by)
+        return self.count
+
+    def get_reward(self) -> float:
+        return float(self.count)
+
+
+@pytest.mark.parametrize(
+    ("answer", "limits", "reward"),
+    [
+        (("<add>1</add>", "stop"), {"max_turns": 3}, 3.0),
+        (("<add>1</add>", "stop"), {"max_context_tokens": 40}, 2.0),
+        (("<add>1</add", "length"), {}, 0.0),
+    ],
+)
+def test_an_object_of_tools_is_asked_for_its_reward_also_at_a_limit(
+    answer: Any, limits: Any, reward: float
+) -> None:
+    _, toolbox = class_toolbox(Tally, key="env.tools")
+    new_env = partial(ToolEnv, [toolbox], timeout_s=9.0, max_result_characters=99)
+    _, groups = _drive(lambda _: answer, new_env, **limits)
+    trajectory = _one(groups)
+    assert trajectory.status is Status.TRUNCATED
+    assert [turn.reward for turn in trajectory.turns][-1] == reward
 
 
 def test_a_turn_gets_no_more_tokens_than_the_context_has_left() -> None:
@@ -279,7 +401,7 @@ def test_a_reply_that_fills_the_context_truncates() -> None:
         lambda _: ("hi!", "stop"), lambda: Env(lambda _: _says("b" * 50)), max_context_tokens=40
     )
     trajectory = _one(groups)
-    assert trajectory.status is Status.TRUNCATED
+    assert _limit(trajectory) == "context"
     assert len(trajectory.turns) == 1
     assert trajectory.text == "hi!" + "b" * 50
 
@@ -484,7 +606,7 @@ class Pair:
     def __init__(self, *, at_once: bool = False, turns: int = 1) -> None:
         self.at_once, self.turns = at_once, turns
 
-    async def run(self, task: Prompt, seed: int, seats: Mapping[str, Seat]) -> Outcome:
+    async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
         async def said(agent: str, text: str) -> str:
             return (await seats[agent].reply([{"role": "user", "content": text}])).text
 
@@ -513,6 +635,22 @@ def test_agents_have_conversations_of_their_own_and_a_reward_together() -> None:
     assert [turn.context_ids for turn in (*sender.turns, *receiver.turns)] == [_ids("s"), _ids("s")]
     assert [turn.reward for turn in trajectory.turns] == [0.5, 1.0]
     assert (trajectory.status, trajectory.metrics["words"]) == (Status.FINISHED, 1.0)
+
+
+def test_agents_may_have_rewards_of_their_own_and_those_of_untrained_ones_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Duel(Pair):
+        async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
+            await super().run(task, seed, seats)
+            return Outcome(rewards={"sender": 1.0, "receiver": -1.0})
+
+    for untrained, rewards in (((), {"sender": 1.5, "receiver": -1.0}), (("sender",), {"receiver": -1.0})):
+        monkeypatch.setattr(Duel, "untrained", untrained)
+        trajectory = _one(_drive(_echo, Duel)[1])
+        assert trajectory.agent_rewards == rewards
+        assert trajectory.metrics == {f"reward/{agent}": reward for agent, reward in rewards.items()}
+        assert sum(turn.reward for turn in trajectory.turns) == sum(rewards.values())
 
 
 def test_random_numbers_of_agents_do_not_depend_on_who_speaks_first() -> None:
@@ -544,3 +682,41 @@ def test_a_failing_engine_is_the_reason_for_an_episode_of_several_agents_too() -
 
     _, groups = _drive(script, Pair)
     assert _one(groups).reason == "engine: out of slots"
+
+
+def test_opponents_are_sampled_by_their_own_engine_and_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "opponents", ("receiver",), raising=False)
+    other = ScriptedEngine(_echo, version=3)
+    driver = replace(_driver(ScriptedEngine(_echo, version=5), Pair), opponent=other)
+    (group,) = drive(driver, [_prompt("a")])
+    sender, receiver = group.trajectories[0].segments
+    assert (sender.is_trained, sender.turns[0].policy_version) == (True, 5)
+    assert (receiver.is_trained, receiver.turns[0].policy_version) == (False, 3)
+    assert len(other.requests) == 1
+    assert group.trajectories[0].lengths.versions == ((5, len(sender.turns[0].output_ids)),)
+    with pytest.raises(ConfigError, match=r"env.opponents: the environment has an opponent, 'receiver'"):
+        drive(_driver(other, Pair), [_prompt("a")])
+
+
+def test_an_agent_may_open_conversations_of_sub_agents() -> None:
+    class Lead(Pair):
+        agents = ("lead",)
+
+        async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
+            helpers = [seats.open("helper"), seats.open("helper")]
+            asked = [helper.reply([{"role": "user", "content": "h"}]) for helper in helpers]
+            found = await asyncio.gather(*reversed(asked))
+            await seats["lead"].reply([{"role": "user", "content": found[0].text}])
+            return Outcome(1.0)
+
+    engine, groups = _drive(_echo, Lead)
+    trajectory = _one(groups)
+    assert [(s.agent, len(s.turns)) for s in trajectory.segments] == [
+        ("lead", 1),
+        ("helper", 1),
+        ("helper", 1),
+    ]
+    names = ("helper/1", "helper", "lead")
+    assert [r.key for r in engine.requests] == [(7, 0, 5, 0, 0, 0, 0, *name.encode()) for name in names]
+    trajectory.reward = 1.0
+    assert [row.agent for row in group_rows(groups[0], 0, 0)] == [0, 1, 1]

@@ -19,10 +19,11 @@ def _text(reward: float | None = 1.0, *, turn_rewards: tuple[float, float] = (0.
 
 def _episode(status: Status) -> Trajectory:
     steps = EnvSteps(
-        observations=np.arange(8, dtype=np.float32).reshape(4, 2),
-        actions=np.array([1, 0, 1]),
-        logprobs=np.array([-0.1, -0.2, -0.3], np.float32),
-        rewards=np.array([1.0, 2.0, 4.0], np.float32),
+        observations={"state": np.arange(8, dtype=np.float32).reshape(4, 2)},
+        inputs={"actions": np.array([[1], [0], [1]])},
+        logprobs=np.array([[-0.1], [-0.2], [-0.3]], np.float32),
+        rewards=np.array([[1.0], [2.0], [4.0]], np.float32),
+        num_executed=np.ones(3, np.int32),
         policy_version=3,
     )
     return Trajectory(PROMPT, 0, status, env_steps=steps, reward=7.0)
@@ -72,6 +73,17 @@ def test_the_rewards_of_all_segments_sum_to_that_of_the_trajectory() -> None:
     rows = rows_of([Group(PROMPT, [trajectory])])
     assert [row.fields["rewards"].tolist() for row in rows] == [[0, 0, 0, 1.0], [0, 8.0]]
     assert [row.score for row in rows] == [5.0, 5.0]
+
+
+def test_agents_with_rewards_of_their_own_have_rows_that_sum_to_them() -> None:
+    first, second = _text(turn_rewards=(1.0, -1.0)).turns
+    trajectory = Trajectory(PROMPT, 0, segments=[Segment([first], "a"), Segment([second], "b")], reward=0.5)
+    trajectory.agent_rewards = {"a": 1.0, "b": -1.0}
+    trajectory.shaped = ShapedReward(total=1.0, factor=2.0)
+    assert trajectory.training_rewards == {"a": 3.0, "b": -1.0}
+    rows = rows_of([Group(PROMPT, [trajectory], greedy=trajectory)])
+    assert [row.fields["rewards"].tolist() for row in rows] == [[0, 0, 0, 3.0], [0, -1.0]]
+    assert [(row.player, row.score, row.baseline) for row in rows] == [("a", 1.5, 3.0), ("b", -0.5, -1.0)]
 
 
 def test_turn_rewards_are_at_the_ends_of_turns_and_the_rest_at_the_last() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from typing import Any, ClassVar
 
@@ -16,17 +16,18 @@ from tests.rows import rows_of
 from braid.config.model import MlpSpec
 from braid.envs.simulators.base import Tick, reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
+from braid.envs.simulators.processes import SimulatorProcesses
 from braid.errors import EngineError
 from braid.models.mlp import MlpPolicy
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engines.simulators import SimulatorEngine
 from braid.training.packing import pack
-from braid.types import ActionSpace, EnvSteps, Group, Status, Trajectory
+from braid.types import ActionSpace, EnvSteps, Group, Spaces, Status, Trajectory
 
 
 def _policy(simulator: Any) -> MlpPolicy:
     """Random enough that episodes differ."""
-    policy = MlpPolicy(MlpSpec(), simulator.observation_size, simulator.action_space, seed=0)
+    policy = MlpPolicy(MlpSpec(), simulator.spaces, seed=0)
     generator = torch.Generator().manual_seed(1)
     torch.nn.init.normal_(policy.module.get_parameter("head.weight"), std=0.3, generator=generator)
     return policy
@@ -57,7 +58,10 @@ def _steps(groups: Sequence[Group]) -> list[EnvSteps]:
 
 def _assert_equal(one: Sequence[Group], other: Sequence[Group]) -> None:
     for left, right in zip(_steps(one), _steps(other), strict=True):
-        for name in ("observations", "actions", "logprobs", "rewards"):
+        for name in ("state", "actions"):
+            one_of, other_of = (of.observations | of.inputs for of in (left, right))
+            np.testing.assert_array_equal(one_of[name], other_of[name])
+        for name in ("logprobs", "rewards", "num_executed"):
             np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
 
 
@@ -68,8 +72,8 @@ def test_episodes_are_complete_and_their_reward_is_the_return() -> None:
         steps = trajectory.env_steps
         assert steps is not None
         assert trajectory.status is Status.FINISHED
-        assert trajectory.reward == len(steps.rewards) == len(steps.actions) == len(steps.logprobs)
-        assert len(steps.observations) == len(steps.rewards) + 1
+        assert trajectory.reward == len(steps.rewards) == len(steps.inputs["actions"]) == len(steps.logprobs)
+        assert len(steps.observations["state"]) == len(steps.rewards) + 1
         assert steps.policy_version == 6
 
 
@@ -82,24 +86,27 @@ def test_results_do_not_depend_on_the_number_of_environments(env_id: str, num_en
 
 def test_a_group_shares_its_first_state_and_differs_in_actions() -> None:
     groups = _collect()
-    starts = {steps.observations[0].tobytes() for steps in _steps(groups)}
+    starts = {steps.observations["state"][0].tobytes() for steps in _steps(groups)}
     assert len(starts) == 5
     for group in groups:
         one, other = _steps([group])
-        np.testing.assert_array_equal(one.observations[0], other.observations[0])
-        assert one.actions.tolist() != other.actions.tolist()
+        np.testing.assert_array_equal(one.observations["state"][0], other.observations["state"][0])
+        assert one.inputs["actions"].tolist() != other.inputs["actions"].tolist()
 
 
 def test_rounds_and_seeds_have_different_starts_and_repeats_are_equal() -> None:
     first = _collect()
     _assert_equal(first, _collect())
     for other in (_collect(key=(0, 2)), _collect(seed=4)):
-        assert _steps(first)[0].observations[0].tolist() != _steps(other)[0].observations[0].tolist()
+        assert (
+            _steps(first)[0].observations["state"][0].tolist()
+            != _steps(other)[0].observations["state"][0].tolist()
+        )
 
 
 def test_greedy_episodes_take_the_likeliest_actions() -> None:
     one, other = _steps(_collect(num_prompts=1, greedy=True))
-    assert one.actions.tolist() == other.actions.tolist()
+    assert one.inputs["actions"].tolist() == other.inputs["actions"].tolist()
 
 
 class Faulty(gymnasium.Env):
@@ -139,8 +146,8 @@ def test_an_episode_that_fails_in_reset_or_the_last_step_is_replayed_completely(
     for trajectory in (t for g in groups for t in g.trajectories):
         assert trajectory.status is Status.FINISHED
         assert trajectory.env_steps is not None
-        assert trajectory.env_steps.observations[:, 0].tolist() == [0, 1, 2, 3, 4]
-        assert trajectory.env_steps.rewards.tolist() == [1, 1, 1, 1]
+        assert trajectory.env_steps.observations["state"][:, 0].tolist() == [0, 1, 2, 3, 4]
+        assert trajectory.env_steps.rewards[:, 0].tolist() == [1, 1, 1, 1]
 
 
 def test_a_time_limit_truncates() -> None:
@@ -164,8 +171,7 @@ class Fragile:
     """Two slots; episodes fail at their second step as often as the last decimal digit of their seed says."""
 
     num_envs = 2
-    observation_size = 1
-    action_space = ActionSpace("discrete", 2)
+    spaces = Spaces(1, ActionSpace("discrete", 2))
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures
@@ -174,11 +180,14 @@ class Fragile:
         self.bad_seed: int | None = None
 
     def _tick(self, slots: Mapping[int, object], failures: Mapping[int, str]) -> Tick:
-        observations = np.array(self.count, np.float32)[:, None]
-        is_over = np.array([count >= 4 for count in self.count])
-        return Tick(observations, np.ones(2, np.float32), is_over, np.zeros(2, bool), failures)
+        tick = Tick.empty(2, self.spaces, 1)
+        tick.observations["state"][:, 0] = self.count
+        tick.rewards[:], tick.num_executed[:] = 1, 1
+        tick.is_terminated[:] = [count >= 4 for count in self.count]
+        tick.failures.update(failures)
+        return tick
 
-    def reset(self, seeds: Mapping[int, int]) -> Tick:
+    def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
         for slot, seed in seeds.items():
             self.count[slot], self.seed[slot] = 0, seed
             self.bad_seed = seed if self.bad_seed is None else self.bad_seed
@@ -254,3 +263,34 @@ def test_new_weights_take_over_running_episodes_or_wait_for_them() -> None:
 
     with closing(engine):
         asyncio.run(scenario())
+
+
+def test_the_first_evaluation_episodes_are_filmed_action_by_action() -> None:
+    env_id, kwargs = "examples.tabletop.Tabletop", {"max_episode_steps": 5}
+    for simulator in (
+        GymnasiumSimulator(env_id, 2, kwargs),
+        SimulatorProcesses(env_id, 2, kwargs, num_processes=2, timeout_s=60),
+    ):
+        policy = MlpPolicy(MlpSpec(num_action_chunks=3, channels=(4,)), simulator.spaces, seed=0)
+        engine = SimulatorEngine(simulator, policy, retries=0)
+        asyncio.run(engine.set_weights(0))
+        with closing(engine):
+            groups = drive(SimulatorDriver(engine, seed=0, num_filmed=2), reset_prompts("t", 3), 2, (0, 1))
+        films = [t.recording for group in groups for t in group.trajectories]
+        assert [film is not None for film in films] == [True, False, True, False, False, False]
+        for film, group in zip(films[::2], groups[:2], strict=False):
+            steps = group.trajectories[0].env_steps
+            assert film is not None
+            assert steps is not None
+            assert len(film.frames) == 6, "one after the reset, and one after each of 5 actions, in 2 chunks"
+            np.testing.assert_array_equal(film.frames[0], steps.observations["image"][0])
+            np.testing.assert_array_equal(film.frames[-1], steps.observations["image"][-1])
+            assert film.title.startswith("put the ")
+            assert sum(film.rewards) == pytest.approx(group.trajectories[0].reward)
+
+
+def test_a_film_needs_a_picture() -> None:
+    simulator = GymnasiumSimulator("CartPole-v1", 1)
+    tick = simulator.reset({0: 0}, filmed=[0])
+    assert "set env.kwargs.render_mode=rgb_array, or save to false" in tick.failures[0]
+    assert not simulator.reset({0: 0}).failures, "the next episode is not filmed"

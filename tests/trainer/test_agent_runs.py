@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from braid.report.samples import read_samples
 from braid.trainer import commands
 
 from .conftest import LoadTiny
-from .test_features import numbers
+from .test_features import equal, numbers
+from .test_filters import weights
 from .test_runs import lines
 
 SERVER = Path(__file__).parents[1] / "envs" / "mcp_calculator.py"
@@ -69,6 +71,20 @@ class Signals:
     async def close(self):
         pass
 """
+DUEL = """
+from braid.envs.agents.base import Outcome
+
+class Duel:
+    '''The higher of two numbers wins.'''
+    agents = ("one", "two")
+    async def run(self, task, seed, seats):
+        said = [(await seats[name].reply([{"role": "user", "content": "?"}])).text for name in self.agents]
+        one, two = (int(text) if text in ("1", "2", "3") else 0 for text in said)
+        return Outcome(rewards={"one": (one > two) - (one < two), "two": (two > one) - (two < one)},
+                       metrics={"highest": (one == 3) + (two == 3)})
+    async def close(self):
+        pass
+"""
 AGENT = (
     "env={kind: agent, name: 'own.py:Guess', max_turns: 2, max_context_tokens: 16, cut_turns: continue, tasks: 64, "
     "eval_episodes: 20}",
@@ -99,6 +115,7 @@ def test_a_tool_is_the_same_as_a_function_and_from_an_mcp_server(load_tiny: Load
     ]
     assert lines(runs[0])[-1]["env/calls/ok"] > 0
     assert numbers(runs[0]) == numbers(runs[1])
+    assert equal(weights(runs[0]), weights(runs[1]))
 
 
 @pytest.mark.slow
@@ -123,11 +140,52 @@ def test_a_run_of_agents_resumes_bit_exactly(load_tiny: LoadTiny, tmp_path: Path
     assert numbers(cut) == numbers(whole)
 
 
-def test_several_agents_train_together(load_tiny: LoadTiny, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(PAIR)
-    agent = [key.replace("Guess", "Signals").replace("123hl?", "1234hl?") for key in AGENT]
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [0, 2])
+def test_opponents_have_earlier_weights_also_after_a_resume(
+    load_tiny: LoadTiny, tmp_path: Path, every: int
+) -> None:
+    """Cut in round 3, between two updates of the opponent."""
+    duel = DUEL.replace("    async", "    opponents = ('two',)\n    async", 1)
+    (tmp_path / "own.py").write_text(duel)
+    opponents = f"opponents: {{every_rounds: {every}}}, max_turns"
+    agent = [key.replace("Guess", "Duel").replace("max_turns", opponents) for key in AGENT]
+    agent += ["report={samples_every_rounds: 1}", "eval={at_end: false}"]
+    whole = commands.train(load_tiny(*agent, "run={name: whole, max_rounds: 5}")).run_dir
+    commands.train(load_tiny(*agent, "run={name: cut, max_rounds: 3}"))
+    cut = commands.train(load_tiny(*agent, "run={name: cut, max_rounds: 5, resume: latest}")).run_dir
+    assert numbers(cut) == numbers(whole)
+    versions = {0: [0, 0, 0, 0, 0], 2: [0, 0, 2, 2, 4]}[every]
+    for number, version in enumerate(versions, start=1):
+        samples = list(read_samples(whole / "samples" / f"round_{number:06d}.jsonl"))
+        segments = [segment for sample in samples for segment in sample.trajectory.segments]
+        assert {(s.agent, s.is_trained, s.turns[0].policy_version) for s in segments} == {
+            ("one", True, number - 1),
+            ("two", False, version),
+        }
+
+
+def test_several_agents_train_together_in_a_mixture(load_tiny: LoadTiny, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN + PAIR)
+    mix = "mix: {pair: {name: 'own.py:Signals'}, alone: {name: 'own.py:Guess', max_turns: 1}}"
+    agent = [key.replace("name: 'own.py:Guess'", mix).replace("123hl?", "1234hl?") for key in AGENT]
     run = commands.train(load_tiny(*agent, "run.max_rounds=2")).run_dir
     for line in lines(run)[-2:]:
-        assert line["rollout/turns_mean"] == 2
+        assert 1 < line["rollout/turns_mean"] < 2
         assert line["status/invalid"] == 0
         assert line["policy/grad_norm"] > 0
+        assert 0 < line["env/mix/alone/truncated/environment"] <= 1
+        assert 0 <= line["env/mix/alone/reply_p50_s"] <= line["env/reply_p99_s"]
+        assert "env/mix/pair/tries" not in line
+
+
+@pytest.mark.slow
+def test_a_zero_sum_game_against_itself_is_learned(load_tiny: LoadTiny, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(DUEL)
+    agent = [key.replace("Guess", "Duel") for key in AGENT]
+    run = commands.train(load_tiny(*agent, "run.max_rounds=25", "train.optimizer.lr=5e-3")).run_dir
+    assert lines(run)[1]["env/highest"] < 1
+    last = lines(run)[-1]
+    assert last["env/highest"] > 1.5, "the optimum is 2; an untrained policy has 0.5"
+    assert last["reward/mean"] == 0
+    assert last["env/reward/one"] == -last["env/reward/two"]

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import threading
+import time
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -68,6 +75,59 @@ def test_a_command_plays_the_episodes_of_a_pipelined_run(load_tiny: LoadTiny, tm
         )
     ).run_dir
     assert [line["rollout/turns_mean"] for line in lines(run)[-2:]] == [1, 1]
+
+
+def _play_elsewhere(port: int, key: str, is_over: threading.Event, played: list[str]) -> None:
+    """What a program on another machine does: ask for episodes, play and end them."""
+    url = f"http://127.0.0.1:{port}/v1"
+
+    def post(path: str, key: str, body: Any = None) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        with urlopen(Request(url + path, json.dumps(body or {}).encode(), headers)) as answer:
+            return json.load(answer)
+
+    while not is_over.is_set():
+        try:
+            episode = post("/episodes", key)
+            if episode["task"] is None:
+                continue
+            played.append(episode["task"]["uid"])
+            said = post("/chat/completions", episode["api_key"], {"messages": episode["task"]["messages"]})
+            assert said["choices"]
+            post("/reward", episode["api_key"], {"reward": 0.25})
+            post("/end", episode["api_key"])
+        except HTTPError:
+            raise
+        except (URLError, ConnectionError):  # it does not listen, yet or any more
+            time.sleep(0.01)
+
+
+def test_programs_elsewhere_ask_for_episodes(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, played, is_over = "0123456789abcdef", [], threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = f"env={{kind: program, max_context_tokens: 2000, program: external, port: {port}}}"
+    settings = (env, "reward.parts=[]", "run.max_rounds=1", "data.eval=[]")
+    with pytest.raises(
+        ConfigError, match="at least 16 characters in the environment variable BRAID_EXTERNAL"
+    ):
+        check(load_tiny(*settings), "train")
+    monkeypatch.setenv("BRAID_EXTERNAL_KEY", key)
+    programs = [
+        threading.Thread(target=_play_elsewhere, args=(port, key, is_over, played), daemon=True)
+        for _ in range(3)
+    ]
+    for program in programs:
+        program.start()
+    run = commands.train(load_tiny(*settings)).run_dir
+    is_over.set()
+    for program in programs:
+        program.join()
+    (line,) = lines(run)[-1:]
+    assert line["reward/mean"] == 0.25
+    assert line["rollout/trajectories"] == len(played)
+    with pytest.raises(ConfigError, match=r"env\.port: external programs have to know the port"):
+        check(load_tiny(*settings, "env.port=0"), "train")
 
 
 @pytest.mark.parametrize(

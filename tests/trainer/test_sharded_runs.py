@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from braid.config.load import Loaded, load_config
 from braid.config.model import BuildSpec, ModelConfig
 from braid.errors import WorkerError
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
+from braid.report.samples import read_samples
 from braid.trainer import commands
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -104,7 +106,8 @@ def _run(
     }  # fmt: skip
     for key, value in settings.items():
         section, _, name_ = key.rpartition(".")
-        config.setdefault(section, {})[name_] = value
+        of = config.setdefault(section, {}) if section else config
+        of[name_] = copy.copy(value)
     (folder / "even.py").write_text(_REWARD)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -147,6 +150,38 @@ def test_a_run_on_workers_matches_one_process_which_can_resume_it(tmp_path: Path
     for name, tensor in other.items():
         # AdamW divides small gradients, and their roundings, by their own size: a tenth of one step of 1e-3.
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_episodes_have_the_same_tokens_wherever_environments_and_engines_run(tmp_path: Path) -> None:
+    """Four prompts of 16 episodes, on one engine or two."""
+    settings = {
+        "env": {
+            "kind": "agent", "name": "guess", "kwargs": {"highest": 5, "tries": 2}, "max_turns": 2,
+            "max_context_tokens": 80, "cut_turns": "continue",
+        },
+        "model.build": {**BUILD, "characters": " 0123456789abcdefghijklmnopqrstuvwxyzGO.,"},
+        "data": {}, "sft": None, "reward": {}, "eval": {"at_end": False}, "algorithm": {},
+        "rollout.group_size": 16,
+        "rollout.sampling": {"max_new_tokens": 6},
+        "report.samples_every_rounds": 1,
+    }  # fmt: skip
+    places: dict[str, Settings] = {
+        "inline": {"env.run_in": "inline"},
+        "thread": {"env.run_in": "thread"},
+        "process": {"env.run_in": "process"},
+        "workers": {"cluster.placement": {"policy": "0", "rollout": "1-2"}},
+    }
+    played: dict[str, Any] = {}
+    for name, place in places.items():
+        run = _run(tmp_path, name, {**settings, **place}, rounds=1)
+        samples = [s.trajectory for s in read_samples(run / "samples" / "round_000001.jsonl")]
+        played[name] = {
+            (s.prompt.uid, s.sample): [(t.context_ids, t.output_ids, t.logprobs, t.reward) for t in s.turns]
+            for s in samples
+        }
+    assert {len(turns) for turns in played["inline"].values()} == {1, 2}
+    for name, found in played.items():
+        assert found == played["inline"], name
 
 
 def test_supervised_fine_tuning_on_ranks_matches_one_process_which_can_resume_it(tmp_path: Path) -> None:

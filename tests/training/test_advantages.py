@@ -446,3 +446,21 @@ def test_no_advantage_changes_masked_positions() -> None:
     assert not row.fields["advantages"][~row.mask].any()
     assert row.fields["advantages"].dtype == np.float32
     assert torch.from_numpy(row.fields["advantages"]).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_agents_with_rewards_of_their_own_are_compared_with_the_same_agent(name: str) -> None:
+    """A zero-sum game: with one reward for both, every episode would have 0."""
+    won, lost = (1.0, -1.0), (-1.0, 1.0)
+    rows = [
+        replace(row, trajectory=number, player=player)
+        for number, rewards in enumerate((won, lost, won))
+        for player, row in zip("ab", answers(*rewards), strict=True)
+    ]
+    recipe = replace(RECIPES[name], normalize_by_std=False)
+    compute_advantages(rows, recipe)
+    scale = 1.5 if name == "rloo" else 1.0
+    of_a = np.array([2 / 3, -4 / 3, 2 / 3]) * scale
+    for player, expected in (("a", of_a), ("b", -of_a)):
+        found = [row.fields["advantages"][-1] for row in rows if row.player == player]
+        np.testing.assert_allclose(found, expected, **CLOSE)

@@ -20,13 +20,13 @@ from braid.models.mlp import MlpPolicy
 from braid.training.backend import Diagnostics, Loss, StepReport
 from braid.training.backends.single import SingleBackend
 from braid.training.loss_scale import LossScale
-from braid.types import ActionSpace, Row
+from braid.types import ActionSpace, Row, Spaces
 
 CPU = torch.device("cpu")
 
 
 def _backend(**train: Any) -> SingleBackend:
-    model = MlpPolicy(MlpSpec(hidden_sizes=(8,)), 3, ActionSpace("discrete", 4), seed=0)
+    model = MlpPolicy(MlpSpec(hidden_sizes=(8,)), Spaces(3, ActionSpace("discrete", 4)), seed=0)
     config = TrainConfig(**{"optimizer": OptimizerConfig(lr=0.01), "autocast": "fp16", **train})
     return SingleBackend(model, config, total_steps=10, device=CPU)
 

@@ -22,14 +22,14 @@ from braid.training.backends import fsdp
 from braid.training.backends.fsdp import FsdpBackend
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import supervised_loss
-from braid.types import ActionSpace, Row
+from braid.types import ActionSpace, Row, Spaces
 
 CPU = torch.device("cpu")
 ALL = OffloadConfig(weights=True, gradients=True, optimizer=True)
 
 
 def _backend(offload: OffloadConfig = ALL, *, total_steps: int = 10, **settings: Any) -> SingleBackend:
-    model = MlpPolicy(MlpSpec(hidden_sizes=(8,)), 3, ActionSpace("continuous", 2), seed=0)
+    model = MlpPolicy(MlpSpec(hidden_sizes=(8,)), Spaces(3, ActionSpace("continuous", 2)), seed=0)
     config = TrainConfig(optimizer=OptimizerConfig(lr=0.01), offload=offload)
     return SingleBackend(model, config, total_steps=total_steps, device=CPU, **settings)
 
@@ -166,7 +166,7 @@ def test_shards_are_copied_by_moved_and_are_trained_afterwards(
     monkeypatch.setattr(fsdp, "moved", copied)
 
     def made(offload: OffloadConfig) -> FsdpBackend:
-        model = MlpPolicy(MlpSpec(hidden_sizes=(8,)), 3, ActionSpace("continuous", 2), seed=0)
+        model = MlpPolicy(MlpSpec(hidden_sizes=(8,)), Spaces(3, ActionSpace("continuous", 2)), seed=0)
         config = TrainConfig(backend=kind, optimizer=OptimizerConfig(lr=0.01), offload=offload)
         return FsdpBackend(model, config, total_steps=10, device=CPU, kind=kind)
 

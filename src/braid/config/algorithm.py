@@ -102,12 +102,14 @@ class AlgorithmConfig(Section):
     """Exclude trajectories of at least this many policy tokens whose unshaped reward is 0 or less from the
     loss and its denominators (they still count in their group's statistics); off for none."""
     reward_level: Literal["chunk", "action"] = "chunk"
-    """Robots: compute rewards and advantages per action chunk, or per action."""
+    """Robots: compute returns and values per action chunk, or per action."""
     logprob_level: DecisionLevel | None = None
     """Level of the log-probs in the policy loss: of a token; or of a decision, the sum over its tokens, which
-    then counts once in the aggregation. A decision in text is a turn (action and chunk are the same)."""
+    then counts once in the aggregation. A decision in text is a turn (action and chunk are the same). Robots: of a
+    token or a component of an action, of an action (the default of perceptrons), or of a chunk of actions."""
     entropy_level: DecisionLevel | None = None
-    """Level of the entropy bonus: the entropy of a token, or of a decision, the sum over its tokens."""
+    """Level of the entropy bonus: the entropy of a token, or of a decision, the sum over its tokens. For robots it is
+    that of logprob_level."""
     policy_loss: PolicyLoss | None = None
     """Policy loss (surrogate objective)."""
     ratio_level: RatioLevel | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .backends import DType, LoraConfig
 from .base import Section
@@ -32,8 +32,11 @@ class BuildSpec(Section):
     """Maximum sequence length, in tokens."""
     characters: str = " 0123456789+-*/=().,:;?!'\"\nABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz<>_"
     """Alphabet of the character tokenizer; other characters map to the unknown token."""
+    words: tuple[str, ...] = ()
+    """Strings that are one token each, wherever they occur in a text."""
     special_tokens: tuple[str, ...] = ()
-    """Strings that are one token each, such as the markers of a chat template."""
+    """Control tokens, such as the markers of a chat template. In messages these strings are ordinary text, character by
+    character."""
     tie_embeddings: bool = True
     """Tie the output head to the input embedding."""
 
@@ -50,19 +53,27 @@ class BuildSpec(Section):
 
 
 class MlpSpec(Section):
-    """A multilayer perceptron on flat observations, for simulators."""
+    """A perceptron on a simulator's state and images."""
 
     hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
     """Sizes of the hidden layers."""
     activation: Literal["tanh", "relu", "silu"] = "tanh"
     """Activation of the hidden layers."""
+    channels: tuple[PositiveInt, ...] = ()
+    """Output channels of the convolutions (3 x 3, stride 2) over the images of the observations; empty if there are
+    none."""
+    num_action_chunks: PositiveInt = 1
+    """Actions per chunk: the policy decides on this many at a time."""
 
 
 class VlaConfig(Section):
     """Settings of a vision-language-action policy."""
 
-    kind: Literal["openvla", "openvla_oft"] = "openvla_oft"
+    kind: Literal["openvla", "openvla_oft", "pi0"] = "openvla_oft"
     """Model architecture."""
+    form: Literal["rlinf", "official"] | None = None
+    """Which code fine-tuned an OpenVLA-OFT checkpoint; its files don't say. official: moojink/openvla-oft, with an end token
+    after the actions. rlinf: RLinf, without one."""
     action_dim: PositiveInt = 7
     """Dimensions of one action."""
     num_action_chunks: PositiveInt = 8
@@ -70,11 +81,14 @@ class VlaConfig(Section):
     value_level: Literal["chunk", "action"] = "chunk"
     """Whether the value head predicts one value per chunk, or one per action."""
     unnorm_key: str | None = None
-    """Data set whose statistics are used to unnormalize actions."""
+    """Data set whose statistics are used to unnormalize actions; the checkpoint's only one when null."""
+    normalization: Literal["quantiles", "bounds", "mean_std"] | None = None
+    """Statistics of actions and states that correspond to -1 and 1: the quantiles of 1 and 99 %, the bounds (ALOHA), or
+    one standard deviation from the mean. null: mean_std for pi0, else quantiles."""
     policy_setup: str = "widowx_bridge"
     """Control mode of the robot."""
-    image_size: tuple[PositiveInt, PositiveInt] = (224, 224)
-    """Image height and width, in pixels."""
+    image_size: tuple[PositiveInt, PositiveInt] | None = None
+    """Image height and width, in pixels; if set, checked against the checkpoint."""
     num_images: PositiveInt = 1
     """Number of camera images per observation."""
     center_crop: bool = True
@@ -82,7 +96,7 @@ class VlaConfig(Section):
     use_proprio: bool = False
     """Include the robot's proprioceptive state in the input."""
     greedy: bool = False
-    """Decode actions greedily in evaluation; training always samples."""
+    """Decode actions greedily in evaluation, as with eval.sampling.greedy; training always samples."""
     max_prompt_tokens: PositiveInt = 30
     """Length to which instructions are padded, in tokens."""
     vocab_size: PositiveInt | None = None
@@ -94,7 +108,16 @@ class VlaConfig(Section):
     qkv_bias: bool | None = None
     """Whether the attention projections have biases; if set, checked against the model."""
     eval_batch_rows: PositiveInt = 8
-    """Observations per forward pass in evaluation."""
+    """Observations per forward pass in greedy evaluation."""
+    denoise_steps: PositiveInt = 4
+    """pi0: steps from noise to actions."""
+    noise: Literal["flow_sde", "flow_noise"] = "flow_sde"
+    """pi0: how sampling is stochastic. flow_sde: one random step of a decision is that of a stochastic differential
+    equation. flow_noise: every step adds noise, whose deviation a small network predicts. Evaluation has none."""
+    noise_level: PositiveFloat = 0.5
+    """pi0: noise of flow_sde relative to that of the reverse diffusion."""
+    train_expert_only: bool = True
+    """pi0: train the action expert alone, and freeze the vision-language model."""
 
 
 class ModelConfig(Section):
@@ -133,6 +156,12 @@ class ModelConfig(Section):
     model with the initial adapters; a critic has none. Checkpoints store adapters, exports merged weights."""
     vla: VlaConfig | None = None
     """Settings of the vision-language-action policy in `path`."""
+
+    @property
+    def num_action_chunks(self) -> int:
+        """Actions that a robot policy decides on at a time."""
+        of = self.vla or self.mlp
+        return 1 if of is None else of.num_action_chunks
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:

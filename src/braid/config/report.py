@@ -88,7 +88,7 @@ class EvalConfig(Section):
     pass_at: tuple[PositiveInt, ...] = (1,)
     """Values of k for pass@k, each at most samples_per_prompt (unbiased estimator)."""
     success_reward: float = 1.0
-    """Reward from which a trajectory counts as a success."""
+    """Reward from which a trajectory counts as a success, unless a simulator says which are (info["success"])."""
     sampling: SamplingConfig | None = None
     """Sampling settings of evaluation; those of the rollout when null."""
     target: EvalTarget = EvalTarget()
@@ -163,8 +163,10 @@ class ReportConfig(Section):
 class SftConfig(Section):
     """Supervised fine-tuning: `braid sft`, or a warm-up before reinforcement learning."""
 
-    data: tuple[Source, ...]
+    data: tuple[Source, ...] = ()
     """Sources whose response_key or response_function gives the target responses."""
+    demonstrations: str | None = None
+    """Robots: LeRobot folder (versions 2 and 3, with images in its parquet files) of the episodes to imitate."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
     """Optimizer and learning rate schedule, separate from those of reinforcement learning."""
     steps: PositiveInt = 100

@@ -92,6 +92,9 @@ class _SteppedEnv(ChatEnv):
     thinking: Literal["keep", "as_template"] = "keep"
     """The policy's reasoning in earlier turns: keep it, so that a conversation is one training row, or drop it where
     the chat template does, which begins a new segment and row."""
+    replies: Literal["messages", "text"] = "messages"
+    """The environment's replies: messages of the chat template; or text without roles, after which the policy goes on with
+    the same answer. An end token is then dropped from the context, which begins a new segment and row."""
     timeouts: Timeouts = Timeouts()
     """Time limits."""
     rewards_at: Literal["turn", "end"] = "turn"
@@ -190,6 +193,13 @@ class MixedEnvConfig(Section):
     bound."""
 
 
+class OpponentsConfig(Section):
+    """Agents that are played by earlier weights of the policy: those that an environment names in `opponents`."""
+
+    every_rounds: NonNegativeInt = 0
+    """Give opponents the policy's weights in rounds that are a multiple of this; 0: they keep its first weights."""
+
+
 class AgentEnvConfig(_SteppedEnv):
     """A text environment, or a mixture of several: adapters by name, or classes of your own."""
 
@@ -205,6 +215,9 @@ class AgentEnvConfig(_SteppedEnv):
     or column mix_key names its kind."""
     mix_key: str | None = None
     """Column of the data that names the kind of a prompt's environment in mix; null for the prompt's source."""
+    opponents: OpponentsConfig | None = None
+    """Weights of the opponents in an environment of several agents; null if there are none. Needs a second copy of the
+    policy's weights in every rollout worker, and the native engine."""
     run_in: Literal["auto", "inline", "thread", "process"] = "auto"
     """Where the environment's methods run: on the event loop (async methods), in threads, or in processes. auto: as the
     environment demands; async methods inline, others in threads."""
@@ -235,7 +248,8 @@ class ProgramEnv(ChatEnv):
     """A program that calls the policy."""
     program: str | tuple[str, ...] = Field(min_length=1)
     """Python function `(task, base_url, api_key) -> reward` (package.module.function or file.py:function), or a command
-    line as a list, which reads OPENAI_BASE_URL, OPENAI_API_KEY, BRAID_TASK and BRAID_SEED."""
+    line as a list, which reads OPENAI_BASE_URL, OPENAI_API_KEY, BRAID_TASK and BRAID_SEED; or external: programs that run
+    elsewhere and ask for episodes, with the key in BRAID_EXTERNAL_KEY."""
     max_turns: PositiveInt = 50
     """Maximum calls of an episode, after which they are refused and the trajectory is truncated."""
     episode_timeout_s: PositiveFloat = 600.0
@@ -248,15 +262,25 @@ class ProgramEnv(ChatEnv):
     """Port of the server; 0 for any free one."""
 
 
-class GymnasiumEnv(Section):
-    """A vectorized Gymnasium environment."""
+class VideoConfig(Section):
+    """Videos of evaluation episodes (extra `video`)."""
 
-    kind: Literal["gymnasium"]
-    """A vectorized Gymnasium environment."""
-    id: str
-    """Registered id of the environment, for example CartPole-v1."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of gymnasium.make."""
+    save: bool = False
+    """Save a video of every evaluation: a grid of its first episodes. Frames are the first image of the observations, or
+    what the environment renders (render_mode rgb_array)."""
+    num_episodes: PositiveInt = 9
+    """Episodes in a video."""
+    overlay: bool = True
+    """Draw instruction, step, reward, return and success below each episode."""
+    frames_per_s: PositiveInt = 10
+    """Frames per second."""
+    dir: str | None = None
+    """Output folder; `video/` in the run's folder when null."""
+
+
+class SimulatorEnv(Section):
+    """Environments of a simulator."""
+
     num_envs: PositiveInt = 8
     """Environments stepped together; at most prompts_per_round * group_size of them are used."""
     processes: NonNegativeInt = 1
@@ -265,17 +289,42 @@ class GymnasiumEnv(Section):
     steps take microseconds. Changes no result."""
     eval_episodes: PositiveInt = 100
     """Episodes per evaluation, each from a different reset state."""
+    video: VideoConfig = VideoConfig()
+    """Videos of evaluation episodes."""
 
 
-class VideoConfig(Section):
-    """Videos of episodes."""
+class GymnasiumEnv(SimulatorEnv):
+    """A vectorized Gymnasium environment."""
 
-    save: bool = False
-    """Save a video of every rollout."""
-    overlay: bool = True
-    """Draw reward, return and success on the frames."""
-    dir: str | None = None
-    """Output folder; `video/` in the run's folder when null."""
+    kind: Literal["gymnasium"]
+    """A vectorized Gymnasium environment."""
+    id: str
+    """Registered id of the environment, for example CartPole-v1; or your own: package.module.Class, or file.py:Class
+    relative to the config's folder, a gymnasium.Env or a function that makes one."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of gymnasium.make, or of the class or function."""
+
+
+class MetaworldEnv(SimulatorEnv):
+    """MetaWorld: 50 tasks of a Sawyer arm in MuJoCo (extra `metaworld`)."""
+
+    kind: Literal["metaworld"]
+    """A task of MetaWorld."""
+    task: str
+    """Name of the task, for example reach-v3."""
+    instruction: str | None = None
+    """Text for policies that read it; the task's name in words when null."""
+    max_episode_steps: PositiveInt = 500
+    """Maximum env steps, after which an episode is truncated."""
+    terminate_on_success: bool = False
+    """End an episode at its first success."""
+    cameras: dict[str, str] = Field(default_factory=dict)
+    """Images of the observations: name -> camera (corner, corner2, corner3, corner4, topview, behindGripper, gripperPOV).
+    With cameras the state is only the gripper's position and opening."""
+    image_size: PositiveInt = 64
+    """Height and width of images, in pixels."""
+    shadows: bool = False
+    """Render shadows, reflections, sky and antialiasing, as MetaWorld does; on a CPU twelve times slower."""
 
 
 class RobotSettings(Section):
@@ -304,7 +353,7 @@ class RobotSettings(Section):
     camera_width: PositiveInt = 256
     """Width of camera images, in pixels."""
     video: VideoConfig = VideoConfig()
-    """Videos of episodes."""
+    """Videos of evaluation episodes."""
 
 
 class _RobotEnv(RobotSettings):
@@ -340,7 +389,14 @@ class LiberoEnv(_RobotEnv):
 
 
 EnvConfig = Annotated[
-    SingleTurnEnv | ToolsEnv | AgentEnvConfig | ProgramEnv | GymnasiumEnv | ManiskillEnv | LiberoEnv,
+    SingleTurnEnv
+    | ToolsEnv
+    | AgentEnvConfig
+    | ProgramEnv
+    | GymnasiumEnv
+    | MetaworldEnv
+    | ManiskillEnv
+    | LiberoEnv,
     Field(discriminator="kind"),
 ]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from .batch import PackedBatch
@@ -15,6 +17,15 @@ from .flops import Flops
 from .value_head import ValueHead
 
 Output = Literal["logprobs", "entropy", "kl", "logits", "values", "value_deviation"]
+
+
+class Acted(NamedTuple):
+    """A decision in each of E environments: chunks of `actions` for the simulator, [E, H] or [E, H, A]; and for
+    training the model's `inputs` [E, P, ...] by name, and the log-probs [E, P] of its positions (types.EnvSteps)."""
+
+    actions: NDArray[Any]
+    inputs: dict[str, NDArray[Any]]
+    logprobs: NDArray[np.float32]
 
 
 class TrainableModel(ABC):
@@ -44,6 +55,15 @@ class TrainableModel(ABC):
 
     def leave_gradients_to_autograd(self) -> None:  # noqa: B027
         """Pass all gradients through autograd, for wrappers that hook parameters; takes more memory."""
+
+
+def choose(logits: Tensor, uniforms: Tensor | None) -> Tensor:
+    """Choices [...] from logits [..., N] by inverse transform of `uniforms` [...] in [0, 1); the likeliest if None."""
+    if uniforms is None:
+        return logits.argmax(-1)
+    cumulative = logits.double().softmax(-1).cumsum(-1)
+    below = cumulative <= uniforms.unsqueeze(-1) * cumulative[..., -1:]
+    return below.sum(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

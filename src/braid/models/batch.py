@@ -77,6 +77,15 @@ class PackedBatch:
         return torch.cat([torch.arange(start, end) for start, end in spans]).to(self.device)
 
     @property
+    def unit(self) -> Tensor:
+        """Each position's index within its decision [T]; 0 outside the mask."""
+        assert self.decision is not None, "batches of rows carry the index of decisions"
+        index = torch.arange(len(self.decision), device=self.device)
+        is_next = torch.ones_like(self.mask)
+        is_next[1:] = self.decision[1:] != self.decision[:-1]
+        return torch.where(self.mask, index - (index * is_next).cummax(0).values, 0)
+
+    @property
     def previous(self) -> Tensor:
         """Index at which each position's predecessor in its row is stored [T]; -1 for the first position of a
         row."""

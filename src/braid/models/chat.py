@@ -7,11 +7,12 @@ cannot forge control tokens: occurrences of the tokenizer's added tokens in them
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -22,8 +23,7 @@ from braid.types import Action, Message, StopReason
 from .tokenizer import leading_tokens, whole_text
 from .tool_calls import ToolFormat, ToolSchema, detect_format, parse_calls
 
-PLAIN_TEMPLATE = "{% for m in messages %}{{ '<out>' + m.content + '</out>' if m.role == 'tool' else m.content }}{% endfor %}"
-"""For models without a chat template: the texts of the messages, without roles; results of tools in a tag."""
+logger = logging.getLogger(__name__)
 
 Thinking = Literal["keep", "as_template"]
 _SENTINEL, _REASON = "@@answer {}@@", "@@reason {}@@"
@@ -48,23 +48,42 @@ class ChatFormat:
         use_template: bool = True,
         tool_format: ToolFormat | None = None,
         thinking: Thinking = "keep",
+        replies: Literal["messages", "text"] = "messages",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Without `use_template`, or a template of the tokenizer, messages are texts without roles. `tool_format` None:
-        that of the template. `thinking`: keep that of earlier turns, or do as the template does."""
+        """Without `use_template`, or a template of the tokenizer, messages are texts without roles, and results of tools
+        are in a tag. `tool_format` None: that of the template. `thinking`: keep that of earlier turns, or do as the template does.
+        `replies` to the policy: messages, or text within its answer."""
         own: Any = tokenizer.chat_template if use_template else None
         if isinstance(own, dict):
             own = own.get("tool_use", own.get("default"))
         self.tokenizer, self._ends = tokenizer, tuple(end_token_ids)
-        self._template: str = own or PLAIN_TEMPLATE
+        self._template: str = own or ""
         self.is_plain = not own
         self._tool_format: ToolFormat | None = tool_format or detect_format(own)
         self.thinking: Thinking = thinking
+        self.replies_are_text = replies == "text"
         self._kwargs = dict(template_kwargs or {})
         added = sorted(
             (str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True
         )
         self._added = "|".join(re.escape(token) for token in added if len(token) > 1) or r"(?!)"
+        self._forged = re.compile(rf"(?=(?:{self._added}))(.)", re.DOTALL)
+
+        @lru_cache(maxsize=256)  # the trajectories of a group open alike, and games have few replies
+        def encoded(text: str) -> list[int]:
+            parts = (part for part in text.split(_MARK) if part)
+            ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
+            if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "the tokenizer lacks characters of a message (for a model built from scratch, add them to "
+                    "model.build.characters or words): %.200r",
+                    text.replace(_MARK, ""),
+                )
+            return ids
+
+        self._encoded, self._has_warned = encoded, False
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
         """Tokens of a conversation, up to the start of the policy's answer."""
@@ -76,6 +95,8 @@ class ChatFormat:
     ) -> list[int]:
         """Tokens from the end of the policy's turn `last_ids` to the start of its next one, with `messages` between
         them. Begins with the template's end of a turn, unless the turn ends with it."""
+        if self.replies_are_text:
+            return self._encode("".join(self._marked(message["content"]) for message in messages))
         closing, tail = self._tail(messages, tools)
         last = self._text([last_ids[-1]]) if last_ids[-1] in self._ends else ""
         if last and (closing + tail).startswith(last):
@@ -83,6 +104,10 @@ class ChatFormat:
         if last and last in closing:
             closing = closing.split(last, 1)[1]
         return self._encode(closing + tail)
+
+    def is_end(self, token_id: int) -> bool:
+        """Whether the token ends a turn."""
+        return token_id in self._ends
 
     def conversation(
         self, messages: Sequence[Message], answers: Sequence[Answer], tools: Sequence[ToolSchema]
@@ -277,6 +302,10 @@ class ChatFormat:
             dict(m) if imitates and m["role"] == "assistant" else {**self._marked(m), "role": m["role"]}
             for m in messages
         ]
+        if self.is_plain:
+            return "".join(
+                f"<out>{m['content']}</out>" if m["role"] == "tool" else m["content"] for m in chat
+            )
         shown: Any = self._marked(list(tools)) or None
         try:
             return str(
@@ -301,12 +330,11 @@ class ChatFormat:
             return [self._marked(one) for one in value]
         if not isinstance(value, str):
             return value
-        return re.sub(rf"(?=(?:{self._added}))(.)", rf"\1{_MARK}", value.replace(_MARK, ""), flags=re.DOTALL)
+        return self._forged.sub(rf"\1{_MARK}", value.replace(_MARK, ""))
 
     def _encode(self, text: str) -> list[int]:
         """Tokens of rendered text; marks are borders between tokens."""
-        parts = (part for part in text.split(_MARK) if part)
-        return [i for part in parts for i in self.tokenizer.encode(part, add_special_tokens=False)]
+        return list(self._encoded(text))
 
     def _text(self, ids: Sequence[int]) -> str:
         return whole_text(self.tokenizer, ids)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 def export_model(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer to `folder`, loadable by AutoModelForCausalLM and AutoTokenizer.
+    """Write model and tokenizer to `folder`, loadable by AutoModelForCausalLM and AutoTokenizer. See export_with."""
+    export_with(partial(save_pretrained, lm, tokenizer), folder)
+
+
+def export_with(save: Callable[[Path], None], folder: Path) -> None:
+    """Write `folder` with `save`.
 
     A new folder is created by a single rename. In an existing folder, files are replaced one by one, and
     other files stay. Raises CheckpointError when the folder cannot be written.
@@ -27,7 +34,7 @@ def export_model(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path)
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
-        save_pretrained(lm, tokenizer, beside)
+        save(beside)
         if folder.exists():
             for file in sorted(beside.iterdir()):
                 os.replace(file, folder / file.name)

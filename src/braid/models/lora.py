@@ -138,10 +138,12 @@ def _recipe(name: str, layer: Any) -> Recipe:
 def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> str | list[str]:
     """Convert `names` to peft's `target_modules`. Each is a suffix of a layer's dotted name; all-linear
     selects all linear layers except the head."""
-    if names == ("all-linear",):
-        return "all-linear"
     head = model.get_output_embeddings()
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    if names == ("all-linear",):
+        # peft knows only the heads of transformers' models
+        own = [name for name, layer in layers.items() if layer is not head]
+        return "all-linear" if hasattr(model, "config") else own
     ends = sorted({name.rpartition(".")[2] for name, layer in layers.items() if layer is not head})
     for target in names:
         found = [layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")]

@@ -1,9 +1,9 @@
-"""Multilayer perceptrons over flat observations: policy and value model for simulators."""
+"""Perceptrons over states and images, policy and value model for simulators."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from braid.config.model import MlpSpec
-from braid.types import ActionSpace
+from braid.errors import ConfigError, Problem
+from braid.types import DecisionLevel, Spaces
 
-from .base import Output, TrainableModel
+from .base import Acted, Output, TrainableModel, choose
 from .batch import PackedBatch
 from .flops import Flops, flops_of_linear
 from .value_head import ValueHead, with_head
@@ -25,79 +26,109 @@ _MIN_ROWS = 16
 
 
 class MlpPolicy(TrainableModel):
-    """A distribution over actions given an observation.
+    """A distribution over chunks of H actions given an observation.
 
-    Discrete actions: a categorical distribution with the outputs as logits. Continuous actions: independent
+    Discrete actions: categorical distributions with the outputs as logits. Continuous actions: independent
     Gaussians with the outputs as means, and standard deviations that are parameters independent of the
-    observation.
+    observation. A position of a row is a component of an action (`level` token), an action, or a chunk.
     """
 
-    def __init__(self, spec: MlpSpec, observation_size: int, actions: ActionSpace, *, seed: int) -> None:
+    def __init__(
+        self, spec: MlpSpec, spaces: Spaces, *, seed: int, level: DecisionLevel | None = None
+    ) -> None:
         """Initializes weights as random orthogonal matrices, with a small last layer so that the initial
         policy is close to uniform (Andrychowicz et al. 2021, section 3.2)."""
-        self.action_space = actions
-        self._net = self.module = _Net(spec, observation_size, actions.size, head_gain=0.01, seed=seed)
-        self._log_std = nn.Parameter(torch.zeros(actions.size)) if actions.kind == "continuous" else None
-        if self._log_std is not None:
-            self._net.register_parameter("log_std", self._log_std)
+        self._chunk, self._size = spec.num_action_chunks, spaces.actions.size
+        self._is_discrete = spaces.actions.kind == "discrete"
+        self._level = "action" if level is None or (level == "token" and self._is_discrete) else level
+        self._net = self.module = _Net(spec, spaces, self._chunk * self._size, head_gain=0.01, seed=seed)
+        if not self._is_discrete:
+            self._net.register_parameter("log_std", nn.Parameter(torch.zeros(self._size)))
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
-        return flops_of_linear(self._net, sum(lengths))
+        return self._net.flops(sum(lengths))
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`logprobs` [T] (summed over action dimensions) and `entropy` [T]; 0 where the mask is False."""
-        head = self._net(batch.observations["state"])[batch.observed]
+        """`logprobs` [T] and `entropy` [T]; 0 where the mask is False."""
+        assert batch.observed is not None, "batches of simulators have observations"
+        head, log_std = self._head(batch.observations)[batch.observed], self._log_std
+        if self._level != "chunk":
+            index, unit = torch.arange(len(head), device=head.device), batch.unit
+            if self._level == "action":
+                head = head[index, unit]
+            else:
+                head, log_std = head.flatten(1)[index, unit], log_std[unit % self._size]
         computed = {
-            "logprobs": lambda: self._logprobs(head, batch.inputs["actions"]),
-            "entropy": lambda: self._entropy(head),
+            "logprobs": lambda: self._logprobs(head, log_std, batch.inputs["actions"]),
+            "entropy": lambda: self._entropy(head, log_std),
         }
-        return {name: torch.where(batch.mask, computed[name](), 0.0) for name in outputs}
+        return {name: torch.where(batch.mask, _per_row(computed[name]()), 0.0) for name in outputs}
+
+    def observe(self, observation: dict[str, NDArray], instruction: str) -> dict[str, NDArray]:  # noqa: ARG002
+        """See ActingPolicy; instructions are not read."""
+        return observation
 
     @property
     def num_uniforms(self) -> int:
-        """Number of uniform random numbers per action."""
-        return 1 if self._log_std is None else self.action_space.size
+        """Number of uniform random numbers per decision."""
+        return self._chunk * (1 if self._is_discrete else self._size)
 
     @torch.no_grad()
-    def act(
-        self, observations: NDArray[np.float32], uniforms: NDArray[np.float64] | None
-    ) -> tuple[NDArray, NDArray[np.float32]]:
-        """Actions ([E] int64, or [E, A] float32) for `observations` [E, D], and their log-probs [E].
+    def act(self, observations: dict[str, NDArray], uniforms: NDArray[np.float64] | None) -> Acted:
+        """Actions ([E, H] int64, or [E, H, A] float32) for observations [E, ...], and their log-probs.
 
         Sampled from `uniforms` [E, num_uniforms] in [0, 1) by inverse transform; the most likely action if
         None. An action does not depend on the other observations in the call.
         """
-        count = len(observations)
-        device = next(self._net.parameters()).device
-        padded = np.zeros((max(count, _MIN_ROWS), observations.shape[1]), np.float32)
-        padded[:count] = observations
-        head = self._net(torch.from_numpy(padded).to(device))[:count]
+        device = self._net.head.weight.device
+        count = len(next(iter(observations.values())))
+        padding = max(_MIN_ROWS - count, 0)
+        padded = {
+            name: torch.from_numpy(np.pad(of, [(0, padding)] + [(0, 0)] * (of.ndim - 1))).to(device)
+            for name, of in observations.items()
+        }
+        head = self._head(padded)[:count]
         drawn = None if uniforms is None else torch.from_numpy(uniforms).to(device)
         actions = self._draw(head, drawn)
-        return actions.cpu().numpy(), self._logprobs(head, actions).cpu().numpy()
+        each = self._logprobs(head, self._log_std, actions)
+        if self._level == "chunk":
+            inputs, logprobs = actions.unsqueeze(1), _per_row(each).unsqueeze(1)
+        elif self._level == "action":
+            inputs, logprobs = actions, each if self._is_discrete else each.sum(-1)
+        else:
+            inputs, logprobs = actions.flatten(1), each.flatten(1)
+        return Acted(actions.cpu().numpy(), {"actions": inputs.cpu().numpy()}, logprobs.cpu().numpy())
+
+    def _head(self, observations: Mapping[str, Tensor]) -> Tensor:
+        """[K, ...] -> [K, H, A]"""
+        return self._net(observations).unflatten(-1, (self._chunk, self._size))
+
+    @property
+    def _log_std(self) -> Tensor:
+        return self._net.head.bias[:0] if self._is_discrete else self._net.log_std
 
     def _draw(self, head: Tensor, uniforms: Tensor | None) -> Tensor:
-        if self._log_std is None:
-            if uniforms is None:
-                return head.argmax(-1)
-            cumulative = head.double().softmax(-1).cumsum(-1)
-            return (cumulative <= uniforms * cumulative[:, -1:]).sum(-1).clamp(max=head.shape[-1] - 1)
+        if self._is_discrete:
+            return choose(head, uniforms)
         if uniforms is None:
             return head
         tiny = torch.finfo(torch.float64).tiny
-        return head + self._log_std.exp() * torch.special.ndtri(uniforms.clamp(min=tiny)).to(head.dtype)
+        normal = torch.special.ndtri(uniforms.clamp(min=tiny)).to(head.dtype)
+        return head + self._log_std.exp() * normal.view_as(head)
 
-    def _logprobs(self, head: Tensor, actions: Tensor) -> Tensor:
-        if self._log_std is None:
+    def _logprobs(self, head: Tensor, log_std: Tensor, actions: Tensor) -> Tensor:
+        """Those of discrete actions, or of each component of a continuous one."""
+        if self._is_discrete:
             return head.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-        scaled = (actions - head) / self._log_std.exp()
-        return (-0.5 * (scaled.square() + math.log(2 * math.pi)) - self._log_std).sum(-1)
+        scaled = (actions - head) / log_std.exp()
+        return -0.5 * (scaled.square() + math.log(2 * math.pi)) - log_std
 
-    def _entropy(self, head: Tensor) -> Tensor:
-        if self._log_std is None:
+    def _entropy(self, head: Tensor, log_std: Tensor) -> Tensor:
+        """See `_logprobs`."""
+        if self._is_discrete:
             logprobs = head.log_softmax(-1)
             return -(logprobs.exp() * logprobs).sum(-1)
-        return (0.5 + 0.5 * math.log(2 * math.pi) + self._log_std).sum().expand(len(head))
+        return (0.5 + 0.5 * math.log(2 * math.pi) + log_std).expand_as(head)
 
 
 class MlpValue(TrainableModel):
@@ -106,44 +137,94 @@ class MlpValue(TrainableModel):
     def __init__(
         self,
         spec: MlpSpec,
-        observation_size: int,
+        spaces: Spaces,
         *,
         seed: int,
         head_name: str = "value_head",
         normalizes: bool = False,
     ) -> None:
         """`head_name` is the name of the output layer's weights; `normalizes` as in ValueHead."""
-        net = _Net(spec, observation_size, 1, head_gain=1.0, seed=seed)
+        net = _Net(spec, spaces, 1, head_gain=1.0, seed=seed)
+        self._net = net
         self._head = self.value_head = ValueHead(net.head.in_features, normalizes=normalizes)
         self._head.load_state_dict(net.head.state_dict(), strict=False)
         self.module = with_head(net.body, "body", self._head, head_name)
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
-        return flops_of_linear(self.module, sum(lengths))
+        return self._net.flops(sum(lengths))
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` and `value_deviation` [T] of each position's observation, including the final one."""
-        return self._head.outputs(self.module(batch.observations["state"])[batch.observed], outputs)
+        return self._head.outputs(self.module(batch.observations)[batch.observed], outputs)
+
+
+class _Body(nn.Module):
+    """Convolutions over the images, if there are any, and the hidden layers over their features and the state."""
+
+    def __init__(self, spec: MlpSpec, spaces: Spaces) -> None:
+        super().__init__()
+        sizes = {shape[:2] for shape in spaces.images.values()}
+        if bool(sizes) != bool(spec.channels) or len(sizes) > 1:
+            seen = ", ".join(f"{name} {shape}" for name, shape in spaces.images.items()) or "no images"
+            fix = "set it, e.g. to [16, 32, 64]" if sizes else "remove it"
+            fix = "images must have equal heights and widths" if len(sizes) > 1 else fix
+            why = f"the environment's observations have {seen}; {fix}"
+            raise ConfigError([Problem("model.mlp.channels", why, "model")])
+        self._names = list(spaces.images)
+        wide, activation = spaces.state_size, _ACTIVATIONS[spec.activation]
+        self.convolutions = nn.Sequential()
+        channels = (sum(shape[2] for shape in spaces.images.values()), *spec.channels)
+        self.sizes = [
+            (math.ceil(h / 2**k), math.ceil(w / 2**k)) for h, w in sizes for k in range(len(channels))
+        ]
+        for before, after in pairwise(channels):
+            self.convolutions.extend([nn.Conv2d(before, after, 3, stride=2, padding=1), activation()])
+        if self.sizes:
+            wide += channels[-1] * math.prod(self.sizes[-1])
+        self.layers = nn.Sequential()
+        for before, after in pairwise((wide, *spec.hidden_sizes)):
+            self.layers.extend([nn.Linear(before, after), activation()])
+
+    def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
+        parts = [observations["state"]] if "state" in observations else []
+        if self._names:
+            images = torch.cat([observations[name] for name in self._names], dim=-1)
+            scaled = images.permute(0, 3, 1, 2).float() / 127.5 - 1
+            parts.append(self.convolutions(scaled).flatten(1))
+        return self.layers(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0])
 
 
 class _Net(nn.Module):
-    """Multilayer perceptron with orthogonal weights and zero biases."""
+    """Perceptron with orthogonal weights and zero biases."""
 
-    def __init__(self, spec: MlpSpec, inputs: int, outputs: int, *, head_gain: float, seed: int) -> None:
+    log_std: Tensor
+
+    def __init__(self, spec: MlpSpec, spaces: Spaces, outputs: int, *, head_gain: float, seed: int) -> None:
         super().__init__()
-        sizes = (inputs, *spec.hidden_sizes)
-        layers: list[nn.Module] = []
-        for wide, narrow in pairwise(sizes):
-            layers += [nn.Linear(wide, narrow), _ACTIVATIONS[spec.activation]()]
-        self.body = nn.Sequential(*layers)
-        self.head = nn.Linear(sizes[-1], outputs)
+        self.body = _Body(spec, spaces)
+        self.head = nn.Linear(spec.hidden_sizes[-1], outputs)
         generator = torch.Generator().manual_seed(seed)
         for layer in self.modules():
-            if isinstance(layer, nn.Linear):
+            if isinstance(layer, nn.Linear | nn.Conv2d):
                 gain = head_gain if layer is self.head else math.sqrt(2)
                 nn.init.orthogonal_(layer.weight, gain, generator=generator)
+                assert layer.bias is not None, "all layers have one"
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, observations: Tensor) -> Tensor:
-        """[T, D] -> [T, outputs]."""
+    def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
+        """[K, ...] by name -> [K, outputs]."""
         return self.head(self.body(observations))
+
+    def flops(self, num_observations: int) -> Flops:
+        convolutions = [m for m in self.body.convolutions if isinstance(m, nn.Conv2d)]
+        of_images = sum(
+            2 * m.weight.numel() * math.prod(size)
+            for m, size in zip(convolutions, self.body.sizes[1:], strict=True)
+        )
+        images = Flops(num_observations * of_images, 3 * num_observations * of_images)
+        return images + flops_of_linear(self, num_observations)
+
+
+def _per_row(values: Tensor) -> Tensor:
+    """[T, ...] -> [T]"""
+    return values.flatten(1).sum(-1) if values.ndim > 1 else values

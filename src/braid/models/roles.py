@@ -12,9 +12,10 @@ import torch
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.plan import longest_row
-from braid.types import ActionSpace
+from braid.types import Spaces
 
 from .adapter_reference import AdapterReference
+from .base import TrainableModel
 from .causal_lm import CausalLM
 from .loading import load_policy
 from .mlp import MlpPolicy, MlpValue
@@ -76,18 +77,37 @@ def make_reference(
 
 
 def make_robot_model(
-    role: TrainingRole, config: RunConfig, observation_size: int, actions: ActionSpace, device: torch.device
-) -> MlpPolicy | MlpValue:
-    """Build the policy or the critic for a simulator's observations and actions."""
+    role: TrainingRole,
+    config: RunConfig,
+    spaces: Spaces,
+    device: torch.device,
+    policy: TrainableModel | None = None,
+) -> TrainableModel:
+    """Build the policy or the critic for a simulator's observations and actions. A given `policy` is the run's own:
+    a warm-up trains it, and the critic of a vision-language-action policy starts as a copy of it."""
+    assert role in ("policy", "critic"), f"simulators have no {role}"
+    if role == "policy" and policy is not None:
+        return policy
+    if config.model.vla is not None:
+        from .vla.build import make_vla
+        from .vla.policy import VlaPolicy, VlaValue
+
+        vla = policy if isinstance(policy, VlaPolicy) else make_vla(config, spaces, device)
+        critic = config.critic
+        return (
+            vla
+            if role == "policy"
+            else VlaValue(vla, head_name=critic.head_name, normalizes=critic.normalize_values)
+        )
     spec, seed = config.model.mlp, config.run.seed
     assert spec is not None, "the plan checks that it is there"
+    model: TrainableModel
     if role == "policy":
-        model = MlpPolicy(spec, observation_size, actions, seed=seed)
+        model = MlpPolicy(spec, spaces, seed=seed, level=config.algorithm.logprob_level)
     else:
-        assert role == "critic", f"simulators have no {role}"
         model = MlpValue(
             spec,
-            observation_size,
+            spaces,
             seed=seed + 1,
             head_name=config.critic.head_name,
             normalizes=config.critic.normalize_values,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,13 +21,16 @@ from .folders import check_folder, expand, read, read_chat_template, read_tokeni
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 
-def character_tokenizer(characters: str, special_tokens: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per character of `characters`, in order, after `<pad>` (0), `<eos>`
+def character_tokenizer(
+    characters: str, special_tokens: Sequence[str] = (), words: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per character of `characters` and per word, in order, after `<pad>` (0), `<eos>`
     (1) and `<unk>` (2), which other characters become, and one for each of `special_tokens`. No special tokens are
     added around a text."""
-    vocab = {token: i for i, token in enumerate(dict.fromkeys([PAD, EOS, UNKNOWN, *characters]))}
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([PAD, EOS, UNKNOWN, *characters, *words]))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    parts = "|".join([*map(re.escape, sorted(words, key=len, reverse=True)), r"[\s\S]"])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(parts), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     built = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -45,7 +49,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if config.tokenizer is not None:
         tokenizer = read_tokenizer(expand(config.tokenizer), "model.tokenizer", config.trust_remote_code)
     elif config.build is not None:
-        tokenizer = character_tokenizer(config.build.characters, config.build.special_tokens)
+        build = config.build
+        tokenizer = character_tokenizer(build.characters, build.special_tokens, build.words)
     else:
         tokenizer = read_tokenizer(model_path(config), "model.path", config.trust_remote_code)
     if config.chat_template is not None:

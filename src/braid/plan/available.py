@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from braid.config.reward import ModelReward
-from braid.config.rollout import GymnasiumEnv
+from braid.config.rollout import MetaworldEnv, SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 
@@ -32,8 +32,8 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             why = f"sequence parallelism over {train.sequence_parallel} devices needs backend fsdp, fsdp2 or deepspeed"
             yield f"{key}.sequence_parallel", f"{why}, not {train.backend}; set it to 1 and use {instead}"
     backend, fsdp = config.train.backend, config.train.fsdp
-    if backend != "single" and config.model.mlp is not None:
-        why = f"an MLP trains in one process, not with {backend}; set train.backend=single"
+    if backend != "single" and (config.model.mlp is not None or config.model.vla is not None):
+        why = f"a robot policy trains in one process, not with {backend}; set train.backend=single"
         yield "train.backend", why
     if backend == "fsdp" and config.model.lora is not None and (fsdp.sharding == "none" or fsdp.size == 1):
         why = "fsdp cannot train adapters without sharding the frozen weights"
@@ -55,10 +55,8 @@ def missing_sections(config: RunConfig) -> dict[str, str]:
     """Config section that only unavailable parts read -> what is available instead."""
     missing, why = {}, "not implemented in this version"
     if config.env.kind in _SIMULATORS:
-        missing["env"] = f"the simulator {config.env.kind} is {why}; use gymnasium or a text environment"
-    if config.model.vla is not None:
-        use = "remove model.vla and set model.path, model.build or model.mlp"
-        missing["model.vla"] = f"vision-language-action policies are {why}; {use}"
+        use = "use gymnasium, metaworld or a text environment"
+        missing["env"] = f"the simulator {config.env.kind} is {why}; {use}"
     return missing
 
 
@@ -77,6 +75,10 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         )
         instead = f"set rollout.{engine}.servers, or set it to native"
         needed.append(("rollout.engine", engine, install, instead))
+    if isinstance(config.env, MetaworldEnv):
+        needed.append(("env.kind", "metaworld", "'braid-rl[metaworld]'", "use another environment"))
+    if isinstance(config.env, SimulatorEnv) and config.env.video.save:
+        needed.append(("env.video.save", "av", "'braid-rl[video]'", "set it to false"))
     for key, package, install, is_used in (
         ("report.wandb", "wandb", "'braid-rl[wandb]'", config.report.wandb),
         ("report.swanlab", "swanlab", "'braid-rl[swanlab]'", config.report.swanlab),
@@ -129,8 +131,8 @@ def train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainCo
 
 def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of worker placements that this version does not support."""
-    cluster, one_process = config.cluster, "the policy of a gymnasium environment runs in one process"
-    is_simulator = isinstance(config.env, GymnasiumEnv)
+    cluster, one_process = config.cluster, "the policy of a simulator runs in one process"
+    is_simulator = isinstance(config.env, SimulatorEnv)
     if is_simulator and cluster.runtime == "ray":
         yield "cluster.runtime", f"{one_process}; set it to auto"
     try:

@@ -13,7 +13,7 @@ from typing import cast
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSSES
 from braid.config.roles import TrainingRole, train_config
-from braid.config.rollout import AgentEnvConfig, ChatEnv, GymnasiumEnv, ProgramEnv
+from braid.config.rollout import AgentEnvConfig, ChatEnv, ProgramEnv, SimulatorEnv
 from braid.config.schema import RunConfig
 
 from . import advantages, available
@@ -45,21 +45,32 @@ def find_warnings(config: RunConfig, plan: Plan) -> list[Finding]:
 
 def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     model, kind = config.model, config.env.kind
-    if not isinstance(config.env, GymnasiumEnv):
-        if model.mlp is not None:
-            why = f"an MLP cannot act in env.kind={kind}, a text environment"
-            yield "model.mlp", f"{why}; set env.kind=gymnasium, or use model.path or model.build"
+    if not isinstance(config.env, SimulatorEnv):
+        for key, is_set in (("model.mlp", model.mlp), ("model.vla", model.vla)):
+            if is_set is not None:
+                why = f"a robot policy cannot act in env.kind={kind}, a text environment"
+                yield (
+                    key,
+                    f"{why}; set env.kind=gymnasium or metaworld, or use model.path or model.build alone",
+                )
         return
-    if model.mlp is None:
+    if model.vla is not None and model.path is None:
+        yield (
+            "model.vla",
+            "a vision-language-action policy has a folder; set model.path to it, or remove model.vla",
+        )
+    if model.mlp is None and model.vla is None:
         given = "path" if model.path else "build"
         why = (
-            f"a language model cannot act in a gymnasium environment; use model.mlp instead of model.{given}"
+            f"a language model cannot act in a simulator; use model.mlp instead of model.{given}, or "
+            "set model.vla if it is a vision-language-action policy"
         )
         yield "env.kind", why
-    resets = "a gymnasium environment has its own reset states; remove the data"
-    rewards = "reward parts score text, but a gymnasium environment computes its own rewards; remove them"
-    supervised = "supervised fine-tuning needs a language model; remove it for a gymnasium environment"
-    epochs = "a gymnasium environment has no prompts and so no epochs; set run.max_rounds"
+    resets = "a simulator has its own reset states; remove the data"
+    rewards = "reward parts score text, but a simulator computes its own rewards; remove them"
+    supervised = "supervised fine-tuning for a simulator needs an OpenVLA policy (model.vla); remove it"
+    imitates = config.sft is not None and (model.vla is None or model.vla.kind == "pi0")
+    epochs = "a simulator has no prompts and so no epochs; set run.max_rounds"
     for key, is_set, why in (
         ("data.train", config.data.train, resets),
         ("data.eval", config.data.eval, resets),
@@ -67,13 +78,27 @@ def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         (
             "algorithm.kl_coef",
             plan.needs_reference,
-            "an MLP policy has no reference model; set algorithm.kl_coef=0",
+            "robot policies have no reference model; set algorithm.kl_coef=0",
         ),
-        ("sft", config.sft, supervised),
+        ("sft", imitates, supervised),
         ("run.max_epochs", config.run.max_epochs, epochs),
     ):
         if is_set:
             yield key, why
+
+
+def _demonstrations(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    sft, is_robot = config.sft, isinstance(config.env, SimulatorEnv)
+    if is_robot and plan.verb == "sft" and sft is None:
+        yield "sft", "no demonstrations; set sft.demonstrations to a LeRobot folder"
+    if sft is None or plan.verb == "eval" or (is_robot and config.model.vla is None):
+        return
+    if is_robot and sft.data:
+        yield "sft.data", "a robot policy imitates demonstrations; use sft.demonstrations"
+    if is_robot and sft.demonstrations is None:
+        yield "sft.demonstrations", "no demonstrations; set it to a LeRobot folder"
+    if not is_robot and sft.demonstrations is not None:
+        yield "sft.demonstrations", "demonstrations are for robots; use sft.data"
 
 
 def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -86,7 +111,7 @@ def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    if isinstance(config.env, GymnasiumEnv):
+    if isinstance(config.env, SimulatorEnv):
         return
     has_tasks = has_own_tasks(config)
     if plan.verb == "train" and not config.data.train and not has_tasks:
@@ -121,7 +146,7 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if target.min_final is None and target.min_gain is None:
         return
     key = "eval.target.min_final" if target.min_final is not None else "eval.target.min_gain"
-    if not config.data.eval and not isinstance(config.env, GymnasiumEnv) and not has_own_tasks(config):
+    if not config.data.eval and not isinstance(config.env, SimulatorEnv) and not has_own_tasks(config):
         yield key, "a target needs evaluation data; add sources to data.eval"
     if plan.verb != "eval" and not of.at_end:
         yield key, "the target is measured after the last round; set eval.at_end=true"
@@ -167,6 +192,15 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             yield "algorithm.ratio_level", why
         if recipe.policy_loss in CHOOSING_LOSSES:
             yield "algorithm.logprob_level", f"{loss} selects single tokens; set it to token"
+    algorithm = config.algorithm
+    if not is_of_text(config):
+        level = algorithm.logprob_level or "action"
+        if algorithm.entropy_level not in (None, level):
+            why = f"the entropy of robot policies is computed at algorithm.logprob_level={level}"
+            yield "algorithm.entropy_level", f"{why}; set both to the same level"
+        if algorithm.reward_level == "action" and config.model.num_action_chunks > 1 and plan.needs_critic:
+            why = "the critic has one value per chunk of actions"
+            yield "algorithm.reward_level", f"{why}; set it to chunk, or the number of action chunks to 1"
     if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
         why = "episodes of a simulator have no maximum response length to derive it from; set it"
         yield "algorithm.aggregation_constant", why
@@ -182,6 +216,14 @@ def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
             "train.backend and reference.train.backend to the same value (single, fsdp, fsdp2 or deepspeed), and place both on "
             "the same devices in cluster.placement; or use k1, k2 or k3",
         )
+
+
+def _opponents(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    if isinstance(config.env, AgentEnvConfig) and config.env.opponents is not None:
+        if config.rollout.engine != "native":
+            yield "env.opponents", "opponents need rollout.engine=native"
+        if plan.is_pipelined:
+            yield "env.opponents", "opponents do not work in a pipelined run; remove `pipeline`"
 
 
 def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -239,6 +281,7 @@ def _placement(_: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 _PROBLEMS: tuple[_Check, ...] = (
     _policy_and_env,
+    _demonstrations,
     _length,
     _data,
     _evaluation,
@@ -247,6 +290,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _algorithm,
     _full_kl,
     advantages.advantage_problems,
+    _opponents,
     _contexts,
     rotary_problems,
     _pipeline,
@@ -257,7 +301,7 @@ _PROBLEMS: tuple[_Check, ...] = (
 
 def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     sampling = config.rollout.sampling
-    if plan.verb != "train" or isinstance(config.env, GymnasiumEnv):
+    if plan.verb != "train" or isinstance(config.env, SimulatorEnv):
         return
     if sampling.greedy:
         why = "all answers of a group are identical, so their advantages are 0"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from braid.config.rollout import ChatEnv, GymnasiumEnv, SamplingConfig
+from braid.config.rollout import ChatEnv, SamplingConfig, SimulatorEnv
 from braid.config.schema import RunConfig
 
 from .plan import Plan
@@ -18,7 +18,7 @@ from .sizes import policy_size
 def token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | None, int | None]:
     """Maximum tokens that the policy generates in a trajectory, and maximum tokens of a trajectory."""
     env, prompt, new = config.env, config.data.max_prompt_tokens, sampling.max_new_tokens
-    if isinstance(env, GymnasiumEnv):
+    if isinstance(env, SimulatorEnv):
         return None, None
     limit = config.rollout.max_sequence_tokens or math.inf
     if isinstance(env, ChatEnv):

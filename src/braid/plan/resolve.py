@@ -16,7 +16,7 @@ from braid.config.cluster import Role
 from braid.config.data import ProceduralSource
 from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole
-from braid.config.rollout import AgentEnvConfig, GymnasiumEnv
+from braid.config.rollout import AgentEnvConfig, SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.config.source import DEFAULT
 from braid.config.train import TrainConfig
@@ -63,7 +63,15 @@ def merge_recipe(config: RunConfig) -> Recipe:
         corrections = (CorrectionConfig(),) if config.max_lag else None
     if corrections is not None:
         given["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in corrections)
-    return replace(recipe, **_without_off(given))
+    recipe = replace(recipe, **_without_off(given))
+    if not isinstance(config.env, SimulatorEnv):
+        return recipe
+    # Positions of a simulator's rows are already at logprob_level; returns are those of decisions.
+    has_one = (config.model.num_action_chunks == 1 and recipe.logprob_level != "token") or (
+        recipe.logprob_level == "chunk"
+    )
+    level = recipe.advantage_level if has_one or recipe.advantage != "gae" else "turn"
+    return replace(recipe, logprob_level="token", entropy_level="token", advantage_level=level)
 
 
 def _without_off(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     needs = Needs(
         roles=tuple(role for role, is_one in is_used.items() if is_one),
         models={role: of for role, of in sizes.items() if is_used[role] and of is not None},
-        has_workers=verb != "eval" and not isinstance(config.env, GymnasiumEnv),
+        has_workers=verb != "eval" and not isinstance(config.env, SimulatorEnv),
         num_gpus=0 if config.run.device == "cpu" else num_gpus,
     )
     return Plan(

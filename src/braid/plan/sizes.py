@@ -68,10 +68,8 @@ def policy_size(config: RunConfig) -> ModelSize | None:
 
 def size_of_spec(spec: BuildSpec) -> ModelSize:
     """Size of the model that a build spec describes."""
-    vocab = (
-        math.ceil((len({*spec.characters, *spec.special_tokens}) + SPECIAL_TOKENS) / VOCAB_MULTIPLE)
-        * VOCAB_MULTIPLE
-    )
+    tokens = {*spec.characters, *spec.words, *spec.special_tokens}
+    vocab = math.ceil((len(tokens) + SPECIAL_TOKENS) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     hidden, wide = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     matrices = {

@@ -19,8 +19,9 @@ from braid.config.roles import train_config
 from braid.config.rollout import (
     AgentEnvConfig,
     ChatEnv,
-    GymnasiumEnv,
+    MetaworldEnv,
     SamplingConfig,
+    SimulatorEnv,
     SingleTurnEnv,
     ToolsEnv,
 )
@@ -174,7 +175,6 @@ def _always(_: RunConfig, __: Plan) -> _Unused:
     yield "the policy has no value head", "sft.optimizer.value_lr"
     yield "a critic computes no log-probs", "critic.train.{compile,logprob_chunk_bytes}"
     yield "train.record_memory records all roles", "{critic,reference}.train.record_memory"
-    yield "this version has no vision-language-action policies", "algorithm.reward_level"
 
 
 def _roles(config: RunConfig, plan: Plan) -> _Unused:
@@ -218,9 +218,10 @@ def _losses(config: RunConfig, plan: Plan) -> _Unused:
         )
     if plan.old_logprobs == "current":
         yield f"{old_logprobs} all ratios are 1", "algorithm.early_stop_ratio"
+    if config.model.num_action_chunks == 1 or not plan.needs_critic or is_of_text(config):
+        yield "only values of chunks of several actions depend on it", "algorithm.reward_level"
     if not is_of_text(config):
-        why = "only a turn of text has several tokens; a simulator's policy has one log-prob per env step"
-        yield why, "algorithm.{logprob_level,entropy_level}"
+        yield "it has to be that of algorithm.logprob_level", "algorithm.entropy_level"
     if all(of.level == "token" for of in config.algorithm.corrections or ()):
         yield "token-level weights depend on a single token", "algorithm.corrections[].tokens"
 
@@ -247,11 +248,14 @@ def _statistics(_: RunConfig, plan: Plan) -> _Unused:
 
 def _prompts(config: RunConfig, plan: Plan) -> _Unused:
     if not has_tokens(config):
-        text = ",".join(name for name in SamplingConfig.model_fields if name != "greedy")
+        is_vla = config.model.vla is not None
+        read = {"greedy", "temperature"} if is_vla else {"greedy"}
+        text = ",".join(name for name in SamplingConfig.model_fields if name not in read)
+        tokenizer = "" if is_vla else " model.tokenizer"
         yield (
             "a simulator has no text",
             f"{{rollout,eval}}.sampling.{{{text}}} rollout.{{native,max_sequence_tokens,print_outputs,check_weights}} "
-            "reward.overlong checkpoint.export_every_rounds critic.path model.{tokenizer,chat_template} "
+            f"reward.overlong checkpoint.export_every_rounds critic.path model.chat_template{tokenizer} "
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}",
         )
     if is_of_text(config):
@@ -283,7 +287,7 @@ def _rewards_and_reports(config: RunConfig, _: Plan) -> _Unused:
         yield "TensorBoard and trackers are off", "report.dir"
 
 
-def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
+def _rollouts(config: RunConfig, plan: Plan) -> _Unused:  # noqa: ARG001
     rollout, env = config.rollout, config.env
     if (rollout.request_batch or 0) >= rollout.prompts_per_round:
         yield "a round does not have more prompts than that", "rollout.request_batch"
@@ -298,6 +302,8 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
     if rollout.max_sequence_tokens is not None and rollout.max_sequence_tokens >= longest:
         keys = "rollout.max_sequence_tokens"
         yield "the limits of prompt and answer do not add up to more than that", keys
+    if isinstance(env, ToolsEnv | AgentEnvConfig) and env.replies == "text":
+        yield "replies are text within the policy's answer", "env.thinking"
     if isinstance(env, AgentEnvConfig):
         if env.mix:
             yield "env.mix names the environments", "env.kwargs"
@@ -306,12 +312,22 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:
         else:
             shares = [f"env.mix.{kind}.{{share,eval_share}}" for kind in env.mix]
             yield "the data gives the tasks", " ".join(("env.{tasks,eval_episodes}", *shares))
-    if isinstance(env, GymnasiumEnv) and env.num_envs > plan.trajectories_per_round:
+
+
+def _simulators(config: RunConfig, plan: Plan) -> _Unused:
+    env = config.env
+    if isinstance(env, SimulatorEnv) and env.num_envs > plan.trajectories_per_round:
         yield "a round has fewer trajectories than that", "env.num_envs"
-    if isinstance(env, GymnasiumEnv) and env.processes > env.num_envs:
+    if isinstance(env, SimulatorEnv) and env.processes > env.num_envs:
         yield "there are fewer environments than that (env.num_envs)", "env.processes"
-    if not (isinstance(env, GymnasiumEnv) and env.processes):
-        yield "only gymnasium environments in processes of their own have it", "rollout.env_timeout_s"
+    if isinstance(env, SimulatorEnv) and not env.video.save:
+        yield "no videos are saved", "env.video.{num_episodes,overlay,frames_per_s,dir}"
+        if isinstance(env, MetaworldEnv) and not env.cameras:
+            yield "there are neither cameras nor videos", "env.{image_size,shadows}"
+        if isinstance(env, MetaworldEnv) and config.model.mlp is not None:
+            yield "a perceptron reads no text, and there are no videos", "env.instruction"
+    if not (isinstance(env, SimulatorEnv) and env.processes):
+        yield "only simulators in processes of their own have it", "rollout.env_timeout_s"
 
 
 def _engines(config: RunConfig, plan: Plan) -> _Unused:
@@ -376,6 +392,32 @@ def _model(config: RunConfig, _: Plan) -> _Unused:
         )
 
 
+def _vla(config: RunConfig, _: Plan) -> _Unused:
+    vla = config.model.vla
+    if vla is None:
+        return
+    yield "the environment's actions are in its own space", "model.vla.policy_setup"
+    yield (
+        "the checkpoint determines it",
+        "model.vla.{extra_vocab_size,hidden_size,qkv_bias} model.architecture",
+    )
+    yield "the critic has one value per chunk", "model.vla.value_level"
+    yield "a robot policy does not write text", "model.{chat_template,eos_token_id,pad_token_id}"
+    yield (
+        "its modules compute attention and log-probs themselves",
+        (f"model.attention {_TRAIN}.{{compile,liger_kernels,logprob_chunk_bytes}}"),
+    )
+    if vla.kind == "pi0":
+        yield "only OpenVLA reads it", "model.vla.{form,center_crop,use_proprio,image_size,vocab_size}"
+        yield "denoising has no temperature", "rollout.sampling.temperature"
+    else:
+        yield "only pi0 denoises actions", "model.vla.{denoise_steps,noise,noise_level,train_expert_only}"
+        if vla.kind == "openvla":
+            yield "only OpenVLA-OFT has several forms", "model.vla.form"
+    if vla.noise == "flow_noise":
+        yield "a network predicts the noise", "model.vla.noise_level"
+
+
 def _training(config: RunConfig, plan: Plan) -> _Unused:
     has_critic = plan.needs_critic and config.critic.train is None
     has_reference = plan.needs_reference and config.reference.train is None
@@ -422,7 +464,7 @@ def _megatron(config: RunConfig, plan: Plan, train: TrainConfig) -> _Unused:
 
 def has_tokens(config: RunConfig) -> bool:
     """Whether trajectories have prompts and tokens; those of perceptrons do not."""
-    return not isinstance(config.env, GymnasiumEnv)
+    return not isinstance(config.env, SimulatorEnv)
 
 
 def has_own_tasks(config: RunConfig) -> bool:
@@ -445,9 +487,11 @@ _RULES: tuple[Callable[[RunConfig, Plan], _Unused], ...] = (
     _always,
     _rewards_and_reports,
     _rollouts,
+    _simulators,
     _engines,
     _pipeline,
     _cluster,
     _model,
+    _vla,
     _training,
 )

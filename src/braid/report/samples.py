@@ -85,8 +85,10 @@ def _record(trajectory: Trajectory, rows: Sequence[Row], text_of: Decode) -> dic
     for row in rows:
         for name, values in row.fields.items():
             training.setdefault(name, []).extend(values[row.mask].tolist())
-    segments = [{"agent": s.agent, "num_turns": len(s.turns)} for s in trajectory.segments]
-    is_plain = segments in ([], [{"agent": Segment().agent, "num_turns": len(trajectory.turns)}])
+    segments = [
+        {"agent": s.agent, "num_turns": len(s.turns), "is_trained": s.is_trained} for s in trajectory.segments
+    ]
+    is_plain = segments in ([], [_only_segment(len(trajectory.turns))])
     return {
         "uid": prompt.uid,
         "source": prompt.source,
@@ -103,8 +105,7 @@ def _record(trajectory: Trajectory, rows: Sequence[Row], text_of: Decode) -> dic
             for turn in trajectory.turns
         ],
         **({} if is_plain else {"segments": segments}),
-        "env_steps": steps
-        and {f.name: np.asarray(getattr(steps, f.name)).tolist() for f in fields(EnvSteps)},
+        "env_steps": steps and _without_images(steps),
         "training": training,
     }
 
@@ -129,12 +130,18 @@ def _sample(record: dict[str, Any]) -> Sample:
         training={name: _numbers(values) for name, values in record["training"].items()},
     )
     trajectory, left = sample.trajectory, (_turn(turn) for turn in turns)
-    segments = record.get("segments", [{"agent": Segment().agent, "num_turns": len(turns)}] if turns else [])
-    trajectory.segments = [Segment(list(islice(left, s["num_turns"])), s["agent"]) for s in segments]
+    segments = record.get("segments", [_only_segment(len(turns))] if turns else [])
+    trajectory.segments = [
+        Segment(list(islice(left, s["num_turns"])), s["agent"], s.get("is_trained", True)) for s in segments
+    ]
     trajectory.status = Status(trajectory.status)
     for values in (trajectory.reward_parts, trajectory.metrics):
         values |= dict(zip(values, _numbers(values.values()), strict=True))
     return sample
+
+
+def _only_segment(num_turns: int) -> dict[str, Any]:
+    return {"agent": Segment().agent, "num_turns": num_turns, "is_trained": True}
 
 
 def _turn(record: dict[str, Any]) -> Turn:
@@ -148,13 +155,26 @@ def _version(value: int | list[list[int]]) -> PolicyVersion:
     return value if isinstance(value, int) else tuple((version, num) for version, num in value)
 
 
+def _without_images(steps: EnvSteps) -> dict[str, Any]:
+    def lists(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: lists(of) for name, of in value.items() if of.dtype != np.uint8}
+        return np.asarray(value).tolist()
+
+    return {f.name: lists(getattr(steps, f.name)) for f in fields(EnvSteps)}
+
+
 def _env_steps(record: dict[str, Any]) -> EnvSteps:
-    """Restore env steps: discrete actions as int64, everything else as float32, null as nan."""
-    arrays = {name: np.array(value, np.float32) for name, value in record.items() if name != "policy_version"}
-    actions = np.array(record["actions"])
-    if actions.dtype.kind == "i":
-        arrays["actions"] = actions
-    return EnvSteps(**arrays, policy_version=_version(record["policy_version"]))
+    """Restore env steps, without images: integers as int64, everything else as float32, null as nan."""
+
+    def array(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: array(of) for name, of in value.items()}
+        found = np.array(value)
+        return found if found.dtype.kind == "i" else np.array(value, np.float32)
+
+    version = _version(record.pop("policy_version"))
+    return EnvSteps(**{name: array(value) for name, value in record.items()}, policy_version=version)
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:

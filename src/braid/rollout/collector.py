@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from braid.cluster.loops import Loop, all_of
 from braid.report.metrics import Metrics
@@ -20,6 +20,9 @@ from braid.types import Group, Key, Lengths, Prompt, Row, ShapedReward, Status, 
 from .drivers.base import Driver
 from .engine import Engine, NewWeights
 from .rows import group_rows
+
+if TYPE_CHECKING:
+    from .engines.native import NativeEngine
 
 Use = Literal["train", "eval"]
 """Purpose of trajectories: each has its own prompts and sampling settings."""
@@ -34,6 +37,7 @@ class TrajectoryMetadata(NamedTuple):
     reason: str
     reward: float | None
     shaped: ShapedReward | None
+    agent_rewards: dict[str, float]
     reward_parts: dict[str, float]
     metrics: dict[str, float]
     attempts: int
@@ -41,8 +45,8 @@ class TrajectoryMetadata(NamedTuple):
 
     @classmethod
     def of(cls, t: Trajectory) -> TrajectoryMetadata:
-        known = (t.sample, t.status, t.reason, t.reward, t.shaped, t.reward_parts, t.metrics, t.attempts)
-        return cls(*known, t.lengths)
+        given = (t.reward, t.shaped, t.agent_rewards, t.reward_parts)
+        return cls(t.sample, t.status, t.reason, *given, t.metrics, t.attempts, t.lengths)
 
 
 class GroupMetadata(NamedTuple):
@@ -111,19 +115,23 @@ class Collector:
         check: Callable[[int], None] | None = None,
         close_envs: Callable[[], Awaitable[None]] | None = None,
         in_background: bool = False,
+        opponent: NativeEngine | None = None,
+        opponent_every: int = 0,
     ) -> None:
         """`greedy` samples the greedy answer to each training prompt, for recipes whose baseline is its
         reward. All drivers sample with `engine`. `shape` computes the reward used for training; None for the
         reward itself. `limits` are the numbers of prompts that are sampled at a time. `link` receives new
         weights; None if the engine reads the trainer's tensors. `check` is called with each new version. `close_envs` ends
         what environments share. Sampling goes on `in_background`, or only
-        while the caller waits for groups."""
+        while the caller waits for groups. `opponent` gets the weights of versions that are multiples of
+        `opponent_every`; only the first ones if that is 0."""
         self._streams: dict[Use, _Stream] = {
             use: _Stream(prompts[use], drivers[use], limits.get(use)) for use in drivers
         }
         self._greedy, self._engine = greedy, engine
         self._scorer, self._shape, self._link, self._check = scorer, shape, link, check
-        self._close_envs = close_envs
+        self._close_envs, self._opponent, self._opponent_every = close_envs, opponent, opponent_every
+        self._opponent_version = 0
         self._loop = Loop(in_background=in_background)
 
     def submit(self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]) -> None:
@@ -218,22 +226,50 @@ class Collector:
         they are the trainer's own tensors."""
         load = None if self._link is None else partial(self._link.take, version, ticket)
         self._loop.run(self._engine.set_weights(version, when, load))
+        if version % (self._opponent_every or max(1, version + 1)) == 0:
+            self._set_opponent(version)
         if self._check is not None:
             self._check(version)
+
+    def _set_opponent(self, version: int) -> None:
+        """Give the opponent the engine's weights."""
+        if self._opponent is not None:
+            self._opponent_version = version
+            self._loop.run(self._opponent.set_weights(version))
+
+    def opponent_state(self) -> dict[str, Any] | None:
+        """The opponent's weights and their version; None without one."""
+        if self._opponent is None:
+            return None
+        weights = {name: weight.detach().cpu() for name, weight in self._opponent.named_parameters()}
+        return {"version": self._opponent_version, "weights": weights}
+
+    def load_opponent(self, state: Mapping[str, Any]) -> None:
+        """Restore an `opponent_state`."""
+        assert self._opponent is not None, "the run has no opponents"
+        self._set_opponent(state["version"])
+        for name, weight in self._opponent.named_parameters():
+            weight.copy_(state["weights"][name])
 
     def receivers(self) -> Sequence[str]:
         """See WeightLink.names."""
         assert self._link is not None, "the engine reads the trainer's own weights"
         return self._link.names
 
+    @property
+    def _engines(self) -> list[Engine]:
+        return [self._engine, *([] if self._opponent is None else [self._opponent])]
+
     def cache_bytes(self) -> int:
-        return self._engine.cache_bytes
+        return sum(engine.cache_bytes for engine in self._engines)
 
     def sleep(self) -> None:
-        self._engine.sleep()
+        for engine in self._engines:
+            engine.sleep()
 
     def wake(self) -> None:
-        self._engine.wake()
+        for engine in self._engines:
+            engine.wake()
 
     def close(self) -> None:
         """Cancel all groups, and stop the engine, the environments, and the scorer's processes."""
@@ -241,7 +277,8 @@ class Collector:
             self.cancel(use, list(stream.running))
 
         async def stop() -> None:
-            self._engine.close()
+            for engine in self._engines:
+                engine.close()
             if self._close_envs is not None:
                 await self._close_envs()
 

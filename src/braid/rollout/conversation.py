@@ -26,12 +26,17 @@ class Conversation:
         *,
         key: Key,
         agent: str = "main",
+        number: int = 0,
         is_trained: bool = True,
     ) -> None:
-        """`key` seeds the random numbers of its turns, together with the agent and the number of the turn."""
+        """`key` seeds the random numbers of its turns, together with the agent, the `number` of its conversation, and
+        that of the turn."""
         self._engine, self._chat, self._trajectory, self._key = engine, chat, trajectory, key
         self._agent, self._is_trained = agent, is_trained
+        name = f"{agent}/{number}" if number else agent
+        self._name = () if name == "main" else tuple(name.encode())
         self._num_turns = 0
+        self.segments: list[Segment] = []
         self._segment: Segment | None = None
         self._history: list[int] = []
         self.unread: list[int] = []
@@ -55,8 +60,10 @@ class Conversation:
         assert self._segment is not None, "the policy has not answered yet"
         last = self._segment.turns[-1].output_ids
         self._answers.append(Answer(last, tuple(messages)))
-        if self._chat.thinking == "keep":
+        if self._chat.thinking == "keep" or self._chat.replies_are_text:
             self.unread = self._chat.delta(messages, self._tools, last)
+            if self._chat.replies_are_text and self._chat.is_end(last[-1]):
+                self._segment, self._history, self.unread = None, [], [*self._history[:-1], *self.unread]
             return
         ids, known = self._chat.conversation(self._messages, self._answers, self._tools), len(self._history)
         if ids[:known] == self._history:
@@ -76,8 +83,7 @@ class Conversation:
             return None
         number, self._num_turns = self._num_turns, self._num_turns + 1
         self._history += self.unread
-        agent = () if self._agent == "main" else tuple(self._agent.encode())
-        key, name = (*self._key, number, *agent), (*self._key, *agent)
+        key, name = (*self._key, number, *self._name), (*self._key, *self._name)
         request = Request(tuple(self._history), sampling.within(room), key, name)
         completion = await self._engine.generate(request)
         if completion.stop_reason == "cancelled":
@@ -88,6 +94,7 @@ class Conversation:
         if self._segment is None:
             self._segment = Segment(agent=self._agent, is_trained=self._is_trained)
             self._trajectory.segments.append(self._segment)
+            self.segments.append(self._segment)
         self._segment.turns.append(turn)
         self._history += ids
         self.unread = []

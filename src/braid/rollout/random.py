@@ -36,19 +36,23 @@ def uniforms(keys: ArrayLike) -> NDArray[np.float64]:
 def stream(key: ArrayLike) -> np.uint64:
     """The state after a key [K]: `unit_interval(absorb(stream(k), p))` equals `uniforms([(*k, p)])`."""
     state = np.full(1, _ROOT)
-    for component in np.atleast_1d(np.asarray(key)):
-        state = absorb(state, np.asarray([component]))
+    for word in _word(np.atleast_1d(np.asarray(key))):
+        state = _mix(state ^ word)
     return state[0]
 
 
 def absorb(state: NDArray[np.uint64], component: NDArray[np.integer]) -> NDArray[np.uint64]:
     """States [N] after one more key component [N]."""
-    return _mix(state ^ _mix((component.astype(np.uint64) + _ONE) * _INCREMENT))
+    return _mix(state ^ _word(component))
 
 
 def unit_interval(state: NDArray[np.uint64]) -> NDArray[np.float64]:
     """States [N] as multiples of 2**-53 in [0, 1)."""
     return (state >> _DROPPED_BITS).astype(np.float64) * 2.0**-53
+
+
+def _word(component: NDArray[np.integer]) -> NDArray[np.uint64]:
+    return _mix((component.astype(np.uint64) + _ONE) * _INCREMENT)
 
 
 def _mix(word: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -13,22 +13,25 @@ from braid.types import EnvSteps, Group, PolicyVersion, Row, Status, Trajectory,
 def group_rows(group: Group, place: int, first: int) -> list[Row]:
     """Rows of one group with index `place`, whose first trajectory has index `first` among all.
 
-    The rewards of a trajectory's rows sum to its training reward: rewards of turns or env steps are placed where
-    they were given, the contribution of reward parts and shaping at the policy's last position. `Row.baseline` is the training reward of the group's greedy answer.
+    The rewards of a trajectory's rows, or of those of one player, sum to its training reward: rewards of turns or env
+    steps are placed where they were given, the contribution of reward parts and shaping at the last position.
+    `Row.baseline` is the training reward of the group's greedy answer.
     """
-    baseline = None if group.greedy is None else group.greedy.training_reward
+    greedy = group.greedy
     rows: list[Row] = []
     for number, trajectory in enumerate(group.trajectories, first):
         if trajectory.is_valid:
             for row in _rows_of(trajectory):
-                row.group, row.trajectory, row.baseline = place, number, baseline
+                row.group, row.trajectory = place, number
+                if greedy is not None:
+                    row.baseline = greedy.training_rewards.get(row.player, greedy.training_reward)
                 row.source = group.prompt.source
                 rows.append(row)
     return rows
 
 
 def _rows_of(trajectory: Trajectory) -> list[Row]:
-    total = trajectory.training_reward
+    totals = trajectory.training_rewards
     is_truncated = trajectory.status is Status.TRUNCATED
     if trajectory.env_steps is not None:
         rows = [_simulator_row(trajectory.env_steps, is_terminal=not is_truncated)]
@@ -36,13 +39,18 @@ def _rows_of(trajectory: Trajectory) -> list[Row]:
         agents = list(dict.fromkeys(segment.agent for segment in trajectory.segments))
         trained = [s for s in trajectory.segments if s.turns and s.is_trained]
         rows = [_text_row(s.turns, agents.index(s.agent)) for s in trained]
+        for row, segment in zip(rows, trained, strict=True):
+            row.player = segment.agent if segment.agent in trajectory.agent_rewards else ""
     assert trajectory.reward is not None, "valid trajectories must have been scored"
     for row in rows:
-        row.is_truncated, row.score = is_truncated, trajectory.reward
+        others = sum(reward for agent, reward in trajectory.agent_rewards.items() if agent != row.player)
+        row.is_truncated, row.score = is_truncated, trajectory.reward - others
         if trajectory.shaped is not None:
             row.fields["rewards"] *= np.float32(trajectory.shaped.factor)
-    given = sum(row.fields["rewards"].sum(dtype=np.float64) for row in rows)
-    rows[-1].fields["rewards"][np.flatnonzero(rows[-1].mask)[-1]] += total - given
+    for player, total in totals.items():
+        of = [row for row in rows if row.player == player]
+        given = sum(row.fields["rewards"].sum(dtype=np.float64) for row in of)
+        of[-1].fields["rewards"][np.flatnonzero(of[-1].mask)[-1]] += total - given
     return rows
 
 
@@ -81,20 +89,25 @@ def _versions(version: PolicyVersion, num: int) -> NDArray[np.int32]:
 
 
 def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
-    """S + 1 positions: the last is the final observation, without an action; its value bootstraps an episode
-    cut by a time limit."""
-    decision = np.arange(len(steps.observations), dtype=np.int32)
-    decision[-1] = -1
+    """The positions of each decision, and a last one for the final observation, without an action; its value
+    bootstraps an episode cut by a time limit. The reward of an action is at the last of its positions."""
+    (num_decisions, width), chunk = steps.logprobs.shape, steps.rewards.shape[1]
+    counts = steps.num_positions
+    is_kept = np.arange(width) < counts[:, None]
+    rewards = np.zeros_like(steps.logprobs)
+    for action in range(chunk):
+        rewards[:, max((action + 1) * width // chunk - 1, 0)] += steps.rewards[:, action]
+    decision = np.append(np.repeat(np.arange(num_decisions, dtype=np.int32), counts), np.int32(-1))
     return Row(
-        {"actions": _padded(steps.actions)},
+        {name: _padded(values[is_kept]) for name, values in steps.inputs.items()},
         decision >= 0,
         group=0,
         trajectory=0,
         is_terminal=is_terminal,
-        observations={"state": steps.observations},
-        fields={"behavior_logprobs": _padded(steps.logprobs), "rewards": _padded(steps.rewards)},
+        observations=steps.observations,
+        fields={"behavior_logprobs": _padded(steps.logprobs[is_kept]), "rewards": _padded(rewards[is_kept])},
         decision=decision,
-        policy_versions=_padded(_versions(steps.policy_version, len(steps.actions))),
+        policy_versions=_padded(np.repeat(_versions(steps.policy_version, num_decisions), counts)),
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from braid.cluster.memory_record import MemoryRecorder
 from braid.cluster.workers import Place
 from braid.config.load import Loaded, to_yaml
 from braid.config.roles import TrainingRole
-from braid.config.rollout import GymnasiumEnv
+from braid.config.rollout import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.functions import GIVEN
 from braid.plan import Plan
@@ -31,7 +32,7 @@ from braid.training.worker import device_of
 from .buffer import Buffer
 from .cluster import ROWS, Cluster, OneProcess, RayCluster
 from .costs import held_bytes
-from .inputs import NUM_RESET_STATES, TextInputs, prompt_sampler, reset_states
+from .inputs import TextInputs, environment_of, reset_states
 from .parts import Parts
 from .pipeline import Pipeline, PipelineSettings
 from .rollouts import Rollouts
@@ -97,17 +98,18 @@ def _build(
             return supervised.model
         return cluster.model("policy", total_steps=plan.num_steps)
 
-    supervised = (
-        None if inputs is None else supervised_of(config, plan, inputs.examples.examples, new_supervised)
-    )
+    supervised = supervised_of(config, plan, inputs, new_supervised)
+    sampler = sampler_of(plan, supervised, config, inputs)
     if inputs is None:
-        assert isinstance(config.env, GymnasiumEnv), "other environments have text inputs"
+        assert isinstance(config.env, SimulatorEnv), "other environments have text inputs"
         prompts = reset_states(config.env)
-        eval_prompts, sampler = {config.env.id: prompts["eval"]}, prompt_sampler(config, NUM_RESET_STATES)
-        cluster.make({"env": partial(_simulator, config.env, config.rollout.env_timeout_s)}, run_dir / "logs")
+        eval_prompts = {prompts["eval"][0].source: prompts["eval"]}
+        cluster.make(
+            {"env": partial(_simulator, config.env, loaded.base_dir, config.rollout.env_timeout_s)},
+            run_dir / "logs",
+        )
     else:
         prompts, eval_prompts = inputs.prompts, inputs.eval.by_source()
-        sampler = sampler_of(plan, supervised, config, inputs)
     policy = new_policy() if reads_policy else None
     given = {
         "config": config,
@@ -151,14 +153,20 @@ def _build(
     )
 
 
-def _simulator(env: GymnasiumEnv, timeout_s: float, _: Place) -> Simulator:
+def _simulator(env: SimulatorEnv, base_dir: Path, timeout_s: float, _: Place) -> Simulator:
     from braid.envs.simulators.gymnasium import GymnasiumSimulator
     from braid.envs.simulators.processes import SimulatorProcesses
 
+    env_id, kwargs = environment_of(env)[1:]
     if not env.processes:
-        return GymnasiumSimulator(env.id, env.num_envs, env.kwargs)
+        return GymnasiumSimulator(env_id, env.num_envs, kwargs, base_dir=base_dir)
     return SimulatorProcesses(
-        env.id, env.num_envs, env.kwargs, num_processes=env.processes, timeout_s=timeout_s
+        env_id,
+        env.num_envs,
+        kwargs,
+        base_dir=base_dir,
+        num_processes=env.processes,
+        timeout_s=timeout_s,
     )
 
 

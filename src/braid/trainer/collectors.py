@@ -14,16 +14,15 @@ from braid.cluster.workers import Place
 from braid.config.rollout import (
     AgentEnvConfig,
     ChatEnv,
-    GymnasiumEnv,
     ProgramEnv,
     SamplingConfig,
+    SimulatorEnv,
     Timeouts,
     ToolsEnv,
 )
 from braid.config.schema import RunConfig
 from braid.envs.simulators.base import Simulator
 from braid.models.causal_lm import CausalLM
-from braid.models.mlp import MlpPolicy
 from braid.models.roles import make_policy
 from braid.plan import Plan, longest_row
 from braid.rewards.scorer import build_scorer
@@ -36,7 +35,7 @@ from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
-from braid.rollout.engines.simulators import SimulatorEngine
+from braid.rollout.engines.simulators import ActingPolicy, SimulatorEngine
 from braid.rollout.sessions.server import SessionServer
 from braid.training.backends.single import autocast_dtype
 from braid.training.worker import device_of
@@ -45,7 +44,7 @@ from braid.weights.fingerprint import check_synced
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.wire import Ticket
 
-from .conversations import chat_format, env_maker, program_of
+from .conversations import chat_format, env_maker, external_key, program_of
 from .engines import EngineLink, LocalWeightLink, as_one, start_engines
 from .inputs import TextInputs, reset_states
 from .services import reward_services
@@ -67,6 +66,7 @@ def make_collector(
     if inputs is None:
         policy.keep_weights()
         return simulator_collector(config, plan, base_dir, place.workers["env"], policy.model)
+    lm: Any = policy.model if is_local else None
     if not is_local:
         torch.set_num_threads(config.run.num_threads or 1)
     if config.rollout.engine != "native":
@@ -75,7 +75,7 @@ def make_collector(
         engine: RolloutEngine = as_one(engines)
         link: WeightLink | None = LocalWeightLink(place.workers, engine) if is_local else EngineLink(engines)
     elif is_local:
-        engine, link = native_engine(config, inputs, policy.model, owns_weights=plan.is_pipelined), None
+        engine, link = native_engine(config, inputs, lm, owns_weights=plan.is_pipelined), None
         if engine.shares_weights:
             policy.keep_weights()
         if config.rollout.check_weights:
@@ -86,9 +86,20 @@ def make_collector(
         lm.module.requires_grad_(False)
         engine = native_engine(config, inputs, lm)
         link = NativeLink(f"rollout {place.rank}", lm, config.cluster.call_timeout_s, device)
+    opponent = None
+    if isinstance(config.env, AgentEnvConfig) and config.env.opponents is not None:
+        opponent = native_engine(config, inputs, lm, owns_weights=True)
     in_background = plan.is_pipelined or not is_local
     return text_collector(
-        config, plan, base_dir, inputs, engine, link=link, check=check, in_background=in_background
+        config,
+        plan,
+        base_dir,
+        inputs,
+        engine,
+        link=link,
+        check=check,
+        in_background=in_background,
+        opponent=opponent,
     )
 
 
@@ -145,7 +156,7 @@ def native_engine(
     )
 
 
-def text_collector(
+def text_collector(  # noqa: PLR0913
     config: RunConfig,
     plan: Plan,
     base_dir: Path,
@@ -155,14 +166,16 @@ def text_collector(
     link: WeightLink | None = None,
     check: Callable[[int], None] | None = None,
     in_background: bool = False,
+    opponent: NativeEngine | None = None,
 ) -> Collector:
-    """A collector of text episodes sampled with `engine`; `link`, `check` and `in_background` as in Collector."""
+    """A collector of text episodes sampled with `engine`; the others as in Collector."""
     env, rollout = config.env, config.rollout
     chat, close_envs = chat_format(config, inputs.tokenizer, inputs.end_token_ids), None
     common: dict[str, Any] = {"seed": config.run.seed, "retries": rollout.retries}
     if isinstance(env, ProgramEnv):
-        program = program_of(env, base_dir)
-        server = SessionServer(env.host, env.port, max_episodes=env.concurrency)
+        key = external_key(env)
+        server = SessionServer(env.host, env.port, max_episodes=env.concurrency, external_key=key)
+        program = program_of(env, base_dir) if key is None else server.offer
         common |= {"max_turns": env.max_turns, "timeout_s": env.episode_timeout_s}
         common["needs_reward"] = not config.reward.parts
 
@@ -179,7 +192,7 @@ def text_collector(
             if isinstance(env, ToolsEnv | AgentEnvConfig):
                 cut, at_end = env.cut_turns == "continue", env.rewards_at == "end"
                 limits = Limits(context, env.max_turns, env.timeouts, cut, at_end)
-            return AgentDriver(engine, new_env, chat, sampling, limits, **common)
+            return AgentDriver(engine, new_env, chat, sampling, limits, opponent=opponent, **common)
 
     def driver(sampling: SamplingConfig, context: int | None) -> Driver:
         assert context is not None, "text episodes have a context limit"
@@ -207,26 +220,34 @@ def text_collector(
         check=check,
         close_envs=close_envs,
         in_background=in_background,
+        opponent=opponent,
+        opponent_every=env.opponents.every_rounds if isinstance(env, AgentEnvConfig) and env.opponents else 0,
     )
 
 
 def simulator_collector(
-    config: RunConfig, plan: Plan, base_dir: Path, simulator: Simulator, policy: MlpPolicy
+    config: RunConfig, plan: Plan, base_dir: Path, simulator: Simulator, policy: ActingPolicy
 ) -> Collector:
     """A collector of a simulator's episodes, sampled with the trained policy's own tensors."""
     env, rollout = config.env, config.rollout
-    assert isinstance(env, GymnasiumEnv), "only Gymnasium simulators are implemented"
+    assert isinstance(env, SimulatorEnv), "only Gymnasium simulators are implemented"
 
     engine = SimulatorEngine(simulator, policy, retries=rollout.retries, owns_weights=plan.is_pipelined)
 
-    def driver(sampling: SamplingConfig) -> Driver:
-        return SimulatorDriver(engine, seed=config.run.seed, greedy=sampling.greedy)
+    def driver(sampling: SamplingConfig, num_filmed: int = 0) -> Driver:
+        return SimulatorDriver(engine, seed=config.run.seed, greedy=sampling.greedy, num_filmed=num_filmed)
+
+    num_filmed = env.video.num_episodes if env.video.save else 0
+
+    in_eval = config.eval.sampling or rollout.sampling
+    if config.model.vla is not None and config.model.vla.greedy:
+        in_eval = _greedy(in_eval)
 
     return Collector(
         reset_states(env),
         {
             "train": driver(rollout.sampling),
-            "eval": driver(config.eval.sampling or rollout.sampling),
+            "eval": driver(in_eval, num_filmed),
         },
         driver(_greedy(rollout.sampling)) if plan.needs_greedy else None,
         engine,

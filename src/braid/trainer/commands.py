@@ -116,6 +116,12 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
         )
     disable_progress_bar()
     weights, _ = _weights_of(run_dir, step)
+    folder = output or run_dir / "export"
+    if model.vla is not None:
+        from braid.models.vla.build import export_vla
+
+        export_vla(loaded.config, weights, folder)
+        return folder
     lm = load_policy(
         model,
         temperature=1.0,
@@ -124,7 +130,6 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
         longest=longest_row(loaded.config),
     )
     copy_weights(weights, lm.named_weights())
-    folder = output or run_dir / "export"
     export_model(lm, load_tokenizer(model), folder)
     return folder
 

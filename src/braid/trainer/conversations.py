@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -31,7 +32,7 @@ def chat_format(
     if isinstance(env, ChatEnv):
         of_chat = {"tool_format": env.tool_format}
     if isinstance(env, ToolsEnv | AgentEnvConfig):
-        of_chat |= {"thinking": env.thinking}
+        of_chat |= {"thinking": env.thinking, "replies": env.replies}
     chat = ChatFormat(
         tokenizer,
         end_token_ids=end_token_ids,
@@ -39,7 +40,7 @@ def chat_format(
         template_kwargs=data.chat_template_kwargs,
         **of_chat,
     )
-    if isinstance(env, ToolsEnv | AgentEnvConfig) and env.max_turns > 1:
+    if isinstance(env, ToolsEnv | AgentEnvConfig) and env.max_turns > 1 and env.replies == "messages":
         chat.check(uses_tools=isinstance(env, ToolsEnv))
     return chat
 
@@ -67,6 +68,29 @@ def env_maker(
             return envs, envs.close
         case other:
             raise AssertionError(f"{other.kind} is a simulator, not a text environment")
+
+
+def external_key(env: ProgramEnv) -> str | None:
+    """The key of programs that are not started here; None if they are. Raises ConfigError without a good one."""
+    if env.program != "external":
+        return None
+    name = "BRAID_EXTERNAL_KEY"
+    if len(key := os.environ.get(name, "")) < 16:
+        why = f"external programs need a secret of at least 16 characters in the environment variable {name}"
+        raise ConfigError(
+            [Problem("env.program", f"{why}; set it for the run and for the programs", "config")]
+        )
+    if env.port == 0:
+        raise ConfigError(
+            [
+                Problem(
+                    "env.port",
+                    "external programs have to know the port; set it, for example to 8123",
+                    "config",
+                )
+            ]
+        )
+    return key
 
 
 def program_of(env: ProgramEnv, base_dir: Path) -> Program:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from braid.config.data import covers
 from braid.config.load import Loaded
-from braid.config.rollout import AgentEnvConfig, EnvConfig, GymnasiumEnv
+from braid.config.rollout import AgentEnvConfig, EnvConfig, GymnasiumEnv, MetaworldEnv, SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
@@ -57,7 +58,7 @@ class TextInputs:
 def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
     """Read the tokenizer and data of a text run; None for simulators. Raises ModelError and DataError."""
     config, base_dir = loaded.config, loaded.base_dir
-    if isinstance(config.env, GymnasiumEnv):
+    if isinstance(config.env, SimulatorEnv):
         return None
     tokenizer, data = load_tokenizer(config.model), config.data
     ends = end_token_ids(config.model, tokenizer)
@@ -105,11 +106,21 @@ def _own_tasks(env: EnvConfig) -> dict[str, PromptSet]:
     return prompts
 
 
-def reset_states(env: GymnasiumEnv) -> dict[Use, list[Prompt]]:
+def environment_of(env: SimulatorEnv) -> tuple[str, str, dict[str, Any]]:
+    """Name of a simulator's environments, the registered id, class or function that makes them, and its arguments."""
+    if isinstance(env, MetaworldEnv):
+        own = env.model_dump(exclude={"kind", *SimulatorEnv.model_fields})
+        return env.task, "braid.envs.simulators.adapters.metaworld.MetaWorld", own
+    assert isinstance(env, GymnasiumEnv), "there are no others"
+    return env.id, env.id, env.kwargs
+
+
+def reset_states(env: SimulatorEnv) -> dict[Use, list[Prompt]]:
     """Prompts of a simulator: its reset states."""
+    name, *_ = environment_of(env)
     return {
-        "train": reset_prompts(env.id, NUM_RESET_STATES),
-        "eval": reset_prompts(env.id, env.eval_episodes),
+        "train": reset_prompts(name, NUM_RESET_STATES),
+        "eval": reset_prompts(name, env.eval_episodes),
     }
 
 

@@ -41,7 +41,7 @@ from braid.rewards.programs import read_tests
 from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn
 
-from .conversations import env_maker, program_of
+from .conversations import env_maker, external_key, program_of
 from .inputs import TextInputs, check_sources, read_inputs
 
 _MAX_EXAMPLES = 4
@@ -70,7 +70,8 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
     problems += _missing_folders(config, plan)
     if inputs is not None and plan.verb != "sft":
         if isinstance(config.env, ProgramEnv):
-            program_of(config.env, loaded.base_dir)
+            if external_key(config.env) is None:
+                program_of(config.env, loaded.base_dir)
         else:
             env_maker(config, loaded.base_dir)
         if plan.verb == "train":

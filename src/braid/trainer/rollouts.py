@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from braid.cluster.workers import Pending, Ref, WorkerGroup
 from braid.report.metrics import Metrics
@@ -145,6 +145,15 @@ class Rollouts:
             self.workers.call(Collector.set_weights, version, when)
         else:
             self.weight_sync.send(version, when)
+
+    def opponent_state(self) -> dict[str, Any] | None:
+        """See Collector.opponent_state; it is the same on all workers."""
+        (state,) = self.workers.start_on(0, Collector.opponent_state).wait()
+        return state
+
+    def load_opponent(self, state: Mapping[str, Any]) -> None:
+        """See Collector.load_opponent."""
+        self.workers.call(Collector.load_opponent, state)
 
     def _load(self, use: Use, prompt: int) -> int:
         return len(self.prompts[use][prompt].token_ids) + 1

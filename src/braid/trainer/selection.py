@@ -24,18 +24,20 @@ round was already full. The others are keys of the filter."""
 
 def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
     """Reason to drop a group; None to keep it. Uses the unbiased standard deviation; a single trajectory has
-    none, so min_std does not apply to it, as in ROLL and SkyRL.
+    none, so min_std does not apply to it, as in ROLL and SkyRL; if agents have rewards of their own, the largest of
+    their standard deviations counts.
 
     Unlike here, RLinf keeps a group whose mean is exactly at a bound.
     """
-    rewards = np.array([t.training_reward for t in group.valid])
-    if not len(rewards):
+    if not group.valid:
         return "invalid"
     if group.greedy is not None and not group.greedy.is_valid:
         return "baseline"
-    above = rewards - rewards.min()  # so that the standard deviation of equal rewards is exactly 0
-    if config.min_std is not None and len(above) > 1 and above.std(ddof=1) <= config.min_std:
+    several = [np.array(of) for of in group.compared_rewards if len(of) > 1]
+    stds = [(of - of.min()).std(ddof=1) for of in several]  # exactly 0 for equal rewards
+    if config.min_std is not None and stds and max(stds) <= config.min_std:
         return "min_std"
+    rewards = np.array([t.training_reward for t in group.valid])
     if config.min_mean is not None and rewards.mean() <= config.min_mean:
         return "min_mean"
     if config.max_mean is not None and rewards.mean() >= config.max_mean:

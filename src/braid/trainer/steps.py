@@ -18,19 +18,21 @@ import numpy as np
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.kl import steered_coefficient
 from braid.cluster.interrupts import RoundCut
-from braid.config.rollout import ChatEnv
+from braid.config.rollout import AgentEnvConfig, ChatEnv, SimulatorEnv
 from braid.config.train import TrainConfig
+from braid.envs.agents.build import kind_of
 from braid.errors import RolloutError, TrainingError
 from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.report.outputs import log_outputs
+from braid.report.video import write_video
 from braid.rollout.engine import NewWeights
 from braid.training.advantages import are_trained
 from braid.training.backend import StepReport
 from braid.training.group import ModelGroup
 from braid.training.losses import policy_loss, value_loss_of
 from braid.training.rollout_buffer import RowMetadata
-from braid.types import Group, Status
+from braid.types import Group, Status, Trajectory
 
 from . import costs, roles
 from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, EVAL_KEY, TRAIN_KEY
@@ -175,13 +177,30 @@ def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
             told["reward/greedy_mean"].append(group.greedy.reward)
     for name, values in told.items():
         metrics.mean(name, sum(values), len(values))
-    if isinstance(parts.config.env, ChatEnv):
-        for name in sorted({name for t in valid for name in t.metrics}):
-            metrics.mean(f"env/{name}", sum(t.metrics.get(name, 0.0) for t in valid), len(valid))
+    env = parts.config.env
+    if isinstance(env, ChatEnv | SimulatorEnv):
+        _report_env(metrics, "env", valid)
+    if isinstance(env, AgentEnvConfig):
+        for kind in env.mix:
+            of_kind = [t for t in valid if kind_of(t.prompt, env.mix_key) == kind]
+            _report_env(metrics, f"env/mix/{kind}", of_kind)
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics.mean("reward/std", float(np.std(rewards)) if rewards else 0.0)
-    seen = [[t.training_reward for t in group.valid] for group in groups if group.valid]
-    metrics.mean("reward/same_in_group_fraction", sum(min(r) == max(r) for r in seen), len(seen))
+    seen = [group.compared_rewards for group in groups if group.valid]
+    same = sum(all(min(of) == max(of) for of in rewards) for rewards in seen)
+    metrics.mean("reward/same_in_group_fraction", same, len(seen))
+
+
+def _report_env(metrics: Metrics, prefix: str, trajectories: Sequence[Trajectory]) -> None:
+    for name in sorted({name for t in trajectories for name in t.metrics}):
+        metrics.mean(
+            f"{prefix}/{name}", sum(t.metrics.get(name, 0.0) for t in trajectories), len(trajectories)
+        )
+    lengths = [t.lengths for t in trajectories]
+    if waits := [s for of in lengths for s in of.env_s]:
+        metrics.mean(f"{prefix}/sample_s", sum(of.sample_s for of in lengths), len(lengths))
+        for p in (50, 90, 99):
+            metrics.mean(f"{prefix}/reply_p{p}_s", float(np.percentile(waits, p)))
 
 
 def _report_selection(parts: Parts, selection: Selection) -> None:
@@ -225,7 +244,8 @@ def compute_advantages(parts: Parts, selection: Selection) -> list[RowMetadata]:
             for name, value in computed.items():
                 parts.metrics.mean(name, value)
             if parts.plan.recipe.supervised_coef > 0:
-                _mark_successes(parts, selection.kept, rows)
+                success = parts.config.eval.success_reward
+                parts.buffer.mark_successes(rows, [row.score >= success for row in rows])
         is_trained = are_trained(rows, parts.plan.recipe)
         trained = [row for row, is_so in zip(rows, is_trained, strict=True) if is_so]
         if parts.plan.recipe.mask_truncated or parts.plan.recipe.mask_long_failures is not None:
@@ -257,14 +277,6 @@ def _infer_fields(parts: Parts, rows: Sequence[RowMetadata]) -> None:
     started = [parts.buffer.start_infer(model, rows, output, field) for model, output, field in asked]
     for call in itertools.chain.from_iterable(started):
         call.wait()
-
-
-def _mark_successes(parts: Parts, groups: Sequence[Group], rows: Sequence[RowMetadata]) -> None:
-    """Mark for each row whether the trajectory's unshaped reward is a success."""
-    rewards = [t.reward for group in groups for t in group.trajectories]
-    of_rows = [rewards[row.trajectory] for row in rows]
-    success = parts.config.eval.success_reward
-    parts.buffer.mark_successes(rows, [reward is not None and reward >= success for reward in of_rows])
 
 
 def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[RowMetadata]) -> None:
@@ -421,10 +433,15 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
         return
     with _timed(parts, "evaluate"):
         results, groups = _evaluate(parts)
+    name = f"eval_{parts.progress.round:06d}"
     if parts.config.report.eval_samples:
-        parts.reporter.store_samples(
-            f"eval_{parts.progress.round:06d}", parts.rollouts.whole("eval", groups), ()
-        )
+        parts.reporter.store_samples(name, parts.rollouts.whole("eval", groups), ())
+    if isinstance(parts.config.env, SimulatorEnv) and (video := parts.config.env.video).save:
+        whole = parts.rollouts.whole("eval", groups)
+        films = [t.recording for group in whole for t in group.trajectories if t.recording is not None]
+        folder = parts.reporter.run_dir.path / "video" if video.dir is None else Path(video.dir)
+        if films:  # unless all episodes are invalid
+            write_video(folder / f"{name}.mp4", films, overlay=video.overlay, frames_per_s=video.frames_per_s)
     for source, values in results.items():
         for name, value in values.items():
             parts.metrics.mean(f"eval/{source}/{name}", value)
@@ -456,17 +473,24 @@ def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
 def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: float) -> dict[str, float]:
     """Compute mean@n and pass@k. mean@n: mean reward of valid trajectories. pass@k: probability that at least
     one of k of a prompt's n samples succeeds, 1 - C(n - c, k) / C(n, k) for c successes (Chen et al. 2021),
-    averaged over prompts with at least k valid samples."""
+    averaged over prompts with at least k valid samples. A trajectory succeeds if its reward is at least `success`, or as
+    the simulator says."""
     rewards = [[t.reward for t in g.valid if t.reward is not None] for g in groups]
     n = max((len(g.trajectories) for g in groups), default=0)
+    passed = [[_is_success(t, success) for t in g.valid] for g in groups]
     flat = [r for of in rewards for r in of]
     out = {f"mean@{n}": float(np.mean(flat)) if flat else float("nan")}
     for k in pass_at:
-        chances = [_pass_at(k, len(of), sum(r >= success for r in of)) for of in rewards if len(of) >= k]
+        chances = [_pass_at(k, len(of), sum(of)) for of in passed if len(of) >= k]
         out[f"pass@{k}"] = float(np.mean(chances)) if chances else float("nan")
     out["num"] = float(len(groups))
     out["invalid"] = float(sum(len(g.trajectories) - len(g.valid) for g in groups))
     return out
+
+
+def _is_success(trajectory: Trajectory, reward: float) -> bool:
+    said = trajectory.metrics.get("success_once")
+    return (trajectory.reward or 0.0) >= reward if said is None else said > 0
 
 
 def _pass_at(k: int, n: int, successes: int) -> float:
@@ -592,6 +616,7 @@ def _write_state(
     """Have the models' workers write to `folder`. Returns the rest of the state that `restore` needs for a
     bit-exact resume, and the files written."""
     state: dict[str, object] = dict(at)
+    state["opponent"] = parts.rollouts.opponent_state()
     files: dict[str, dict[str, object]] = {}
     for role, model in _saved_models(parts).items():
         state[role], written = model.save(folder / role)
@@ -631,3 +656,5 @@ def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
         parts.pipeline.load(state.get("pipeline") or start_of(parts.progress.round))
     if parts.progress.is_warm:
         sync_weights(parts)
+        if (opponent := state.get("opponent")) is not None:
+            parts.rollouts.load_opponent(opponent)

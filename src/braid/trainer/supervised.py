@@ -23,7 +23,7 @@ from braid.training.group import ModelGroup
 from braid.training.losses import supervised_loss
 from braid.types import Row
 
-from .inputs import TextInputs, prompt_sampler
+from .inputs import NUM_RESET_STATES, TextInputs, prompt_sampler
 
 
 @dataclass
@@ -50,15 +50,22 @@ class Supervised:
 
 
 def supervised_of(
-    config: RunConfig, plan: Plan, examples: Sequence[Example], new_model: Callable[[], ModelGroup]
+    config: RunConfig, plan: Plan, inputs: TextInputs | None, new_model: Callable[[], ModelGroup]
 ) -> Supervised | None:
-    """Supervised learning as set by the config's `sft`; None without it, and for evaluations."""
+    """Supervised learning as set by the config's `sft`; None without it, and for evaluations. Without `inputs`, of a
+    robot policy. Raises DataError and ModelError."""
     sft = config.sft
     if sft is None or plan.verb == "eval":
         return None
+    if inputs is None:
+        from .demonstrations import demonstration_rows  # image and policy code that text runs do not need
+
+        rows = demonstration_rows(config)
+    else:
+        rows = [_row_of(example, i) for i, example in enumerate(inputs.examples.examples)]
     return Supervised(
-        rows=[_row_of(example, i) for i, example in enumerate(examples)],
-        sampler=PromptSampler(len(examples), seed=config.run.seed, shuffle=True),
+        rows=rows,
+        sampler=PromptSampler(len(rows), seed=config.run.seed, shuffle=True),
         new_model=new_model,
         num_steps=plan.sft_steps,
         rows_per_step=sft.rows_per_step,
@@ -79,9 +86,11 @@ def warm_up_config(config: RunConfig) -> RunConfig:
 
 
 def sampler_of(
-    plan: Plan, supervised: Supervised | None, config: RunConfig, inputs: TextInputs
+    plan: Plan, supervised: Supervised | None, config: RunConfig, inputs: TextInputs | None
 ) -> PromptSampler:
-    """The sampler of the verb's data: examples for `braid sft`, else prompts."""
+    """The sampler of the verb's data: examples for `braid sft`, else prompts or reset states."""
     if plan.verb == "sft" and supervised:
         return supervised.sampler
+    if inputs is None:
+        return prompt_sampler(config, NUM_RESET_STATES)
     return prompt_sampler(config, max(1, len(inputs.train.prompts)), inputs.train.prompts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from braid.config.rollout import GymnasiumEnv
+from braid.config.rollout import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.plan import Plan
 
@@ -64,7 +64,7 @@ class LearningWatch:
                 "supervised fine-tuning first (sft); if all are right, use harder data",
             )
         limit = self.config.rollout.sampling.max_new_tokens
-        is_text = not isinstance(self.config.env, GymnasiumEnv)
+        is_text = not isinstance(self.config.env, SimulatorEnv)
         if is_text and metrics.get("rollout/truncated_fraction", 0.0) >= MOST_TRUNCATED:
             yield (
                 "truncated answers",

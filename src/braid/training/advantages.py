@@ -3,7 +3,8 @@
 Owns the order of the stages, the split of rows into turns, and a function for each advantage of
 algorithms.recipes.ADVANTAGES, which returns the advantages of all positions [T], 0 outside the mask. The formulas are
 in algorithms/. Rewards, baselines and statistics are of trajectories, whose rows follow each other
-in the order of its segments; returns run over all of them.
+in the order of its segments; returns run over all of them. If agents have rewards of their own, the rows of each agent
+(Row.player) are a trajectory here, and compared with those of the same agent.
 
     center and scale rewards       reward_mean, reward_std (per trajectory sum)
     clip rewards                   reward_clip (per trajectory sum)
@@ -109,12 +110,10 @@ def are_trained(rows: Sequence[Cut], recipe: Recipe) -> list[bool]:
 
 
 def _trajectories(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each trajectory."""
-    trajectories = [list(of) for _, of in groupby(rows, key=lambda row: row.trajectory)]
-    assert len({of[0].trajectory for of in trajectories}) == len(trajectories), (
-        "rows of a trajectory are apart"
-    )
-    return trajectories
+    """The rows of each trajectory, or of each player in it."""
+    found = [(key, list(of)) for key, of in groupby(rows, key=lambda row: (row.trajectory, row.player))]
+    assert len(dict(found)) == len(found), "rows of a trajectory are apart"
+    return [of for _, of in found]
 
 
 def _end(row: Row) -> int:
@@ -230,9 +229,7 @@ class _Turns:
         index = _flat(
             [np.where(row.mask, row.decision + n, -1) for row, n in zip(round_.rows, first, strict=True)]
         )
-        groups = torch.repeat_interleave(
-            torch.tensor([row.group for row in round_.rows]), torch.tensor(numbers)
-        )
+        groups = torch.repeat_interleave(_groups([[row] for row in round_.rows]), torch.tensor(numbers))
         rewards = torch.zeros(len(groups), dtype=torch.float64)
         rewards.index_add_(0, index[round_.mask], round_.rewards[round_.mask].double())
         lengths = tuple(sum(row.num_decisions for row in of) for of in round_.trajectories)
@@ -244,10 +241,10 @@ class _Turns:
 
 
 def _states(round_: _Round) -> Tensor:
-    """An id per pair of group and anchor state, of each turn [K]."""
-    numbers: dict[tuple[int, bytes], int] = {}
+    """An id per group, player and anchor state, of each turn [K]."""
+    numbers: dict[tuple[int, str, bytes], int] = {}
     states = [
-        numbers.setdefault((row.group, anchor), len(numbers))
+        numbers.setdefault((row.group, row.player, anchor), len(numbers))
         for of in round_.trajectories
         for before, row in zip([None, *of], of, strict=False)
         for anchor in _anchors(row, before)
@@ -381,7 +378,11 @@ def _totals(trajectories: Sequence[Sequence[Row]]) -> Tensor:
 
 
 def _groups(trajectories: Sequence[Sequence[Row]]) -> Tensor:
-    return torch.tensor([of[0].group for of in trajectories], dtype=torch.long)
+    """An id per group and player [N]."""
+    numbers: dict[tuple[int, str], int] = {}
+    return torch.tensor(
+        [numbers.setdefault((of[0].group, of[0].player), len(numbers)) for of in trajectories]
+    )
 
 
 def _sources(trajectories: Sequence[Sequence[Row]]) -> Tensor:

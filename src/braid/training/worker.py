@@ -120,9 +120,9 @@ def _single(
 
     policy: SingleBackend | None = place.workers.get("policy")
     lm = policy.model if policy is not None and isinstance(policy.model, CausalLM) else None
-    if config.model.mlp is not None:
-        env = place.workers["env"]
-        model: TrainableModel = make_robot_model(role, config, env.observation_size, env.action_space, device)
+    if config.model.mlp is not None or config.model.vla is not None:
+        own = None if policy is None else policy.model
+        model: TrainableModel = make_robot_model(role, config, place.workers["env"].spaces, device, own)
     elif role == "critic":
         model = make_critic(config, device, lm)
     elif role == "reference":

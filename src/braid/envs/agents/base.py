@@ -79,16 +79,35 @@ class Seat(Protocol):
         ...
 
 
+class Seats(Protocol):
+    """The agents of an episode, by name."""
+
+    max_turns: int | None
+    """Turns that each conversation may have."""
+
+    def __getitem__(self, agent: str, /) -> Seat: ...
+
+    def open(self, agent: str) -> Seat:
+        """Start a further conversation of an agent, also of one that is not in `agents`: a sub-agent with a context of
+        its own. Random numbers depend on how many conversations of the agent there were before."""
+        ...
+
+
 class EpisodeOver(Exception):
     """An agent has no turns or tokens left: the episode is truncated. `run` may return what it has until then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of an episode: the reward of all agents together, and metrics."""
+    """The end of an episode: the reward of all agents together, and metrics.
+
+    `rewards` are those of each agent, as in zero-sum games; every one that is trained has one. Agents are then not
+    credited with each other's rewards, and each is compared with the same agent in other episodes of the group.
+    """
 
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class MultiAgentEnv(Protocol):
@@ -96,9 +115,10 @@ class MultiAgentEnv(Protocol):
     the other or concurrently; segments of those in `untrained` are left out of training."""
 
     agents: tuple[str, ...]
-    """Names of the agents. `untrained`, if there is one, are names among them."""
+    """Names of the agents. `untrained` and `opponents`, if they exist, are names among them: opponents are played by
+    earlier weights of the policy (`env.opponents`), and never trained."""
 
-    async def run(self, task: Prompt, seed: int, seats: Mapping[str, Seat]) -> Outcome:
+    async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
         """Play the episode. Those of a group have the same task and seed."""
         ...
 

@@ -14,8 +14,8 @@ from braid.errors import ConfigError, Problem, suggest
 from braid.functions import load_function
 from braid.types import Action, Prompt
 
-from .base import Opening, Step
-from .hosts import HostedEnv, HostedEnvs
+from .base import Opening, Outcome, Seats, Step
+from .hosts import HostedEnvs
 
 ADAPTERS: dict[str, tuple[str, str]] = {
     "gem": ("gem_env:Gem", "gem"),
@@ -74,7 +74,7 @@ class MixedEnvs:
     def __call__(self) -> MixedEnv:
         return MixedEnv(self._of)
 
-    def _of(self, task: Prompt) -> tuple[HostedEnv, int | None]:
+    def _of(self, task: Prompt) -> tuple[Any, int | None]:
         envs, max_turns = self._kinds[kind_of(task, self._key)]
         return envs(), max_turns
 
@@ -89,17 +89,35 @@ def kind_of(task: Prompt, key: str | None) -> str:
 
 
 class MixedEnv:
-    """An environment whose kind follows from the task. See base.AgentEnv."""
+    """An environment whose kind follows from the task. See base.AgentEnv and base.MultiAgentEnv."""
 
-    def __init__(self, of: Callable[[Prompt], tuple[HostedEnv, int | None]]) -> None:
+    def __init__(self, of: Callable[[Prompt], tuple[Any, int | None]]) -> None:
+        """`of` returns a HostedEnv or a MultiAgentEnv, and its maximum number of turns."""
         self._of = of
-        self._env: HostedEnv | None = None
+        self._env: Any = None
         self._turns_left: int | None = None
 
     async def ready(self, task: Prompt) -> None:
-        """See HostedEnv."""
+        """See HostedEnv. The other attributes are those of the task's environment from then on."""
         self._env, self._turns_left = self._of(task)
-        await self._env.ready()
+        if ready := getattr(self._env, "ready", None):
+            await ready()
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        return getattr(self._env, "agents", ())
+
+    @property
+    def untrained(self) -> tuple[str, ...]:
+        return getattr(self._env, "untrained", ())
+
+    @property
+    def opponents(self) -> tuple[str, ...]:
+        return getattr(self._env, "opponents", ())
+
+    async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
+        seats.max_turns = self._turns_left or seats.max_turns
+        return await self._env.run(task, seed, seats)
 
     async def start(self, task: Prompt, seed: int) -> Opening:
         if self._env is None:

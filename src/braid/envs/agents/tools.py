@@ -90,9 +90,7 @@ class ToolEnv:
 
     async def step(self, action: Action) -> Step:
         if not action.tool_calls:
-            return Step(
-                is_done=True, reward=sum([await box.reward() for box in self._opened if box.reward], 0.0)
-            )
+            return Step(is_done=True, reward=await self.final_reward())
         start_s = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
@@ -106,9 +104,13 @@ class ToolEnv:
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
             for call, (_, text) in zip(action.tool_calls, answers, strict=True)
         ]
-        metrics = Counter(f"tool_calls/{call.name}" for call in action.tool_calls if call.name in self._tools)
-        metrics.update("tool_errors" for status, _ in answers if status == "tool_error")
+        pairs = zip(action.tool_calls, answers, strict=True)
+        metrics = Counter(f"tool_errors/{call.name}" for call, (status, _) in pairs if status == "tool_error")
         return Step(messages, metrics=metrics, tool_s=tool_s)
+
+    async def final_reward(self) -> float:
+        """The reward of the episode up to now; a limit may have ended it."""
+        return sum([await box.reward() for box in self._opened if box.reward], 0.0)
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -3,51 +3,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.types import ActionSpace, Prompt
+from braid.types import Prompt, Spaces
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Result of a reset or step of E environments; entries of slots that did not take part are undefined.
+    """Result of a reset, or of a chunk of H actions (0 for a reset), of E environments; entries of slots that did not
+    take part are undefined.
 
-    `observations` [E, D] float32; `rewards` [E]; `is_terminated` [E]: the task itself ended; `is_truncated`
-    [E]: a time limit ended the episode, so its last state still has a value. `failures`: slot -> error
-    message; a failed slot must be reset before its next step.
+    `observations` [E, ...] by name, after the last executed action; `rewards` [E, H]; `num_executed` [E]: the
+    actions until the episode ended, or all; `is_terminated` [E]: the task itself ended; `is_truncated` [E]: a time
+    limit ended the episode, so its last state still has a value; `success` [E, H]: whether the task was fulfilled
+    after each action, nan where the environment does not say. `instructions`: slot -> text of its episode, after a
+    reset. `frames`: slot -> a picture [h, w, 3] after the reset or each executed action, for the slots that are
+    filmed. `failures`: slot -> error message; a failed slot must be reset before its next step.
     """
 
-    observations: NDArray[np.float32]
+    observations: dict[str, NDArray[Any]]
     rewards: NDArray[np.float32]
+    num_executed: NDArray[np.int32]
     is_terminated: NDArray[np.bool_]
     is_truncated: NDArray[np.bool_]
-    failures: Mapping[int, str] = field(default_factory=dict)
+    success: NDArray[np.float32]
+    instructions: dict[int, str] = field(default_factory=dict)
+    frames: dict[int, list[NDArray[np.uint8]]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, num_envs: int, spaces: Spaces, num_actions: int) -> Tick:
+        state = {"state": np.zeros((num_envs, spaces.state_size), np.float32)} if spaces.state_size else {}
+        images = {name: np.zeros((num_envs, *shape), np.uint8) for name, shape in spaces.images.items()}
+        return cls(
+            state | images,
+            np.zeros((num_envs, num_actions), np.float32),
+            np.zeros(num_envs, np.int32),
+            np.zeros(num_envs, np.bool_),
+            np.zeros(num_envs, np.bool_),
+            np.full((num_envs, num_actions), np.nan, np.float32),
+        )
 
 
 class Simulator(Protocol):
-    """E environments with flat observations of size D and one action space."""
+    """E environments with the same spaces."""
 
     @property
     def num_envs(self) -> int: ...
 
     @property
-    def observation_size(self) -> int: ...
+    def spaces(self) -> Spaces: ...
 
-    @property
-    def action_space(self) -> ActionSpace: ...
-
-    def reset(self, seeds: Mapping[int, int]) -> Tick:
+    def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
         """Start a new episode in each given slot, from its seed. Same seed and actions give the same
-        episode."""
+        episode. Those in the `filmed` slots give pictures."""
         ...
 
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
-        """Run one env step in each given slot. An action is an integer from 0, or a vector of A floats."""
+        """Execute a chunk of H actions in each given slot, until its episode ends: integers from 0 [H], or vectors
+        of A floats [H, A]."""
         ...
 
     def close(self) -> None: ...

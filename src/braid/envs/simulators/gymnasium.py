@@ -3,9 +3,11 @@ only its own slot, idle slots are skipped, and there are no automatic resets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,85 +15,142 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from braid.errors import ConfigError, Problem, suggest
-from braid.types import ActionSpace
+from braid.errors import ConfigError, EnvError, Problem, suggest
+from braid.functions import load_function
+from braid.types import ActionSpace, Spaces
 
 from .base import Tick
 
-_Answer = tuple[Any, float, bool, bool]
-"""observation, reward, is_terminated, is_truncated"""
-
 
 class GymnasiumSimulator:
-    """`num_envs` copies of one registered environment. See base.Simulator.
+    """`num_envs` copies of one environment. See base.Simulator.
 
-    Any observations that Gymnasium can flatten are supported; they become flat float32 vectors. Action spaces
-    are Discrete or Box. Box actions are clipped to the bounds here, while their log-probs remain those of the
-    unclipped sample.
+    `env_id` is a registered id, or the path of a class or function that makes a gymnasium.Env (package.module.Class,
+    or file.py:Class relative to `base_dir`). In observations, uint8 boxes of three dimensions are images, named as in
+    a Dict space (`image` if they are all there is), and a text named `instruction` belongs to the episode; everything
+    else is flattened into the float32 vector `state`. Action spaces are Discrete or Box. Box actions are clipped to
+    the bounds here, while their log-probs remain those of the unclipped sample. `success` in the info of a step is
+    reported.
     """
 
-    def __init__(self, env_id: str, num_envs: int, kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        env_id: str,
+        num_envs: int,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        base_dir: Path = Path(),
+    ) -> None:
         """Raises ConfigError for an unknown id, arguments that the environment rejects, or unsupported
         spaces."""
-        self._make = partial(_make, env_id, kwargs or {})
+        self._make = partial(_make, env_id, kwargs or {}, base_dir)
         self._envs = [self._make() for _ in range(num_envs)]
-        observations, actions = self._envs[0].observation_space, self._envs[0].action_space
-        if not observations.is_np_flattenable:
-            raise _refused(
-                "id", f"unsupported observation space of {env_id}: {observations} cannot be flattened"
-            )
-        self._observations = observations
-        self.num_envs, self.observation_size = num_envs, spaces.flatdim(observations)
-        self.action_space, self._to_action = _actions(env_id, actions)
+        self.num_envs = num_envs
+        self._filmed: set[int] = set()
+        seen = self._envs[0].observation_space
+        parts = dict(seen.spaces) if isinstance(seen, spaces.Dict) else {"image": seen}
+        images: dict[str, Any] = {name: space.shape for name, space in parts.items() if _is_image(space)}
+        self._has_instruction = isinstance(parts.get("instruction"), spaces.Text)
+        taken = {*images, "instruction"} if self._has_instruction else {*images}
+        self._state: spaces.Space | None = seen
+        if taken:
+            left = {name: space for name, space in parts.items() if name not in taken}
+            self._state = spaces.Dict(left) if left else None
+        if self._state is not None and not self._state.is_np_flattenable:
+            raise _refused("id", f"unsupported observation space of {env_id}: {seen} cannot be flattened")
+        state_size = 0 if self._state is None else spaces.flatdim(self._state)
+        actions, self._to_action = _actions(env_id, self._envs[0].action_space)
+        self._is_dict = isinstance(seen, spaces.Dict)
+        self.spaces = Spaces(state_size, actions, images)
 
-    def reset(self, seeds: Mapping[int, int]) -> Tick:
-        return self._tick({slot: partial(self._reset, slot, seed) for slot, seed in seeds.items()})
+    def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
+        self._filmed = self._filmed.difference(seeds).union(filmed)
+        return self._tick(0, {slot: partial(self._reset, slot, seed) for slot, seed in seeds.items()})
 
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
-        return self._tick({slot: partial(self._step, slot, action) for slot, action in actions.items()})
+        num_actions = max(map(len, actions.values()), default=0)
+        return self._tick(
+            num_actions, {slot: partial(self._step, slot, chunk) for slot, chunk in actions.items()}
+        )
 
     def close(self) -> None:
         while self._envs:
             self._envs.pop().close()
 
-    def _tick(self, calls: Mapping[int, Callable[[], _Answer]]) -> Tick:
+    def _tick(self, num_actions: int, calls: Mapping[int, Callable[[Tick], None]]) -> Tick:
         """Run the calls. An exception or a non-finite number is a failure of that slot only."""
-        size = self.num_envs
-        tick = Tick(
-            np.zeros((size, self.observation_size), np.float32),
-            np.zeros(size, np.float32),
-            np.zeros(size, np.bool_),
-            np.zeros(size, np.bool_),
-            failures := {},
-        )
+        tick = Tick.empty(self.num_envs, self.spaces, num_actions)
         for slot, call in calls.items():
             try:
-                observation, reward, tick.is_terminated[slot], tick.is_truncated[slot] = call()
-                tick.observations[slot] = np.asarray(spaces.flatten(self._observations, observation))
-                tick.rewards[slot] = reward
+                call(tick)
             except Exception as error:
-                failures[slot] = f"{type(error).__name__}: {error}"
-        is_finite = np.isfinite(tick.rewards) & np.isfinite(tick.observations).all(axis=1)
-        for slot in set(np.flatnonzero(~is_finite).tolist()) - set(failures):
-            numbers = f"reward {tick.rewards[slot]} or observation {tick.observations[slot]}"
-            failures[slot] = f"{numbers} is not finite"
-        for slot in failures:
-            with suppress(Exception):
-                self._envs[slot].close()
-            self._envs[slot] = self._make()
+                tick.failures[slot] = f"{type(error).__name__}: {error}"
+            else:
+                numbers = [tick.rewards[slot], tick.observations.get("state", tick.rewards)[slot]]
+                if not all(np.isfinite(of).all() for of in numbers):
+                    tick.failures[slot] = f"reward {numbers[0]} or observation {numbers[1]} is not finite"
+            if slot in tick.failures:
+                with suppress(Exception):
+                    self._envs[slot].close()
+                self._envs[slot] = self._make()
         return tick
 
-    def _reset(self, slot: int, seed: int) -> _Answer:
+    def _reset(self, slot: int, seed: int, tick: Tick) -> None:
         observation, _ = self._envs[slot].reset(seed=seed)
-        return observation, 0.0, False, False
+        if self._has_instruction:
+            tick.instructions[slot] = observation["instruction"]
+        self._observe(slot, observation, tick)
+        self._film(slot, observation, tick)
 
-    def _step(self, slot: int, action: NDArray) -> _Answer:
-        observation, reward, is_terminated, is_truncated, _ = self._envs[slot].step(self._to_action(action))
-        return observation, float(reward), is_terminated, is_truncated
+    def _step(self, slot: int, actions: NDArray, tick: Tick) -> None:
+        observation: Any = None
+        for number, action in enumerate(actions):
+            observation, reward, is_terminated, is_truncated, info = self._envs[slot].step(
+                self._to_action(action)
+            )
+            tick.rewards[slot, number], tick.num_executed[slot] = reward, number + 1
+            tick.success[slot, number] = float(info.get("success", math.nan))
+            tick.is_terminated[slot], tick.is_truncated[slot] = is_terminated, is_truncated
+            self._film(slot, observation, tick)
+            if is_terminated or is_truncated:
+                break
+        self._observe(slot, observation, tick)
+
+    def _observe(self, slot: int, observation: Any, tick: Tick) -> None:
+        for name, shape in self.spaces.images.items():
+            image = observation[name] if self._is_dict else observation
+            if image.shape != shape or image.dtype != np.uint8:
+                raise ValueError(f"{name} is {image.dtype} {image.shape}, but its space is uint8 {shape}")
+            tick.observations[name][slot] = image
+        if self._state is not None:
+            given = observation
+            if isinstance(self._state, spaces.Dict):
+                given = {name: observation[name] for name in self._state.spaces}
+            tick.observations["state"][slot] = np.asarray(spaces.flatten(self._state, given))
+
+    def _film(self, slot: int, observation: Any, tick: Tick) -> None:
+        if slot not in self._filmed:
+            return
+        for name in self.spaces.images:
+            frame = observation[name] if self._is_dict else observation
+            break
+        else:
+            env = self._envs[slot]
+            frame = env.render() if env.render_mode == "rgb_array" else None
+        if not (isinstance(frame, np.ndarray) and frame.dtype == np.uint8 and frame.ndim == 3):
+            raise EnvError("no picture for env.video: set env.kwargs.render_mode=rgb_array, or save to false")
+        tick.frames.setdefault(slot, []).append(frame[..., :3])
 
 
-def _make(env_id: str, kwargs: Mapping[str, Any]) -> gymnasium.Env:
+def _is_image(space: spaces.Space) -> bool:
+    return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
+
+
+def _make(env_id: str, kwargs: Mapping[str, Any], base_dir: Path) -> gymnasium.Env:
     try:
+        if ".py:" in env_id or ("." in env_id and ":" not in env_id):  # module:Name-v0 is registered
+            make = load_function(env_id, base_dir=base_dir, key="env.id", allows_class=True)
+            return make(**kwargs)
         return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
         raise _refused("id", f"{env_id} needs a package that is not installed: {error}") from error

@@ -19,10 +19,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -32,6 +33,7 @@ from numpy.typing import NDArray
 
 from braid.errors import BraidError, ConfigError, EnvError, Problem
 from braid.processes import descendants, end_with, kill, kill_group
+from braid.types import Spaces
 
 from .base import Tick
 from .gymnasium import GymnasiumSimulator
@@ -49,7 +51,7 @@ _GRACE_S = 10.0
 
 
 class SimulatorProcesses:
-    """`num_envs` copies of one registered environment, divided among child processes. See base.Simulator."""
+    """`num_envs` copies of one environment, divided among child processes. See base.Simulator."""
 
     def __init__(
         self,
@@ -57,13 +59,14 @@ class SimulatorProcesses:
         num_envs: int,
         kwargs: Mapping[str, Any] | None = None,
         *,
+        base_dir: Path = Path(),
         num_processes: int = 1,
         timeout_s: float,
     ) -> None:
         """Each call, and the start of a process, has to end within `timeout_s` (rollout.env_timeout_s). Raises
         ConfigError like GymnasiumSimulator, and EnvError if a process cannot be started."""
         self.timeout_s = timeout_s
-        environment = _pickled(env_id, kwargs or {})
+        environment = _pickled(env_id, kwargs or {}, base_dir)
         count = min(num_processes, num_envs)
         bounds = [number * num_envs // count for number in range(count + 1)]
         self._processes = [
@@ -73,19 +76,19 @@ class SimulatorProcesses:
             self.close()
             raise errors[0]
         self.num_envs = num_envs
-        self.observation_size, self.action_space = self._processes[0].sizes
+        self.spaces: Spaces = self._processes[0].spaces
 
-    def reset(self, seeds: Mapping[int, int]) -> Tick:
+    def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
         named = [process for process in self._processes if any(slot in process.slots for slot in seeds)]
         for error in self._start(process for process in named if not process.is_running):
             logger.warning("%s", error)
         for process in named:
             if process.is_running:
                 process.lost = {slot: why for slot, why in process.lost.items() if slot not in seeds}
-        return self._call("reset", seeds, list)
+        return self._call("reset", seeds, list, 0, filmed)
 
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
-        return self._call("step", actions, np.asarray)
+        return self._call("step", actions, np.asarray, max(map(len, actions.values()), default=0))
 
     def close(self) -> None:
         running = [process for process in self._processes if process.is_running]
@@ -105,21 +108,22 @@ class SimulatorProcesses:
             process.start(self.timeout_s)
         for process in started:
             try:
-                process.sizes = process.answer()
+                process.spaces = process.answer()
             except BraidError as error:
                 errors.append(error)
         return errors
 
-    def _call(self, method: str, by_slot: Mapping[int, Any], packed: Callable[[list[Any]], Any]) -> Tick:
+    def _call(
+        self,
+        method: str,
+        by_slot: Mapping[int, Any],
+        packed: Callable[[list[Any]], Any],
+        num_actions: int,
+        filmed: Collection[int] = (),
+    ) -> Tick:
         """Call the method with the slots' arguments, in all their processes in parallel."""
-        size = self.num_envs
-        tick = Tick(
-            np.zeros((size, self.observation_size), np.float32),
-            np.zeros(size, np.float32),
-            np.zeros(size, np.bool_),
-            np.zeros(size, np.bool_),
-            failures := {},
-        )
+        tick = Tick.empty(self.num_envs, self.spaces, num_actions)
+        failures = tick.failures
         asked: list[tuple[_Process, list[int]]] = []
         for process in self._processes:
             named = [slot for slot in by_slot if slot in process.slots]
@@ -127,7 +131,8 @@ class SimulatorProcesses:
             if live := [slot for slot in named if slot not in process.lost]:
                 local = [slot - process.slots.start for slot in live]
                 values = packed([by_slot[slot] for slot in live])
-                process.ask(method, local, values, timeout_s=self.timeout_s)
+                films = [[slot - process.slots.start for slot in live if slot in filmed]] if filmed else []
+                process.ask(method, local, values, *films, timeout_s=self.timeout_s)
                 asked.append((process, live))
         for process, live in asked:
             first, last = process.slots.start, process.slots.stop
@@ -137,11 +142,16 @@ class SimulatorProcesses:
                 logger.warning("%s", error)
                 failures |= dict.fromkeys(live, str(error))
                 continue
-            tick.observations[first:last] = part.observations
-            tick.rewards[first:last] = part.rewards
-            tick.is_terminated[first:last] = part.is_terminated
-            tick.is_truncated[first:last] = part.is_truncated
-            failures |= {first + slot: why for slot, why in part.failures.items()}
+            for name, values in part.observations.items():
+                tick.observations[name][first:last] = values
+            for name in ("rewards", "num_executed", "is_terminated", "is_truncated", "success"):
+                getattr(tick, name)[first:last] = getattr(part, name)
+            for whole, local in (
+                (failures, part.failures),
+                (tick.instructions, part.instructions),
+                (tick.frames, part.frames),
+            ):
+                whole |= {first + slot: of for slot, of in local.items()}
         return tick
 
 
@@ -152,7 +162,7 @@ class _Process:
     def __init__(self, env_id: str, environment: bytes, slots: range) -> None:
         self.slots = slots
         self.lost: dict[int, str] = {}
-        self.sizes: Any = None
+        self.spaces: Any = None
         self._env_id, self._environment = env_id, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._number = 0  # of the last request
@@ -162,7 +172,7 @@ class _Process:
         return self._process is not None
 
     def start(self, timeout_s: float) -> None:
-        """Start the process. The answer is the observation size and the action space."""
+        """Start the process. The answer is its spaces."""
         ours, theirs = socket.socketpair()
         # A process that stops in the middle of a message must not block this one for ever.
         limit = struct.pack("ll", math.ceil(min(timeout_s, _LONGEST_S)), 0)
@@ -244,12 +254,12 @@ class _Process:
         return process.wait()
 
 
-def _pickled(env_id: str, kwargs: Mapping[str, Any]) -> bytes:
+def _pickled(env_id: str, kwargs: Mapping[str, Any], base_dir: Path) -> bytes:
     """The environment for a child process, with its registration here, which may be that of a script or notebook."""
     name = env_id.split("-v")[0]
     specs = {key: spec for key, spec in gymnasium.registry.items() if key.split("-v")[0] == name}
     try:
-        return pickle.dumps(CloudpickleWrapper((dict(kwargs), specs)))  # pyright: ignore[reportArgumentType]
+        return pickle.dumps(CloudpickleWrapper((dict(kwargs), specs, base_dir)))  # pyright: ignore[reportArgumentType]
     except Exception as error:
         why = f"{env_id} cannot be sent to another process ({error}); set it to 0"
         raise ConfigError([Problem("env.processes", why, "env")]) from error
@@ -271,7 +281,8 @@ def main(connection: Connection, parent: int) -> None:
             elif method == "close":
                 answer = simulator.close()
             else:
-                answer = getattr(simulator, method)(dict(zip(*arguments, strict=True)))
+                slots, values, *filmed = arguments
+                answer = getattr(simulator, method)(dict(zip(slots, values, strict=True)), *filmed)
             signal.setitimer(signal.ITIMER_REAL, 0)
             with suppress(ConnectionError):
                 connection.send_bytes(pickle.dumps((number, answer), 5))
@@ -290,17 +301,17 @@ def _received(connection: Connection) -> bytes | None:
 
 
 def _made(env_id: str, num_envs: int, environment: bytes) -> tuple[Any, GymnasiumSimulator | None]:
-    """The simulator, after its sizes; or an error and None."""
+    """The simulator, after its spaces; or an error and None."""
     try:
-        kwargs, specs = pickle.loads(environment).fn
+        kwargs, specs, base_dir = pickle.loads(environment).fn
         gymnasium.registry.update(specs)
-        simulator = GymnasiumSimulator(env_id, num_envs, kwargs)
+        simulator = GymnasiumSimulator(env_id, num_envs, kwargs, base_dir=base_dir)
     except ConfigError as error:
         return error, None
     except Exception as error:
         traceback.print_exc()
         return EnvError(f"{env_id} cannot be created: {type(error).__name__}: {error}"), None
-    return (simulator.observation_size, simulator.action_space), simulator
+    return simulator.spaces, simulator
 
 
 if __name__ == "__main__":

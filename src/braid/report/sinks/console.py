@@ -47,6 +47,7 @@ class Shown(NamedTuple):
 
 SHOWN = (
     Shown("reward", "reward/mean", "{:.3f}".format),
+    Shown("success", "env/success_once", "{:.0%}".format),
     Shown("loss", "sft/loss", "{:.4f}".format),
     Shown("accuracy", "eval/all/pass@1", "{:.1%}".format),
     Shown("eval", EVAL_MEAN, "{:.3f}".format),

@@ -15,13 +15,13 @@ import numpy as np
 
 from braid.cluster.loops import all_of
 from braid.config.rollout import Timeouts
-from braid.envs.agents.base import AgentEnv, EpisodeOver, Opening, Outcome, Seat, Step, ToolSchema
-from braid.errors import BraidError, ConfigError, EngineError, EnvError
+from braid.envs.agents.base import AgentEnv, EpisodeOver, Opening, Outcome, Seats, Step, ToolSchema
+from braid.errors import BraidError, ConfigError, EngineError, EnvError, Problem
 from braid.models.chat import ChatFormat
 from braid.models.tokenizer import answer_text, whole_text
 from braid.rollout.conversation import Conversation
 from braid.rollout.engine import RolloutEngine, Sampling
-from braid.types import Action, Group, Key, Message, Prompt, Status, Trajectory, Turn
+from braid.types import Action, Group, Key, Message, Prompt, Trajectory, TruncatedBy, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ class AgentDriver:
     _: KW_ONLY
     seed: int
     retries: int
+    opponent: RolloutEngine | None = None
+    """Plays the opponents, with other weights."""
 
     async def group(self, prompt: Prompt, group_size: int, key: Key) -> Group:
         """See Driver."""
@@ -88,7 +90,7 @@ class AgentDriver:
             except EngineError as error:
                 trajectory.invalidate(f"engine: {error}")
             except TimeoutError:
-                trajectory.status = Status.TRUNCATED
+                trajectory.truncate("time")
                 if not trajectory.segments:
                     trajectory.invalidate(f"no turn ended within env.timeouts.episode_s={limit_s:g}")
             if trajectory.is_valid:
@@ -115,38 +117,28 @@ class AgentDriver:
 
     async def _run(self, trajectory: Trajectory, env: _Guarded, env_seed: int, key: Key) -> None:
         """Play an episode of several agents."""
-        seats = {
-            name: _Seat(
-                self,
-                trajectory,
-                Conversation(
-                    self.engine,
-                    self.chat,
-                    trajectory,
-                    key=key,
-                    agent=name,
-                    is_trained=name not in env.untrained,
-                ),
-            )
-            for name in env.agents
-        }
+        seats = _Seats(self, trajectory, env, key)
         try:
             outcome = await env.run(trajectory.prompt, env_seed, seats)
         except _EnvFailure:
-            failures = [seat.failure for seat in seats.values() if seat.failure is not None]
+            failures = [seat.failure for seat in seats.opened if seat.failure is not None]
             if failures:
                 raise failures[0] from None
-            if not any(seat.is_over for seat in seats.values()):
+            if not any(seat.over for seat in seats.opened):
                 raise
             outcome = Outcome()
-        if any(seat.is_over for seat in seats.values()):
-            trajectory.status = Status.TRUNCATED
-        trajectory.segments.sort(key=lambda segment: env.agents.index(segment.agent))
+        for seat in seats.opened:
+            if seat.over:
+                trajectory.truncate(seat.over)
+        agents = list(dict.fromkeys(seat.agent for seat in seats.opened))
+        ordered = sorted(seats.opened, key=lambda seat: agents.index(seat.agent))
+        trajectory.segments = [segment for seat in ordered for segment in seat.segments]
         if not any(segment.is_trained for segment in trajectory.segments):
             raise _EnvFailure("run() ended without a turn of an agent that is trained")
         trajectory.turns[-1].reward += outcome.reward
-        for name, value in outcome.metrics.items():
-            trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + value
+        if outcome.rewards:
+            _share_out(trajectory, outcome.rewards)
+        trajectory.count(outcome.metrics.items())
 
     def _open(self, conversation: Conversation, opening: Opening, trajectory: Trajectory) -> None:
         prompt = trajectory.prompt
@@ -171,7 +163,7 @@ class AgentDriver:
         while True:
             sampled = await conversation.turn(sampling, limits.max_context_tokens)
             if sampled is None:
-                trajectory.status = Status.TRUNCATED
+                await env.truncate(trajectory, "context")
                 return
             turn, action = sampled
             num_turns = len(trajectory.turns)
@@ -179,12 +171,15 @@ class AgentDriver:
             trajectory.text += whole_text(tokenizer, turn.output_ids)
             has_room = conversation.num_tokens < limits.max_context_tokens
             if action.stop_reason == "length" and not (limits.continues_cut_turns and has_room):
-                trajectory.status = Status.TRUNCATED
+                await env.truncate(trajectory, "turn_tokens" if has_room else "context")
                 return
             step = await _timed(env, action, turn, trajectory)
             if step.is_done or step.is_truncated or num_turns == limits.max_turns:
                 trajectory.text += "".join(message["content"] for message in step.messages)
-                trajectory.status = Status.FINISHED if step.is_done else Status.TRUNCATED
+                if step.is_truncated and not step.is_done:
+                    trajectory.truncate("environment")
+                elif not step.is_done:
+                    await env.truncate(trajectory, "turns")
                 return
             try:
                 (conversation.restart if step.forgets else conversation.read)(step.messages)
@@ -193,21 +188,78 @@ class AgentDriver:
             trajectory.text += whole_text(tokenizer, conversation.unread)
 
 
-class _Seat:
-    """See envs.agents.base.Seat. `failure` is the engine's error, which `run` may not handle; `is_over`: a limit was
-    reached."""
+def _share_out(trajectory: Trajectory, rewards: Mapping[str, float]) -> None:
+    """Give each trained agent its own reward, in addition to that of its turns; others have none."""
+    for agent in {segment.agent: None for segment in trajectory.segments}:
+        segments = [segment for segment in trajectory.segments if segment.agent == agent]
+        turns = [turn for segment in segments for turn in segment.turns]
+        if not segments[0].is_trained:
+            for turn in turns:
+                turn.reward = 0.0
+            continue
+        if agent not in rewards:
+            raise _EnvFailure(f"run() returned no reward of the agent {agent!r}")
+        turns[-1].reward += rewards[agent]
+        trajectory.agent_rewards[agent] = sum(turn.reward for turn in turns)
+    trajectory.count((f"reward/{agent}", value) for agent, value in trajectory.agent_rewards.items())
 
-    def __init__(self, driver: AgentDriver, trajectory: Trajectory, conversation: Conversation) -> None:
+
+class _Seats(dict[str, "_Seat"]):
+    """See envs.agents.base.Seats. `opened` are all seats, in the order in which they were opened."""
+
+    def __init__(self, driver: AgentDriver, trajectory: Trajectory, env: _Guarded, key: Key) -> None:
+        super().__init__()
+        self._driver, self._trajectory, self._env, self._key = driver, trajectory, env, key
+        self.opened: list[_Seat] = []
+        self.max_turns = driver.limits.max_turns
+        for agent in env.agents:
+            self[agent] = self.open(agent)
+
+    def open(self, agent: str) -> _Seat:
+        engine = self._driver.engine
+        if agent in self._env.opponents:
+            if self._driver.opponent is None:
+                why = (
+                    f"the environment has an opponent, {agent!r}; set it, for example to {{every_rounds: 10}}"
+                )
+                raise ConfigError([Problem("env.opponents", why, "config")])
+            engine = self._driver.opponent
+        conversation = Conversation(
+            engine,
+            self._driver.chat,
+            self._trajectory,
+            key=self._key,
+            agent=agent,
+            number=sum(seat.agent == agent for seat in self.opened),
+            is_trained=agent not in self._env.untrained,
+        )
+        self.opened.append(_Seat(self, agent, self._driver, self._trajectory, conversation))
+        return self.opened[-1]
+
+
+class _Seat:
+    """See envs.agents.base.Seat. `failure` is the engine's error, which `run` may not handle; `over` is the limit that
+    was reached."""
+
+    def __init__(
+        self,
+        seats: _Seats,
+        agent: str,
+        driver: AgentDriver,
+        trajectory: Trajectory,
+        conversation: Conversation,
+    ) -> None:
+        self._seats, self.agent, self.segments = seats, agent, conversation.segments
         self._driver, self._trajectory, self._conversation = driver, trajectory, conversation
         self._turns: list[Turn] = []
         self._stops: tuple[str, ...] = ()
         self.failure: EngineError | None = None
-        self.is_over = False
+        self.over: TruncatedBy | None = None
 
     async def reply(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Action:
         limits, chat, sampling = self._driver.limits, self._driver.chat, self._driver.sampling
-        if len(self._turns) == limits.max_turns:
-            raise self._end()
+        if len(self._turns) == self._seats.max_turns:
+            raise self._end("turns")
         if self._turns:
             self._conversation.read(messages)
         else:
@@ -220,14 +272,15 @@ class _Seat:
             self.failure = error
             raise
         if sampled is None:
-            raise self._end()
+            raise self._end("context")
         turn, action = sampled
         self._turns.append(turn)
         ids, ends = turn.output_ids, sampling.stop_token_ids
         self._trajectory.answer_text = answer_text(chat.tokenizer, ids, ends)
         self._trajectory.text += whole_text(chat.tokenizer, [*turn.context_ids, *ids])
+        self._trajectory.count(action.call_counts())
         if action.stop_reason == "length" and not limits.continues_cut_turns:
-            raise self._end()
+            raise self._end("turn_tokens")
         return action
 
     def reward(self, value: float) -> None:
@@ -235,8 +288,8 @@ class _Seat:
             raise EnvError("reward() of an agent that has not had a turn")
         self._turns[-1].reward += value
 
-    def _end(self) -> EpisodeOver:
-        self.is_over = True
+    def _end(self, by: TruncatedBy) -> EpisodeOver:
+        self.over = by
         return EpisodeOver("an agent has no turns or tokens left")
 
 
@@ -246,9 +299,7 @@ async def _timed(env: _Guarded, action: Action, turn: Turn, trajectory: Trajecto
     step = await env.step(action)
     turn.reward, turn.env_s, turn.tool_s = step.reward, time.perf_counter() - start_s, step.tool_s
     added = [("step_s", turn.env_s), ("tool_s", turn.tool_s), *step.metrics.items()]
-    added += [(f"calls/{call.status}", 1.0) for call in action.tool_calls]
-    for name, value in added:
-        trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + value
+    trajectory.count([*added, *action.call_counts()])
     return step
 
 
@@ -269,16 +320,28 @@ class _Guarded:
             self._env = new_env()
         except Exception as error:
             raise _failure(error) from error
-        self.agents: tuple[str, ...] = tuple(getattr(self._env, "agents", ()))
-        self.untrained: tuple[str, ...] = tuple(getattr(self._env, "untrained", ()))
 
-    async def run(self, task: Prompt, seed: int, seats: Mapping[str, Seat]) -> Outcome:
+    @property
+    def agents(self) -> tuple[str, ...]:
+        return getattr(self._env, "agents", ())
+
+    @property
+    def untrained(self) -> tuple[str, ...]:
+        return (*getattr(self._env, "untrained", ()), *self.opponents)
+
+    @property
+    def opponents(self) -> tuple[str, ...]:
+        return getattr(self._env, "opponents", ())
+
+    async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
         env: Any = self._env
         outcome = await self._in_time(lambda: env.run(task, seed, seats), "run", None)
         if not isinstance(outcome, Outcome):
             raise _EnvFailure(f"run() returned {type(outcome).__name__}, not an Outcome")
-        if not math.isfinite(outcome.reward):
-            raise _EnvFailure(f"reward {outcome.reward} is not finite")
+        if not all(map(math.isfinite, (outcome.reward, *outcome.rewards.values()))):
+            raise _EnvFailure(f"reward {outcome.reward} or {dict(outcome.rewards)} is not finite")
+        if outcome.reward and outcome.rewards:
+            raise _EnvFailure("run() returned both a reward and rewards of each agent")
         return outcome
 
     async def ready(self, task: Prompt) -> None:
@@ -303,6 +366,12 @@ class _Guarded:
         if not math.isfinite(step.reward):
             raise _EnvFailure(f"reward {step.reward} is not finite")
         return step
+
+    async def truncate(self, trajectory: Trajectory, by: TruncatedBy) -> None:
+        """End the trajectory by a limit, with the reward of the environment up to here, if it has one."""
+        trajectory.truncate(by)
+        if reward := getattr(self._env, "final_reward", None):
+            trajectory.turns[-1].reward += await self._in_time(reward, "step", self._timeouts.step_s)
 
     async def close(self) -> None:
         """Close the environment. A failure is logged: the episode is over."""

@@ -75,7 +75,7 @@ class ProgramDriver:
                 async with deadline:
                     return await self.program(prompt, base_url, api_key, seed)
             except Exception as error:
-                if session.is_over_limit:
+                if session.over:
                     return None
                 if deadline.expired():
                     raise EnvError(f"took longer than env.episode_timeout_s={self.timeout_s:g}") from error

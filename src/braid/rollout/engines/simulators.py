@@ -2,7 +2,7 @@
 
 Whole episodes, as many at a time as the simulator has slots, in lock step; a free slot starts the next waiting
 episode, whichever group it belongs to. An episode's reset state depends only on its prompt's number, and the
-random numbers of an action only on episode and env step, so results depend neither on the number of slots nor
+random numbers of an action only on episode and decision, so results depend neither on the number of slots nor
 on which episodes ran side by side.
 """
 
@@ -21,15 +21,21 @@ from torch import nn
 
 from braid.envs.simulators.base import Simulator, Tick
 from braid.errors import EngineError
+from braid.models.base import Acted
 from braid.rollout.engine import version_runs
 from braid.rollout.random import absorb, stream, unit_interval
-from braid.types import EnvSteps, Prompt, Status, Trajectory
+from braid.types import EnvSteps, Prompt, Recording, Status, Trajectory
 
 from .stepped import SteppedEngine
 
 
 class ActingPolicy(Protocol):
-    """A policy as the engine needs it (such as models.mlp.MlpPolicy)."""
+    """A policy as the engine needs it (such as models.mlp.MlpPolicy).
+
+    `observe` returns the part of an observation of one environment that `act` and the model's forward pass read;
+    a text policy adds the tokens of the instruction. `act` takes observations [E, ...] by name, and uniform random
+    numbers [E, num_uniforms] in [0, 1), or None for the likeliest actions.
+    """
 
     @property
     def module(self) -> nn.Module: ...
@@ -37,9 +43,9 @@ class ActingPolicy(Protocol):
     @property
     def num_uniforms(self) -> int: ...
 
-    def act(
-        self, observations: NDArray[np.float32], uniforms: NDArray[np.float64] | None
-    ) -> tuple[NDArray, NDArray[np.float32]]: ...
+    def observe(self, observation: dict[str, NDArray], instruction: str) -> dict[str, NDArray]: ...
+
+    def act(self, observations: dict[str, NDArray], uniforms: NDArray[np.float64] | None) -> Acted: ...
 
 
 class SimulatorEngine(SteppedEngine):
@@ -136,33 +142,39 @@ class SimulatorEngine(SteppedEngine):
                 started[slot] = self._running[slot] = self._waiting.popleft()
         if not started:
             return
-        tick = self._simulator.reset({slot: episode.reset_seed for slot, episode in started.items()})
+        filmed = [slot for slot, episode in started.items() if episode.is_filmed]
+        tick = self._simulator.reset({slot: e.reset_seed for slot, e in started.items()}, filmed)
         self._drop_failed(tick)
         for slot, episode in started.items():
             if slot not in tick.failures:
-                episode.observations.append(tick.observations[slot])
+                episode.instruction = tick.instructions.get(slot, "")
+                episode.observations.append(self._observed(episode, tick, slot))
+                episode.frames += tick.frames.get(slot, [])
+
+    def _observed(self, episode: Episode, tick: Tick, slot: int) -> dict[str, NDArray]:
+        own = {name: values[slot] for name, values in tick.observations.items()}
+        return self._policy.observe(own, episode.instruction)
 
     def _act(self) -> None:
-        actions: dict[int, NDArray] = {}
-        logprobs: dict[int, float] = {}
+        acts: dict[int, Acted] = {}
         for is_greedy in (False, True):
             running = {slot: e for slot, e in self._running.items() if e.is_greedy is is_greedy}
             if not running:
                 continue
             drawn = None if is_greedy else self._uniforms(list(running.values()))
-            observations = np.stack([episode.observations[-1] for episode in running.values()])
-            acts, of_acts = self._policy.act(observations, drawn)
-            if not np.isfinite(of_acts).all():
+            acted = self._policy.act(_stacked([e.observations[-1] for e in running.values()]), drawn)
+            if not np.isfinite(acted.logprobs).all():
                 raise EngineError(
                     f"the policy (version {self._version}) gave an action log-prob that is not finite"
                 )
-            actions |= zip(running, acts, strict=True)
-            logprobs |= zip(running, of_acts, strict=True)
-        tick = self._simulator.step(actions)
+            for index, slot in enumerate(running):
+                inputs = {name: values[index] for name, values in acted.inputs.items()}
+                acts[slot] = Acted(acted.actions[index], inputs, acted.logprobs[index])
+        tick = self._simulator.step({slot: acted.actions for slot, acted in acts.items()})
         version = self._current_version()
         for slot, episode in self._running.items():
             if slot not in tick.failures:
-                episode.record(actions[slot], logprobs[slot], version, tick, slot)
+                episode.record(acts[slot], self._observed(episode, tick, slot), version, tick, slot)
         self._drop_failed(tick)
         for slot, episode in list(self._running.items()):
             if episode.status is not None:
@@ -172,7 +184,7 @@ class SimulatorEngine(SteppedEngine):
         """[running, num_uniforms]"""
         width = self._policy.num_uniforms
         states = absorb(
-            np.array([e.random_state() for e in episodes]), np.array([len(e.actions) for e in episodes])
+            np.array([e.random_state() for e in episodes]), np.array([len(e.acts) for e in episodes])
         )
         states = absorb(np.repeat(states, width), np.tile(np.arange(width), len(episodes)))
         return unit_interval(states).reshape(len(episodes), width)
@@ -196,20 +208,24 @@ class SimulatorEngine(SteppedEngine):
 @dataclass(slots=True, eq=False)
 class Episode:
     """An episode and its record so far. `key` is (seed, *key of the call, number of the prompt). With
-    `is_greedy` the policy takes its most probable action."""
+    `is_greedy` the policy takes its most probable action; with `is_filmed` the trajectory has a recording."""
 
     prompt: Prompt
     sample: int
     key: tuple[int, ...]
     is_greedy: bool
+    is_filmed: bool = False
     attempt: int = 0
     status: Status | None = None
     reason: str = ""
-    observations: list[NDArray[np.float32]] = field(default_factory=list)
-    actions: list[NDArray] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
+    instruction: str = ""
+    observations: list[dict[str, NDArray]] = field(default_factory=list)
+    acts: list[Acted] = field(default_factory=list)
+    rewards: list[NDArray[np.float32]] = field(default_factory=list)
+    num_executed: list[int] = field(default_factory=list)
+    success: list[NDArray[np.float32]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    frames: list[NDArray[np.uint8]] = field(default_factory=list)
     future: asyncio.Future[None] = field(init=False)
     _random_state: np.uint64 | None = None
 
@@ -219,7 +235,7 @@ class Episode:
         return int(np.random.SeedSequence(self.key).generate_state(1)[0])
 
     def random_state(self) -> np.uint64:
-        """Base of the random numbers of this attempt's env steps."""
+        """Base of the random numbers of this attempt's decisions."""
         if self._random_state is None:
             self._random_state = stream((*self.key, self.sample, self.attempt))
         return self._random_state
@@ -228,16 +244,22 @@ class Episode:
         """Start over; the next attempt samples other actions."""
         self.attempt += 1
         self._random_state = None
-        for record in (self.observations, self.actions, self.logprobs, self.rewards, self.versions):
+        for record in (
+            self.observations, self.acts, self.rewards, self.num_executed, self.success, self.versions, self.frames
+        ):  # fmt: skip
             record.clear()
 
-    def record(self, action: NDArray, logprob: float, version: int, tick: Tick, slot: int) -> None:
-        """Record the env step of `slot`."""
-        self.actions.append(action)
-        self.logprobs.append(logprob)
+    def record(
+        self, acted: Acted, observation: dict[str, NDArray], version: int, tick: Tick, slot: int
+    ) -> None:
+        """Record the decision of `slot`, and the observation after it."""
+        self.acts.append(acted)
         self.versions.append(version)
         self.rewards.append(tick.rewards[slot])
-        self.observations.append(tick.observations[slot])
+        self.num_executed.append(tick.num_executed[slot])
+        self.success.append(tick.success[slot, : tick.num_executed[slot]])
+        self.observations.append(observation)
+        self.frames += tick.frames.get(slot, [])
         if tick.is_terminated[slot]:
             self.status = Status.FINISHED
         elif tick.is_truncated[slot]:
@@ -250,11 +272,24 @@ class Episode:
             trajectory.invalidate(self.reason)
             return trajectory
         trajectory.env_steps = EnvSteps(
-            observations=np.stack(self.observations),
-            actions=np.stack(self.actions),
-            logprobs=np.array(self.logprobs, np.float32),
-            rewards=np.array(self.rewards, np.float32),
+            observations=_stacked(self.observations),
+            inputs=_stacked([acted.inputs for acted in self.acts]),
+            logprobs=np.stack([acted.logprobs for acted in self.acts]),
+            rewards=np.stack(self.rewards),
+            num_executed=np.array(self.num_executed, np.int32),
             policy_version=version_runs(self.versions),
         )
+        success = np.concatenate(self.success)
+        if not np.isnan(success).any():
+            at_end, once = float(success[-1]), float(success.max())
+            trajectory.metrics |= {"success_once": once, "success_at_end": at_end}
         trajectory.reward = float(np.sum(self.rewards, dtype=np.float64))
+        if self.is_filmed:
+            executed = zip(self.rewards, self.num_executed, strict=True)
+            rewards = [float(reward) for of, count in executed for reward in of[:count]]
+            trajectory.recording = Recording(self.frames, rewards, success > 0, self.instruction)
         return trajectory
+
+
+def _stacked(parts: Sequence[dict[str, NDArray]]) -> dict[str, NDArray]:
+    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}

@@ -187,10 +187,10 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 def message_of(action: Action, stops: Sequence[str] = ()) -> dict[str, Any]:
-    """The policy's turn as a message, cut before the first of the request's stop strings. If a tool call is malformed
-    the whole turn is text, for the program to see the mistake."""
-    calls = action.tool_calls
-    if any(call.status != "ok" for call in calls):
+    """The policy's turn as a message, cut before the first of the request's stop strings. Malformed tool calls are
+    left out; if all are malformed the whole turn is text, for the program to see the mistake."""
+    calls = [call for call in action.tool_calls if call.status == "ok"]
+    if action.tool_calls and not calls:
         return {"role": "assistant", "content": action.raw_text}
     text = action.text
     for string in stops:

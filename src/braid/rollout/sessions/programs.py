@@ -54,21 +54,21 @@ async def run_function(
         raise
 
 
+def described(task: Prompt) -> str:
+    """The task as JSON, for programs in other processes."""
+    of = {"uid": task.uid, "source": task.source, "fields": dict(task.fields), "messages": task.messages}
+    return json.dumps(of, default=str)
+
+
 async def run_command(
     argv: Sequence[str], folder: Path, task: Prompt, base_url: str, api_key: str, seed: int
 ) -> None:
     """Run a command in `folder`. Raises EnvError with the last lines of its error output if it fails. Whatever happens,
     it and the processes that it started are killed in the end."""
-    described = {
-        "uid": task.uid,
-        "source": task.source,
-        "fields": dict(task.fields),
-        "messages": task.messages,
-    }
     variables = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,
-        "BRAID_TASK": json.dumps(described, default=str),
+        "BRAID_TASK": described(task),
         "BRAID_SEED": str(seed),
     }
     with tempfile.TemporaryFile() as errors:

@@ -22,7 +22,7 @@ from braid.errors import EngineError, ModelError
 from braid.models.chat import ChatFormat, ToolSchema
 from braid.models.tokenizer import answer_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from braid.types import Segment, Status, Trajectory, Turn
+from braid.types import Segment, Trajectory, TruncatedBy, Turn
 
 from .chat_api import ChatRequest, RequestError, answered, fingerprints, message_of
 
@@ -67,13 +67,14 @@ class Session:
     max_turns: int
     key: tuple[int, ...]
     is_open: bool = True
-    is_over_limit: bool = False
-    """Whether a limit has refused the last call."""
+    over: TruncatedBy | None = None
+    """The limit that has refused the last call."""
     engine_failure: str = ""
     """Why the last call failed, if it did."""
     posted: object = None
     """The reward that the program has posted."""
     _calls: list[Call] = field(default_factory=list)
+    _counts: list[tuple[str, float]] = field(default_factory=list)
     _segments: list[Segment] = field(default_factory=list)
     _turns: dict[bytes, tuple[Segment, int]] = field(default_factory=dict)
     """Where each conversation that ends with a recorded turn is, by its fingerprint."""
@@ -93,8 +94,8 @@ class Session:
                 if call.digest == digest and (is_retry or is_last or not call.task.done()):
                     call.num_waiting += 1
                     return call
-        self.is_over_limit = len(self._calls) >= self.max_turns
-        if self.is_over_limit:
+        self.over = "turns" if len(self._calls) >= self.max_turns else None
+        if self.over:
             raise RequestError(
                 400, f"the episode has had {self.max_turns} calls, its limit", code="max_turns_exceeded"
             )
@@ -103,8 +104,8 @@ class Session:
         except ModelError as error:
             raise RequestError(400, str(error)) from error
         room = self.max_context_tokens - len(context.ids)
-        self.is_over_limit = room < 1
-        if self.is_over_limit:
+        if room < 1:
+            self.over = "context"
             raise RequestError(
                 400,
                 f"the conversation has {len(context.ids)} tokens; the maximum context length is "
@@ -171,6 +172,7 @@ class Session:
         number = sum(len(segment.turns) for segment in self._segments)
         calls = (f"call{number:03}{i:02}" for i in range(100))
         action = self.chat.parse(ids, context.tools, new_id=lambda: next(calls))
+        self._counts += action.call_counts()
         message = message_of(action, request.stops)
         segment, number = self._record(context, completion)
         call.turn = segment.turns[number]
@@ -218,12 +220,13 @@ class Session:
                 segment.turns.pop()
         trajectory.segments = sorted((s for s in self._segments if s.turns), key=lambda s: s.turns[-1].end_s)
         ids = [i for t in trajectory.turns for i in (*t.context_ids, *t.output_ids)]
-        if self.is_over_limit:
-            trajectory.status = Status.TRUNCATED
+        trajectory.count(self._counts)
+        if self.over:
+            trajectory.truncate(self.over)
         if trajectory.segments:
             last = trajectory.segments[-1].turns[-1]
             if last.stop_reason == "length":
-                trajectory.status = Status.TRUNCATED
+                trajectory.truncate("turn_tokens")
             trajectory.text = whole_text(self.chat.tokenizer, ids[len(trajectory.turns[0].context_ids) :])
             ends = self.sampling.stop_token_ids
             trajectory.answer_text = answer_text(self.chat.tokenizer, last.output_ids, ends)

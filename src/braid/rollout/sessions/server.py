@@ -23,8 +23,10 @@ from typing import Any
 import uvicorn
 
 from braid.errors import ConfigError, EngineError, Problem
+from braid.types import Prompt
 
 from .chat_api import ChatRequest, PostedReward, RequestError, as_chunks, read, read_reward
+from .programs import described
 from .recorder import Session
 
 logger = logging.getLogger(__name__)
@@ -33,16 +35,19 @@ MAX_BODY_BYTES = 32 * 2**20
 _KEEP_ALIVE_S = 5.0
 _IDLE_S = 3600
 """Time after which idle connections are closed: longer than a program thinks, so that none is as it is used."""
-_PATHS = "POST /v1/chat/completions, GET /v1/models and POST /v1/reward"
+_PATHS = "POST /v1/chat/completions, GET /v1/models, POST /v1/reward and, for external programs, POST /v1/end"
+_ASK_S = 20.0
+"""A program that asks for an episode is told to ask again after this time without one."""
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class SessionServer:
-    """Listens from the first episode on until its event loop ends. `max_episodes` bounds those that run at a time."""
+    """Listens from the first episode on until its event loop ends. `max_episodes` bounds those that run at a time.
+    `external_key` is that of programs elsewhere, which ask for episodes (see `offer`)."""
 
-    def __init__(self, host: str, port: int, *, max_episodes: int) -> None:
+    def __init__(self, host: str, port: int, *, max_episodes: int, external_key: str | None = None) -> None:
         self._host, self._port, self._max_episodes = host, port, max_episodes
         self._secret = secrets.token_bytes(32)
         self._numbers = itertools.count()
@@ -50,6 +55,41 @@ class SessionServer:
         self._serving: asyncio.Task[None] | None = None
         self._base_url = ""
         self._places = asyncio.Semaphore(max_episodes)
+        self._external_key = external_key
+        self._offers: asyncio.Queue[str] = asyncio.Queue()
+        self._external: dict[str, tuple[dict[str, Any], asyncio.Event]] = {}
+
+    async def offer(self, task: Prompt, base_url: str, api_key: str, seed: int) -> None:
+        """A Program that is played elsewhere: the episode is given to the next one that asks (POST /v1/episodes), which
+        ends it (POST /v1/end)."""
+        known = {"task": json.loads(described(task)), "seed": seed, "base_url": base_url, "api_key": api_key}
+        self._external[api_key] = known, (ended := asyncio.Event())
+        self._offers.put_nowait(api_key)
+        try:
+            await ended.wait()
+        finally:
+            del self._external[api_key]
+
+    async def _asked(self, receive: Receive) -> dict[str, Any] | None:
+        """The next episode that is offered; None if the client disconnects, or there is none for a while."""
+        gone, offered = asyncio.create_task(_disconnected(receive)), asyncio.create_task(self._offers.get())
+        try:
+            while True:
+                await asyncio.wait({gone, offered}, timeout=_ASK_S, return_when=asyncio.FIRST_COMPLETED)
+                if not offered.done():
+                    return None
+                if (found := self._external.get(offered.result())) is None:  # cancelled meanwhile
+                    offered = asyncio.create_task(self._offers.get())
+                    continue
+                if gone.done():
+                    self._offers.put_nowait(offered.result())
+                    return None
+                return found[0]
+        except asyncio.CancelledError:  # the run ends
+            return None
+        finally:
+            gone.cancel()
+            offered.cancel()
 
     @asynccontextmanager
     async def open(self, session: Session) -> AsyncIterator[tuple[str, str]]:
@@ -76,7 +116,7 @@ class SessionServer:
             problem = f"{self._host}:{self._port} cannot be used: {error}; choose another, or port 0 for any free one"
             raise ConfigError([Problem("env.port", problem)]) from error
         self._base_url = f"http://{self._host}:{listener.getsockname()[1]}/v1"
-        self._places = asyncio.Semaphore(self._max_episodes)
+        self._places, self._offers = asyncio.Semaphore(self._max_episodes), asyncio.Queue()
         self._serving = asyncio.create_task(self._serve(listener))
 
     async def _serve(self, listener: socket.socket) -> None:
@@ -118,6 +158,16 @@ class SessionServer:
 
     async def _handle(self, scope: MutableMapping[str, Any], receive: Receive, reply: _Reply) -> None:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        token = headers.get(b"authorization", "").removeprefix("Bearer ")
+        if (scope["method"], scope["path"]) == ("POST", "/v1/episodes"):
+            if not (self._external_key and hmac.compare_digest(token.encode(), self._external_key.encode())):
+                raise RequestError(
+                    401, "the API key is not that of external programs", code="invalid_api_key"
+                )
+            await _body(receive)
+            episode = await self._asked(receive)
+            await reply.json(episode or {"task": None})
+            return
         session = self._session(headers)
         body = await _body(receive)
         if not session.is_open:
@@ -128,6 +178,9 @@ class SessionServer:
             case "POST", "/v1/reward":
                 session.posted = read_reward(read(PostedReward, body).reward)
                 await reply.json({"reward": session.posted})
+            case "POST", "/v1/end" if token in self._external:
+                self._external[token][1].set()
+                await reply.json({})
             case "GET", "/v1/models":
                 model = {"id": "policy", "object": "model", "created": 0, "owned_by": "braid"}
                 await reply.json({"object": "list", "data": [model]})

@@ -137,6 +137,7 @@ class NativeEngine(SteppedEngine):
         self._is_end_token = np.zeros(lm.vocab_size, np.bool_)  # of any request so far
         self._keeps_prefixes = prefix_caching
         self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
+        self._prefix_tokens = 0
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._held_steps = 0
@@ -197,6 +198,7 @@ class NativeEngine(SteppedEngine):
     def _free_cache(self) -> None:
         self._cache.free()
         self._prefixes.clear()
+        self._prefix_tokens = 0
 
     def _check(self, request: Request) -> None:
         """Raise EngineError for a request that can never run, instead of queueing it forever."""
@@ -248,6 +250,7 @@ class NativeEngine(SteppedEngine):
     def _drop_stale(self) -> None:
         """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue."""
         self._prefixes.clear()
+        self._prefix_tokens = 0
         if self._recomputes:
             for sequence in self._running:
                 sequence.slot = -1
@@ -310,10 +313,14 @@ class NativeEngine(SteppedEngine):
 
     def _known_prefix(self, sequence: _Sequence) -> _Prefix | None:
         """Take out the stored start of a sequence's prefix, if there is one."""
-        found = self._prefixes.pop(sequence.request.conversation or (), None)
-        prefix = sequence.prefix
+        found, prefix = self._pop_prefix(sequence.request.conversation or ()), sequence.prefix
         is_start = found and len(found.ids) < len(prefix) and prefix[: len(found.ids)] == found.ids
         return found if is_start else None
+
+    def _pop_prefix(self, name: tuple[int, ...]) -> _Prefix | None:
+        if found := self._prefixes.pop(name, None):
+            self._prefix_tokens -= len(found.ids)
+        return found
 
     def _continue(self, continued: Sequence[tuple[_Sequence, _Prefix]]) -> None:
         """Prefill what follows the known prefixes, in packs of up to `prefill_tokens`, and sample the next tokens."""
@@ -346,10 +353,12 @@ class NativeEngine(SteppedEngine):
         if name is None or not self._keeps_prefixes:
             return
         ids = (*sequence.request.prompt_ids, *sequence.token_ids)[:num]
+        self._pop_prefix(name)
         self._prefixes[name] = _Prefix(ids, self._cache.stored(sequence.slot, num))
+        self._prefix_tokens += num
         assert self._cache.budget_tokens is not None
-        while sum(len(of.ids) for of in self._prefixes.values()) > self._cache.budget_tokens:
-            self._prefixes.popitem(last=False)
+        while self._prefix_tokens > self._cache.budget_tokens:
+            self._pop_prefix(next(iter(self._prefixes)))
 
     def _prefill_pack(self, pack: Sequence[Sequence[_Sequence]]) -> None:
         """Prefill one prefix per group and sample the next token of each member."""

@@ -1,0 +1,181 @@
+"""MetaWorld: 50 tasks of a Sawyer arm in MuJoCo (Yu et al. 2019; package metaworld, version 3)."""
+
+from __future__ import annotations
+
+import os
+import string
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from braid.errors import ConfigError, Problem, suggest
+
+_PROPRIOCEPTION = 4
+"""The first numbers of a state: position and opening of the gripper."""
+
+
+class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
+    """One task, such as reach-v3. The seed of a reset alone decides the places of objects and goal, drawn from the same
+    ranges as the 50 fixed goals of MetaWorld's own benchmarks.
+
+    Without cameras the state is MetaWorld's observation [39], goal included; with cameras only the gripper's position
+    and opening [4], as policies with images have it in LeRobot and RLinf.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 80}  # noqa: RUF012  # Gymnasium's
+
+    def __init__(
+        self,
+        task: str,
+        *,
+        instruction: str | None = None,
+        max_episode_steps: int = 500,
+        terminate_on_success: bool = False,
+        cameras: Mapping[str, str] | None = None,
+        image_size: int = 64,
+        shadows: bool = False,
+        render_mode: str | None = "rgb_array",
+    ) -> None:
+        """`instruction`: the task's name in words when None. `cameras`: name of the image -> MetaWorld's camera (corner,
+        corner2, corner3, corner4, topview, behindGripper, gripperPOV). Without `shadows`, reflections, sky and
+        antialiasing are left out too, which on a CPU is twelve times as fast."""
+        try:
+            known = import_module("metaworld.env_dict").ALL_V3_ENVIRONMENTS
+        except ImportError as error:
+            why = f"MetaWorld cannot be imported ({error}); run: pip install 'braid-rl[metaworld]'"
+            raise ConfigError([Problem("env.kind", why, "env")]) from error
+        if task not in known:
+            why = f"MetaWorld has no task {task!r}{suggest(task, known)}"
+            raise ConfigError([Problem("env.task", why, "env")])
+        env = self._env = known[task]()
+        # As in its goal-observable classes, but with goals from the environment's own seeded generator.
+        env._partially_observable = env._freeze_rand_vec = False
+        env._set_task_called = env.seeded_rand_vec = True
+        del env.sawyer_observation_space  # cached for a hidden goal
+        env.max_path_length = max_episode_steps
+        self._instruction = instruction or task.removesuffix("-v3").replace("-", " ")
+        self._ends, self._cameras = terminate_on_success, dict(cameras or {})
+        self._size, self._shadows = image_size, shadows
+        self._renderer: _Renderer | None = None
+        self.render_mode = render_mode
+        size = _PROPRIOCEPTION if self._cameras else 39
+        of: dict[str, spaces.Space] = dict.fromkeys(
+            self._cameras, spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
+        )
+        of["state"] = spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        of["instruction"] = spaces.Text(200, charset=string.printable)
+        self.observation_space = spaces.Dict(of)
+        self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
+        for camera in self._cameras.values():
+            self._image(camera)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ARG002
+        super().reset(seed=seed)
+        self._env.np_random = self.np_random
+        return self._observed(self._env.reset()[0]), {"success": False}
+
+    def step(self, action: NDArray[np.float32]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        observation, reward, _, is_truncated, info = self._env.step(action)
+        is_success = bool(info["success"])
+        is_terminated = self._ends and is_success
+        return (
+            self._observed(observation),
+            float(reward),
+            is_terminated,
+            bool(is_truncated) and not is_terminated,
+            {**info, "success": is_success},
+        )
+
+    def render(self) -> NDArray[np.uint8]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The image of the first camera, or of MetaWorld's corner4."""
+        return self._image(next(iter(self._cameras.values()), "corner4"))
+
+    def close(self) -> None:
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
+        self._env.close()
+
+    def _observed(self, observation: NDArray[np.float64]) -> dict[str, Any]:
+        images = {name: self._image(camera) for name, camera in self._cameras.items()}
+        state = observation[:_PROPRIOCEPTION] if images else observation
+        return {**images, "state": state.astype(np.float32), "instruction": self._instruction}
+
+    def _image(self, camera: str) -> NDArray[np.uint8]:
+        if self._renderer is None:
+            self._renderer = _Renderer(self._env, self._size, shadows=self._shadows)
+        return self._renderer.image(camera)
+
+
+class _Renderer:
+    """Images of a MuJoCo model, by EGL unless MUJOCO_GL names another (osmesa, glfw).
+
+    mujoco.Renderer chooses the library when mujoco is imported, and fails then if it is missing, even without images.
+    """
+
+    def __init__(self, env: Any, size: int, *, shadows: bool) -> None:
+        self._mujoco, self._env = import_module("mujoco"), env
+        mujoco = self._mujoco
+        model = env.model
+        self._cameras = [model.camera(i).name for i in range(model.ncam)]
+        if not shadows:  # before the context is made, which renders the shadow map's 4096^2 pixels otherwise
+            model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
+        self._context = _gl_context(size)
+        self._mujoco_context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._mujoco_context)
+        self._scene = mujoco.MjvScene(model, 1000)
+        if not shadows:
+            flags = mujoco.mjtRndFlag
+            for flag in (flags.mjRND_SHADOW, flags.mjRND_REFLECTION, flags.mjRND_SKYBOX, flags.mjRND_FOG):
+                self._scene.flags[flag] = 0
+        self._option, self._perturbation = mujoco.MjvOption(), mujoco.MjvPerturb()
+        self._camera, self._rect = mujoco.MjvCamera(), mujoco.MjrRect(0, 0, size, size)
+        self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
+
+    def image(self, camera: str) -> NDArray[np.uint8]:
+        """[size, size, 3], upright: the corner cameras of MetaWorld are upside down."""
+        mujoco = self._mujoco
+        if camera not in self._cameras:
+            near = suggest(camera, self._cameras)
+            why = f"MetaWorld has no camera {camera!r}{near}; it has {', '.join(self._cameras)}"
+            raise ConfigError([Problem("env.cameras", why, "env")])
+        self._camera.fixedcamid = self._cameras.index(camera)
+        self._context.make_current()
+        mujoco.mjv_updateScene(
+            self._env.model,
+            self._env.data,
+            self._option,
+            self._perturbation,
+            self._camera,
+            mujoco.mjtCatBit.mjCAT_ALL,
+            self._scene,
+        )
+        mujoco.mjr_render(self._rect, self._scene, self._mujoco_context)
+        image = np.empty((self._rect.height, self._rect.width, 3), np.uint8)
+        mujoco.mjr_readPixels(image, None, self._rect, self._mujoco_context)
+        is_turned = camera.startswith("corner")  # and OpenGL begins with the lowest line
+        return np.ascontiguousarray(image[:, ::-1] if is_turned else image[::-1])
+
+    def close(self) -> None:
+        self._context.make_current()
+        self._mujoco_context.free()
+        self._context.free()
+
+
+def _gl_context(size: int) -> Any:
+    backend = os.environ.get("MUJOCO_GL", "egl")
+    try:
+        context = import_module(f"mujoco.{backend}").GLContext(size, size)
+        context.make_current()
+    except Exception as error:
+        why = (
+            f"no images: OpenGL by {backend} does not work here ({type(error).__name__}: {error}); install libegl1 and a "
+            "driver or Mesa, or libosmesa6 and set MUJOCO_GL=osmesa, or remove the cameras"
+        )
+        raise ConfigError([Problem("env.cameras", why, "env")]) from error
+    return context

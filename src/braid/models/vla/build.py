@@ -1,0 +1,139 @@
+"""Construction of vision-language-action policies and critics from the config of a new run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from braid.config.model import ModelConfig
+from braid.config.schema import RunConfig
+from braid.errors import ModelError
+from braid.models.base import copy_weights, unique_weights
+from braid.models.export import export_with
+from braid.models.folders import expand, read_tokenizer
+from braid.models.loading import TORCH_DTYPES
+from braid.models.lora import add_adapters, merged_weights, named_adapters
+from braid.types import Spaces
+
+from .actions import range_of
+from .openvla import OpenVla, load_openvla, read_checkpoint, save_openvla
+from .pi0 import Pi0Policy, load_pi0
+from .policy import OpenVlaPolicy, Processor, VlaPolicy
+
+_STATISTICS = ("dataset_statistics.json", "norm_stats.json")
+_OPENPI_NAMES = {"actions": "action", "state": "proprio"}
+
+
+def make_processor(model: ModelConfig, spaces: Spaces) -> Processor:
+    """The processor of the policy in `model.path`; its weights are not read. Raises ModelError."""
+    vla, path = model.vla, model.path
+    assert vla is not None, "the plan checks that it is there"
+    assert path is not None, "the plan checks that it is there"
+    num_bins = 0
+    if vla.kind == "pi0":
+        statistics = _statistics(Path(expand(path)))
+    else:
+        folder, checkpoint = read_checkpoint(path)
+        size = (checkpoint.image_size, checkpoint.image_size)
+        if vla.image_size not in (None, size):
+            raise ModelError(
+                f"model.vla.image_size={vla.image_size}, but the checkpoint's images are {size}; remove it"
+            )
+        tokens = checkpoint.text.vocab_size - checkpoint.num_padding
+        if vla.vocab_size not in (None, tokens):
+            raise ModelError(
+                f"model.vla.vocab_size={vla.vocab_size}, but the checkpoint's action tokens end at {tokens}; remove it"
+            )
+        path, statistics, num_bins = str(folder), checkpoint.statistics, checkpoint.num_bins
+    tokenizer = _tokenizer(model, path)
+    reads_state = vla.use_proprio or vla.kind == "pi0"
+    state = range_of(statistics, vla, "proprio") if reads_state else None
+    return Processor(vla, spaces, tokenizer, range_of(statistics, vla, size=vla.action_dim), state, num_bins)
+
+
+def make_vla(config: RunConfig, spaces: Spaces, device: torch.device) -> VlaPolicy:
+    """The policy of a run. Raises ModelError."""
+    processor, level, seed = (
+        make_processor(config.model, spaces),
+        config.algorithm.logprob_level,
+        config.run.seed,
+    )
+    module: Any = load_module(config.model, seed, device)
+    if processor.config.kind == "pi0":
+        policy: VlaPolicy = Pi0Policy(module, processor, level=level, seed=seed)
+    else:
+        policy = OpenVlaPolicy(
+            module, processor, level=level, temperature=config.rollout.sampling.temperature
+        )
+    policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
+    return policy
+
+
+def load_module(model: ModelConfig, seed: int, device: torch.device) -> nn.Module:
+    """The module in `model.path`, with adapters if configured. Raises ModelError."""
+    vla, dtype = model.vla, TORCH_DTYPES[model.dtype]
+    assert vla is not None, "the plan checks that it is there"
+    assert model.path is not None, "the plan checks that it is there"
+    if vla.kind == "pi0":
+        module: Any = load_pi0(model.path, dtype=dtype, device=device)
+    else:
+        module = load_openvla(model.path, dtype=dtype, device=device, use_proprio=vla.use_proprio)
+    if model.lora is not None:
+        add_adapters(module, model.lora, seed=seed)
+        module.to(device)
+    return module
+
+
+def export_vla(config: RunConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write a folder in the layout of `model.path`, with trained `weights` (VlaPolicy.named_weights) and adapters merged.
+    Raises CheckpointError and ModelError."""
+    model = config.model
+    module: Any = load_module(model, config.run.seed, torch.device("cpu"))
+    named = named_adapters(module) if model.lora is not None else unique_weights(module)
+    copy_weights(weights, named)
+    export_with(partial(_save, module, model), folder)
+
+
+def _save(module: Any, model: ModelConfig, folder: Path) -> None:
+    assert model.path is not None, "load_module checks it"
+    source = Path(expand(model.path))
+    tokenizer = _tokenizer(model, str(source))
+    if isinstance(module, OpenVla):
+        save_openvla(dict(merged_weights(module)), module.checkpoint, tokenizer, folder)
+        return
+    module.save_pretrained(folder, state_dict=dict(merged_weights(module)))
+    tokenizer.save_pretrained(folder)
+    for file in (source / name for name in _STATISTICS):
+        if file.is_file():
+            shutil.copy(file, folder)
+
+
+def _tokenizer(model: ModelConfig, folder: str) -> PreTrainedTokenizerBase:
+    key = "model.path" if model.tokenizer is None else "model.tokenizer"
+    return read_tokenizer(expand(model.tokenizer or folder), key, model.trust_remote_code)
+
+
+def _statistics(folder: Path) -> Mapping[str, Any]:
+    """Statistics by data set, beside pi0's weights: as of OpenVLA, or openpi's of a single one."""
+    for name in _STATISTICS:
+        if (file := folder / name).is_file():
+            found = json.loads(file.read_text())
+            if "norm_stats" in found:
+                return {
+                    "norm_stats": {
+                        _OPENPI_NAMES.get(part, part): of for part, of in found["norm_stats"].items()
+                    }
+                }
+            return found
+    raise ModelError(
+        f"model.path={folder} has no statistics of actions and states ({' or '.join(_STATISTICS)}); copy them from the data that "
+        "the checkpoint was fine-tuned on"
+    )

@@ -1,0 +1,259 @@
+"""pi0 (Black et al., arXiv 2410.24164) with the log-probs of RLinf's pi_RL (arXiv 2510.25889), on transformers' module.
+
+An action chunk x_0 is denoised from noise x_1 in K steps, at times t = 1, 1 - 1/K, ..., 1/K. With the expert's velocity v,
+x0 = x - v t and x1 = x + v (1 - t), and d = 1/K, the next x is drawn from a normal distribution:
+
+            mean                                                       deviation
+ODE         x0 (1 - (t - d)) + x1 (t - d)                              0
+flow_sde    x0 (1 - (t - d)) + x1 (t - d - sigma^2 d / (2 t))          sigma sqrt(d), sigma = a sqrt(t / (1 - t))
+flow_noise  that of the ODE                                            of a small network, in [0.08, 0.16]
+
+Under flow_sde one step of a decision, drawn at random, is stochastic, and the decision's log-prob is that of this step.
+Under flow_noise all are; the log-prob is the mean of those of all steps and of the initial noise. Evaluation takes ODE steps
+from one fixed noise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PI0Config, PI0ForConditionalGeneration
+
+from braid.errors import ModelError
+from braid.models.folders import check_folder, expand, read_model
+from braid.types import DecisionLevel
+
+from .policy import Processor, Tensors, VlaPolicy
+from .vision import prepared
+
+_DEVIATIONS = (0.08, 0.16)
+_NOISE_HIDDEN = 128
+_LEROBOT = {r"^model\.(?=paligemma_with_expert|action_|state_proj)": ""}
+"""LeRobot's names of weights, as transformers expects them."""
+
+
+def load_pi0(path: str, *, dtype: torch.dtype, device: torch.device) -> PI0ForConditionalGeneration:
+    """Load a folder of transformers or LeRobot. Raises ModelError."""
+    check_folder(expand(path), "model.path", needs_weights=True)
+    file = Path(expand(path)) / "config.json"
+    options: dict[str, Any] = {}
+    if file.is_file():
+        raw = json.loads(file.read_text())
+        if (kind := raw.get("model_type", raw.get("type"))) != "pi0":
+            raise ModelError(
+                f"model.path={path} is a model of type {kind!r}, not pi0; set model.vla.kind to the folder's kind"
+            )
+        if "model_type" not in raw:
+            known = PI0Config().to_dict().keys() & raw.keys()
+            options["config"] = PI0Config(**{name: raw[name] for name in known - {"dtype"}})
+    load = PI0ForConditionalGeneration.from_pretrained
+    model: Any = read_model(
+        expand(path),
+        "model.path",
+        "pi0 policy",
+        load,
+        dtype=dtype,
+        key_mapping=_LEROBOT,
+        device_map={"": device},
+        **options,
+    )
+    return model.eval()
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """What the vision-language model computed for B observations: its keys and values, and last hidden states."""
+
+    cache: Any
+    mask: Tensor
+    states: Tensor
+
+
+class Pi0Policy(VlaPolicy):
+    """`inputs` has the denoised `chain` of a decision: under flow_sde [2, C, D], before and after its stochastic `step`;
+    under flow_noise all [K + 1, C, D]. C and D are the chunk size and width of the model."""
+
+    module: PI0ForConditionalGeneration
+    width = 1
+
+    def __init__(
+        self,
+        module: PI0ForConditionalGeneration,
+        processor: Processor,
+        *,
+        level: DecisionLevel | None,
+        seed: int,
+    ) -> None:
+        """`seed` is that of the noise network's weights."""
+        if level not in (None, "chunk"):
+            raise ModelError(
+                f"algorithm.logprob_level={level}, but a denoising step of pi0 has one log-prob for the whole chunk; set it to chunk"
+            )
+        sizes, config = module.config, processor.config
+        if config.num_action_chunks > sizes.chunk_size or config.action_dim > sizes.max_action_dim:
+            raise ModelError(
+                f"model.vla.num_action_chunks={config.num_action_chunks} and action_dim={config.action_dim} exceed the "
+                f"checkpoint's {sizes.chunk_size} and {sizes.max_action_dim}; lower them"
+            )
+        super().__init__(module, processor)
+        self._chunk, self._size = sizes.chunk_size, sizes.max_action_dim
+        draws = 1 + (config.denoise_steps if config.noise == "flow_noise" else 1)
+        self.num_uniforms = draws * self._chunk * self._size + 1
+        self._noise_net: nn.Module | None = None
+        if config.train_expert_only:
+            module.model.vlm.requires_grad_(False)
+        if config.noise == "flow_noise":
+            weight = module.action_out_proj.weight
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                wide = module.action_out_proj.in_features
+                net = nn.Sequential(
+                    nn.Linear(wide, _NOISE_HIDDEN), nn.SiLU(), nn.Linear(_NOISE_HIDDEN, self._size)
+                )
+            self._noise_net = net.to(weight.device, weight.dtype)
+            module.add_module("noise_net", self._noise_net)
+
+    @property
+    def hidden_size(self) -> int:
+        sizes: Any = self.module.config.vlm_config
+        return sizes.text_config.hidden_size
+
+    def features(self, observations: Tensors) -> Tensor:
+        """The mean of the vision-language model's last hidden states."""
+        prefix = self._prefix(observations)
+        weights = prefix.mask.to(prefix.states.dtype).unsqueeze(-1)
+        return (prefix.states * weights).sum(1) / weights.sum(1)
+
+    def draw(
+        self, observations: Tensors, uniforms: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        prefix, count = self._prefix(observations), len(observations["prompt_ids"])
+        num_steps, is_sde = self.config.denoise_steps, self.config.noise == "flow_sde"
+        shape = (-1, self._chunk, self._size)
+        normal = _normal(uniforms, count, self.num_uniforms - 1, prefix.states.device).view(count, *shape)
+        chosen = torch.full((count,), -1, device=normal.device)
+        if uniforms is not None and is_sde:
+            chosen = (uniforms[:, -1] * num_steps).long()
+        x, chain = normal[:, 0], [normal[:, 0]]
+        for number in range(num_steps):
+            step = torch.full((count,), number, device=x.device)
+            velocity, out = self._velocity(prefix, observations, x, step)
+            mean, deviation = self._transition(x, velocity, out, step)
+            ode = x - velocity / num_steps
+            noise = normal[:, 1 if is_sde else 1 + number]
+            is_drawn = (
+                chosen == number
+                if is_sde
+                else torch.full_like(chosen, uniforms is not None, dtype=torch.bool)
+            )
+            x = torch.where(is_drawn[:, None, None], mean + deviation * noise, ode)
+            chain.append(x)
+        states = torch.stack(chain, dim=1)
+        if is_sde:
+            step = chosen.clamp(min=0)
+            index = torch.arange(count, device=x.device)
+            states = torch.stack([states[index, step], states[index, step + 1]], dim=1)
+        else:
+            step = torch.zeros_like(chosen)
+        inputs = {"chain": states.unsqueeze(1), "step": step.unsqueeze(1)}
+        logprobs, _ = self._logprobs(prefix, observations, states, step)
+        if uniforms is None:
+            logprobs = torch.zeros_like(logprobs)
+        return x[:, : self.config.num_action_chunks, : self.config.action_dim], inputs, logprobs
+
+    def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor]:
+        prefix = self._prefix(observations)
+        return self._logprobs(prefix, observations, inputs["chain"][:, 0], inputs["step"][:, 0])
+
+    def _logprobs(
+        self, prefix: _Prefix, observations: Tensors, chain: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies [B, 1] of the executed part of chains [B, M, C, D]."""
+        used = (..., slice(self.config.num_action_chunks), slice(self.config.action_dim))
+        steps = range(chain.shape[1] - 1)
+        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        for n in steps:
+            velocity, out = self._velocity(prefix, observations, chain[:, n], step + n)
+            found.append((chain[:, n + 1], *self._transition(chain[:, n], velocity, out, step + n)))
+        if self.config.noise == "flow_noise":
+            found.append((chain[:, 0], torch.zeros_like(chain[:, 0]), torch.ones_like(chain[:, 0])))
+        logprobs = [_log_density(*(part[used] for part in of)) for of in found]
+        entropies = [(0.5 + 0.5 * math.log(2 * math.pi) + of[2][used].log()) for of in found]
+        return tuple(torch.stack(of).mean(0).sum((1, 2)).unsqueeze(1) for of in (logprobs, entropies))  # pyright: ignore[reportReturnType]
+
+    def _prefix(self, observations: Tensors) -> _Prefix:
+        """Run the vision-language model over images and instruction."""
+        vlm: Any = self.module.model.vlm
+        sizes: Any = self.module.config.vlm_config
+        vision, dtype = sizes.vision_config, self.module.action_out_proj.weight.dtype
+        images = [
+            prepared(observations[name].unsqueeze(1), vision.image_size, center_crop=False)
+            for name in self.processor.images
+        ]
+        pixels = (torch.cat(images, dim=1) * 2 - 1).to(dtype)
+        ids = observations["prompt_ids"]
+        num_patches = (vision.image_size // vision.patch_size) ** 2 * len(images)
+        mask = F.pad(ids >= 0, (num_patches, 0), value=True)
+        ids = F.pad(ids.clamp(min=0), (num_patches, 0), value=sizes.image_token_id)
+        trained = any(parameter.requires_grad for parameter in vlm.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and trained):
+            is_image = torch.ones(pixels.shape[:2], dtype=torch.bool, device=pixels.device)
+            embeddings = self.module.model.embed_prefix(ids, pixels, is_image)
+            out = vlm(
+                inputs_embeds=embeddings,
+                attention_mask=mask.long(),
+                position_ids=mask.cumsum(1) - 1,
+                token_type_ids=torch.zeros_like(mask, dtype=torch.long),
+                use_cache=True,
+            )
+        return _Prefix(out.past_key_values, mask, out.last_hidden_state)
+
+    def _velocity(
+        self, prefix: _Prefix, observations: Tensors, x: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Velocity [B, C, D] at `x`, before denoising step `step` [B], and the expert's output [B, C, W]."""
+        dtype = self.module.action_out_proj.weight.dtype
+        state = observations["state"]
+        state = F.pad(state, (0, self.module.config.max_state_dim - state.shape[1]))
+        t = 1 - step.float() / self.config.denoise_steps
+        embeddings = self.module.embed_action_time(state.to(dtype), x.to(dtype), t)
+        num_before = prefix.cache.get_seq_length()
+        out = self.module.model(
+            action_embeds=embeddings, attention_mask=prefix.mask.long(), past_key_values=prefix.cache
+        ).last_hidden_state[:, -self._chunk :]
+        prefix.cache.crop(num_before)
+        return self.module.action_out_proj(out).float(), out
+
+    def _transition(self, x: Tensor, velocity: Tensor, out: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation [B, C, D] of what follows `x`; see above."""
+        d = 1 / self.config.denoise_steps
+        t = (1 - step.float() * d)[:, None, None]
+        x0, x1 = x - velocity * t, x + velocity * (1 - t)
+        if self._noise_net is None:
+            # 1 - t is 0 at the first step; d takes its place
+            sigma = self.config.noise_level * (t / (1 - t).clamp(min=d)).sqrt()
+            weight, deviation = t - d - sigma.square() * d / (2 * t), sigma * math.sqrt(d)
+        else:
+            low, high = (math.log(bound) for bound in _DEVIATIONS)
+            share = (torch.tanh(self._noise_net(out).float()) + 1) / 2
+            weight, deviation = t - d, (low + (high - low) * share).exp()
+        return x0 * (1 - (t - d)) + x1 * weight, deviation.expand_as(x)
+
+
+def _log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    return -0.5 * (((x - mean) / deviation).square() + math.log(2 * math.pi)) - deviation.log()
+
+
+def _normal(uniforms: Tensor | None, count: int, size: int, device: torch.device) -> Tensor:
+    """Normal numbers [count, size]; without uniform ones, the same in every call and row."""
+    if uniforms is None:
+        fixed = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        return fixed.to(device).expand(count, size)
+    return torch.special.ndtri(uniforms[:, :size].clamp(min=torch.finfo(torch.float64).tiny)).float()

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import closing
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from tests.needs import needs
+
+from braid.envs.simulators.adapters.metaworld import MetaWorld
+from braid.errors import ConfigError
+
+pytestmark = needs("metaworld")
+
+
+@pytest.fixture
+def reach() -> Iterator[MetaWorld]:
+    with closing(MetaWorld("reach-v3")) as env:
+        yield env
+
+
+def _with_camera(**options: Any) -> MetaWorld:
+    try:
+        return MetaWorld("reach-v3", **{"cameras": {"image": "corner4"}, "image_size": 32, **options})
+    except ConfigError as error:
+        if "no images" in str(error):
+            pytest.skip("OpenGL does not work here: install libegl1, or libosmesa6 and set MUJOCO_GL")
+        raise
+
+
+def test_it_is_a_gymnasium_environment(reach: MetaWorld) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(alternative render modes|infinity).*")
+        check_env(reach, skip_render_check=True)
+
+
+@pytest.mark.parametrize("task", ["reach-v3", "drawer-open-v3"])
+def test_the_seed_of_a_reset_decides_the_episode_whatever_came_before(task: str) -> None:
+    """Plain MetaWorld ignores it, and draws the goal from a generator of its own."""
+    actions = np.random.default_rng(0).uniform(-1, 1, (10, 4)).astype(np.float32)
+
+    def played(env: MetaWorld, seed: int) -> list[Any]:
+        first = env.reset(seed=seed)[0]["state"]
+        steps = [env.step(action) for action in actions]
+        return [first, *(x for step in steps for x in (step[0]["state"], step[1]))]
+
+    with closing(MetaWorld(task)) as used, closing(MetaWorld(task)) as fresh:
+        other = played(used, 8)
+        again = played(used, 7)
+        for one, new in zip(again, played(fresh, 7), strict=True):
+            np.testing.assert_array_equal(one, new)
+        assert not np.array_equal(again[0][36:], other[0][36:]), "another seed, another goal"
+
+
+@pytest.mark.filterwarnings("ignore:Constant")  # of the expert, on its own gains
+def test_its_own_expert_succeeds_and_success_ends_an_episode_if_asked() -> None:
+    expert = import_module("metaworld.policies").SawyerReachV3Policy()
+    with closing(MetaWorld("reach-v3", terminate_on_success=True, max_episode_steps=100)) as env:
+        for seed in range(3):
+            observation, is_terminated = env.reset(seed=seed)[0], False
+            while not is_terminated:
+                action = np.clip(expert.get_action(observation["state"].astype(np.float64)), -1, 1)
+                observation, _, is_terminated, is_truncated, info = env.step(action.astype(np.float32))
+                assert info["success"] is is_terminated
+                assert not is_truncated
+
+
+def test_a_time_limit_truncates() -> None:
+    with closing(MetaWorld("reach-v3", max_episode_steps=2)) as env:
+        env.reset(seed=0)
+        ends = [env.step(np.zeros(4, np.float32))[2:4] for _ in range(2)]
+    assert ends == [(False, False), (False, True)]
+
+
+def test_cameras_give_images_and_hide_the_goal_from_the_state() -> None:
+    with closing(_with_camera(cameras={"image": "corner4", "wrist": "gripperPOV"})) as env:
+        first = env.reset(seed=0)[0]
+        for _ in range(10):
+            last = env.step(np.array([1, 0, 0, 0], np.float32))[0]
+        assert env.observation_space.contains(first)
+        assert first["state"].shape == (4,)
+        assert first["instruction"] == "reach"
+        for name in ("image", "wrist"):
+            assert first[name].std() > 10, "not an empty picture"
+            assert (first[name] != last[name]).any()
+        np.testing.assert_array_equal(env.reset(seed=0)[0]["image"], first["image"])
+
+
+def test_shadows_change_the_picture() -> None:
+    images = []
+    for shadows in (False, True):
+        with closing(_with_camera(shadows=shadows)) as env:
+            images.append(env.reset(seed=0)[0]["image"])
+    assert (images[0] != images[1]).any()
+
+
+def test_unknown_tasks_and_cameras_are_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"env\.task: MetaWorld has no task 'reach-v2'.*'reach-v3'"):
+        MetaWorld("reach-v2")
+    with pytest.raises(
+        ConfigError, match=r"env\.cameras: MetaWorld has no camera 'corner9'.*corner.*topview"
+    ):
+        _with_camera(cameras={"image": "corner9"})
+
+
+def test_a_missing_renderer_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUJOCO_GL", "vulkan")
+    with pytest.raises(
+        ConfigError, match=r"OpenGL by vulkan does not work here .*libegl1.*remove the cameras"
+    ):
+        MetaWorld("reach-v3", cameras={"image": "corner4"})
+    with closing(MetaWorld("reach-v3")) as env:
+        assert env.reset(seed=0)[0]["state"].shape == (39,), "without images none is needed"
+
+
+def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(import_module("sys").modules, "metaworld.env_dict", None)
+    with pytest.raises(ConfigError, match=r"env\.kind: .*pip install 'braid-rl\[metaworld\]'"):
+        MetaWorld("reach-v3")

@@ -1,0 +1,305 @@
+"""Vision-language-action policies: acting, and the same log-probs in training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.models.vla_checkpoints import STATISTICS, tiny_openvla, tiny_pi0, tiny_tokenizer
+from tests.rounding import rounding
+
+from braid.config.model import VlaConfig
+from braid.errors import ModelError
+from braid.models.vla.actions import range_of
+from braid.models.vla.openvla import load_openvla
+from braid.models.vla.pi0 import Pi0Policy, load_pi0
+from braid.models.vla.policy import OpenVlaPolicy, Processor, VlaPolicy, VlaValue
+from braid.rollout.rows import group_rows
+from braid.training.packing import pack
+from braid.types import ActionSpace, EnvSteps, Group, Prompt, Row, Spaces, Status, Trajectory
+
+CPU = torch.device("cpu")
+SPACES = Spaces(2, ActionSpace("continuous", 3), {"image": (24, 24, 3), "wrist": (20, 20, 3)})
+LEVELS = ("token", "action", "chunk")
+KINDS: list[dict[str, Any]] = [
+    {"kind": "openvla", "num_action_chunks": 1},
+    {"kind": "openvla_oft", "form": "rlinf", "num_action_chunks": 2, "num_images": 2},
+    {"kind": "openvla_oft", "form": "official", "num_action_chunks": 2, "use_proprio": True},
+    {"kind": "pi0", "num_action_chunks": 2, "noise": "flow_sde"},
+    {"kind": "pi0", "num_action_chunks": 2, "noise": "flow_noise"},
+]
+CASES = [(kind, level) for kind in KINDS for level in (LEVELS if kind["kind"] != "pi0" else LEVELS[2:])]
+
+
+def make(folder: Path, kind: dict[str, Any], level: Any = "token", temperature: float = 1.0) -> VlaPolicy:
+    config = VlaConfig(action_dim=3, unnorm_key="toy", max_prompt_tokens=20, **kind)
+    actions = range_of(STATISTICS, config, size=3)
+    if config.kind == "pi0":
+        state = range_of(STATISTICS, config, "proprio")
+        model = tiny_pi0(folder)
+        return Pi0Policy(
+            model, Processor(config, SPACES, tiny_tokenizer(), actions, state), level=level, seed=0
+        )
+    tiny_openvla(folder, proprio_size=2 if config.use_proprio else None)
+    state = range_of(STATISTICS, config, "proprio") if config.use_proprio else None
+    module = load_openvla(str(folder), dtype=torch.float32, device=CPU, use_proprio=config.use_proprio)
+    processor = Processor(config, SPACES, tiny_tokenizer(), actions, state)
+    return OpenVlaPolicy(module, processor, level=level, temperature=temperature)
+
+
+def observations(policy: VlaPolicy, num: int, seed: int = 0) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    tasks = ["push red cube", "push cube"]
+    raw = [
+        {name: rng.integers(0, 256, shape, np.uint8) for name, shape in SPACES.images.items()}
+        | {"state": rng.normal(size=2).astype(np.float32)}
+        for _ in range(num)
+    ]
+    return [policy.observe(of, tasks[n % 2]) for n, of in enumerate(raw)]
+
+
+def stacked(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+
+
+def play(policy: VlaPolicy, num: int = 3, seed: int = 0) -> tuple[Row, np.ndarray]:
+    """The row of an episode of `num` decisions, the last of which executes one action only."""
+    seen = observations(policy, num + 1, seed)
+    uniforms = np.random.default_rng(seed).random((num, policy.num_uniforms))
+    acted = policy.act(stacked(seen[:num]), uniforms)
+    chunk = policy.config.num_action_chunks
+    assert acted.actions.shape == (num, chunk, 3)
+    assert acted.logprobs.shape == (num, policy.width)
+    executed = np.full(num, chunk, np.int32)
+    executed[-1] = 1
+    steps = EnvSteps(
+        stacked(seen),
+        acted.inputs,
+        acted.logprobs,
+        np.zeros((num, chunk), np.float32),
+        executed,
+        policy_version=0,
+    )
+    trajectory = Trajectory(Prompt("a", "a", (), ()), 0, Status.FINISHED, reward=0.0, env_steps=steps)
+    (row,) = group_rows(Group(trajectory.prompt, [trajectory]), 0, 0)
+    return row, acted.actions
+
+
+@pytest.mark.parametrize(("kind", "level"), CASES)
+def test_training_computes_the_log_probs_of_acting(tmp_path: Path, kind: dict[str, Any], level: Any) -> None:
+    policy = make(tmp_path, kind, level, temperature=1.6)
+    rows = [play(policy, seed=seed)[0] for seed in range(2)]
+    assert [row.num_tokens for row in rows] == [
+        policy.width * 2 + max(policy.width // kind["num_action_chunks"], 1)
+    ] * 2
+    batch = pack(rows, CPU)
+    out = policy.forward(batch, frozenset({"logprobs", "entropy"}))
+    assert (out["logprobs"] - batch.fields["behavior_logprobs"]).abs().max() < 1e-5
+    assert not out["logprobs"][~batch.mask].any()
+    assert not out["entropy"][~batch.mask].any()
+    assert (out["logprobs"][batch.mask] != 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recomputation_changes_no_gradient(tmp_path: Path, kind: dict[str, Any]) -> None:
+    policy = make(tmp_path, kind | {"eval_batch_rows": 2}, "chunk")
+    batch = pack([play(policy)[0]], CPU)
+    gradients = []
+    for recomputes in (False, True):
+        policy.set_gradient_checkpointing(recomputes)
+        policy.module.zero_grad()
+        policy.forward(batch, frozenset({"logprobs"}))["logprobs"].sum().backward()
+        gradients.append(
+            {n: p.grad.clone() for n, p in policy.module.named_parameters() if p.grad is not None}
+        )
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        difference = torch.linalg.vector_norm(gradients[1][name] - gradient)
+        assert difference <= rounding(30 * 64) * max(float(torch.linalg.vector_norm(gradient)), 1.0), name
+    trained = {n for n, p in policy.module.named_parameters() if p.requires_grad}
+    if kind["kind"] == "pi0":
+        assert not [name for name in trained if ".vlm." in name]
+    else:
+        assert not trained - gradients[0].keys() - {"language_model.lm_head.weight"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_actions_do_not_depend_on_the_rest_of_the_call(tmp_path: Path, kind: dict[str, Any]) -> None:
+    policy = make(tmp_path, kind, "chunk")
+    seen = observations(policy, 3)
+    uniforms = np.random.default_rng(1).random((3, policy.num_uniforms))
+    together = policy.act(stacked(seen), uniforms)
+    for n in range(3):
+        alone = policy.act(stacked(seen[n : n + 1]), uniforms[n : n + 1])
+        np.testing.assert_allclose(alone.actions[0], together.actions[n], atol=1e-4)
+    greedy = [policy.act(stacked(seen), None).actions for _ in range(2)]
+    np.testing.assert_array_equal(greedy[0], greedy[1])
+
+
+def test_sampled_tokens_follow_the_distribution(tmp_path: Path) -> None:
+    """At a high temperature bins are nearly uniform; at a low one sampling is greedy."""
+    kind = KINDS[1]
+    cold, hot = (make(tmp_path, kind, "token", temperature=t) for t in (1e-4, 1e4))
+    seen = stacked(observations(cold, 2))
+    uniforms = np.random.default_rng(1).random((2, cold.num_uniforms))
+    np.testing.assert_array_equal(
+        cold.act(seen, uniforms).inputs["bins"], cold.act(seen, None).inputs["bins"]
+    )
+    expected = (uniforms * 256).astype(int)
+    assert np.abs(hot.act(seen, uniforms).inputs["bins"][..., 0] - expected).max() <= 1
+    np.testing.assert_allclose(hot.act(seen, uniforms).logprobs, -math.log(256), atol=0.01)
+
+
+def test_flow_sde_has_one_stochastic_step(tmp_path: Path) -> None:
+    """The step and its noise come from the uniform numbers; the log-prob is that of the documented normal distribution."""
+    policy = make(tmp_path, KINDS[3] | {"denoise_steps": 4, "noise_level": 0.7}, "chunk")
+    assert isinstance(policy, Pi0Policy)
+    seen = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 1)).items()}
+    chunk, size = 4, 5
+    for step in range(4):
+        uniforms = torch.full((1, policy.num_uniforms), 0.5, dtype=torch.float64)
+        uniforms[0, chunk * size : 2 * chunk * size] = 0.8
+        uniforms[0, -1] = (step + 0.5) / 4
+        before = after = density = torch.empty(0)
+        with torch.no_grad():
+            actions, inputs, logprob = policy.draw(seen, uniforms)
+            prefix, x, t, d = policy._prefix(seen), torch.zeros(1, chunk, size), 1.0, 0.25
+            for n in range(4):
+                velocity, _ = policy._velocity(prefix, seen, x, torch.tensor([n]))
+                x0, x1 = x - velocity * t, x + velocity * (1 - t)
+                if n == step:
+                    sigma = 0.7 * math.sqrt(t / (1 - t if n else d))
+                    mean = x0 * (1 - (t - d)) + x1 * (t - d - sigma**2 * d / (2 * t))
+                    deviation, before = sigma * math.sqrt(d), x
+                    x = mean + deviation * torch.special.ndtri(torch.tensor(0.8, dtype=torch.float64)).float()
+                    density = torch.distributions.Normal(mean, deviation).log_prob(x)[:, :2, :3].sum()
+                    after = x
+                else:
+                    x = x0 * (1 - (t - d)) + x1 * (t - d)
+                t -= d
+        assert inputs["step"].item() == step
+        torch.testing.assert_close(inputs["chain"][0, 0], torch.cat([before, after]), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actions, x[:, :2, :3], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logprob[0, 0], density, rtol=1e-4, atol=1e-4)
+
+
+def test_flow_noise_counts_every_step_and_the_initial_noise(tmp_path: Path) -> None:
+    policy = make(tmp_path, KINDS[4] | {"denoise_steps": 3}, "chunk")
+    assert isinstance(policy, Pi0Policy)
+    seen = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 2)).items()}
+    uniforms = torch.rand(
+        2, policy.num_uniforms, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    with torch.no_grad():
+        _, inputs, logprob = policy.draw(seen, uniforms)
+        chain, prefix = inputs["chain"][:, 0], policy._prefix(seen)
+        assert chain.shape == (2, 4, 4, 5)
+        total = torch.distributions.Normal(0, 1).log_prob(chain[:, 0])
+        for n in range(3):
+            velocity, out = policy._velocity(prefix, seen, chain[:, n], torch.full((2,), n))
+            deviation = policy._transition(chain[:, n], velocity, out, torch.full((2,), n))[1]
+            assert deviation.min() >= 0.08
+            assert deviation.max() <= 0.16
+            total = total + torch.distributions.Normal(chain[:, n] - velocity / 3, deviation).log_prob(
+                chain[:, n + 1]
+            )
+    torch.testing.assert_close(logprob[:, 0], total[:, :2, :3].sum((1, 2)) / 4, rtol=1e-4, atol=1e-4)
+
+
+def test_evaluation_of_pi0_is_that_of_transformers(tmp_path: Path) -> None:
+    """ODE steps from the same noise, with one image and a prompt without padding."""
+    policy = make(tmp_path, KINDS[3] | {"denoise_steps": 4}, "chunk")
+    policy.processor.config = policy.config.model_copy(update={"max_prompt_tokens": 4})
+    observed = observations(policy, 1)[0]
+    assert (observed["prompt_ids"] >= 0).all()
+    found = policy.act(stacked([observed]), None).actions
+    module: Any = policy.module
+    noise = torch.randn(policy.num_uniforms - 1, generator=torch.Generator().manual_seed(0))[:20].view(
+        1, 4, 5
+    )
+    pixels = (
+        torch.nn.functional.interpolate(
+            torch.from_numpy(observed["image"]).permute(2, 0, 1)[None].float(),
+            (16, 16),
+            mode="bicubic",
+            antialias=True,
+        )
+        .round()
+        .clamp(0, 255)
+        / 127.5
+        - 1
+    )
+    ids = torch.cat([torch.full((1, 4), 64), torch.from_numpy(observed["prompt_ids"])[None]], dim=1)
+    actions = module.sample_actions(
+        state=torch.nn.functional.pad(torch.from_numpy(observed["state"])[None], (0, 4)),
+        input_ids=ids,
+        pixel_values=pixels[:, None],
+        pixel_attention_mask=torch.ones(1, 1, dtype=torch.bool),
+        attention_mask=torch.ones_like(ids),
+        noise=noise,
+        num_steps=4,
+    )
+    expected = policy.processor.actions.unnormalize(actions[0, :2, :3].numpy())
+    np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_pi0_loads_published_names(tmp_path: Path, prefix: str) -> None:
+    """transformers writes the names of openpi; LeRobot puts `model.` before them."""
+    model = tiny_pi0(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "paligemma_with_expert.gemma_expert.model.layers.0.self_attn.q_proj.weight" in weights
+    assert "action_time_mlp_in.weight" in weights
+    save_file(
+        {prefix + n: t for n, t in weights.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    loaded = load_pi0(str(tmp_path), dtype=torch.float32, device=CPU)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_observations(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """One value per observation, 0 at first, from weights of its own."""
+    policy = make(tmp_path, kind, "chunk")
+    row = play(policy)[0]
+    critic = VlaValue(policy)
+    batch = pack([row], CPU)
+    assert not critic.forward(batch, frozenset({"values"}))["values"].any()
+    torch.nn.init.ones_(critic.module.get_parameter("value_head.weight"))
+    values = critic.forward(batch, frozenset({"values"}))["values"]
+    assert values.shape == (len(row),)
+    assert len(values.unique()) == 4
+    values.sum().backward()
+    assert all(p.grad is None for p in policy.module.parameters())
+
+
+def test_unusable_settings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"model\.vla\.form is not set"):
+        make(tmp_path, {"kind": "openvla_oft"})
+    with pytest.raises(ModelError, match=r"num_images=3.*2 images \(image, wrist\)"):
+        make(tmp_path, KINDS[1] | {"num_images": 3})
+    with pytest.raises(ModelError, match="logprob_level=token"):
+        make(tmp_path, KINDS[3], "token")
+    with pytest.raises(ModelError, match="exceed"):
+        make(tmp_path, KINDS[3] | {"num_action_chunks": 5}, "chunk")
+    policy = make(tmp_path, KINDS[1])
+    with pytest.raises(ModelError, match="action_dim=3"):
+        Processor(
+            policy.config,
+            replace(SPACES, actions=ActionSpace("discrete", 3)),
+            tiny_tokenizer(),
+            policy.processor.actions,
+            None,
+        )
+    policy.processor.config = VlaConfig(max_prompt_tokens=4)
+    with pytest.raises(ModelError, match=r"instruction 'push red cube' has 16 tokens.*raise it"):
+        observations(policy, 1)
+    with pytest.raises(ModelError, match="not pi0"):
+        load_pi0(str(tmp_path), dtype=torch.float32, device=CPU)

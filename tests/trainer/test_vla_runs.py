@@ -1,0 +1,186 @@
+"""Runs of vision-language-action policies: supervised and reinforcement learning, export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+import yaml
+from gymnasium import spaces
+from safetensors.torch import load_file
+from tests.models.vla_checkpoints import STATISTICS, tiny_openvla, tiny_pi0, tiny_tokenizer
+
+from braid.config.load import load_config
+from braid.data.lerobot import Demonstration, write_demonstrations
+from braid.errors import ConfigError
+from braid.models.vla.openvla import load_openvla
+from braid.plan import resolve
+from braid.trainer import commands
+
+
+class Toy(gymnasium.Env[dict[str, Any], Any]):
+    """The reward is minus the distance of the action from (0.3, 2, 0.5)."""
+
+    observation_space = spaces.Dict(
+        {
+            "image": spaces.Box(0, 255, (24, 24, 3), np.uint8),
+            "instruction": spaces.Text(20),
+            "state": spaces.Box(-1, 1, (2,), np.float32),
+        }
+    )
+    action_space = spaces.Box(-5, 5, (3,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._observed(), {}
+
+    def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict]:
+        self._steps += 1
+        reward = -float(np.abs(action - np.array([0.3, 2.0, 0.5])).mean())
+        return self._observed(), reward, self._steps == 5, False, {"success": reward > -0.2}
+
+    def _observed(self) -> dict[str, Any]:
+        image = self.np_random.integers(0, 256, (24, 24, 3), np.uint8)
+        return {
+            "image": image,
+            "state": np.array([0.1, self._steps / 5], np.float32),
+            "instruction": "push red cube",
+        }
+
+
+OFT = {"kind": "openvla_oft", "form": "rlinf", "num_action_chunks": 2}
+OPENVLA = {"kind": "openvla", "num_action_chunks": 1, "use_proprio": True}
+PI0 = {"kind": "pi0", "num_action_chunks": 2, "denoise_steps": 2, "noise": "flow_noise"}
+
+
+def write_config(folder: Path, vla: dict[str, Any], **sections: Any) -> Path:
+    if vla["kind"] == "pi0":
+        tiny_pi0(folder / "model")
+        tiny_tokenizer().save_pretrained(folder / "model")
+        (folder / "model" / "dataset_statistics.json").write_text(json.dumps(STATISTICS))
+    else:
+        tiny_openvla(folder / "model", proprio_size=2 if vla.get("use_proprio") else None)
+    (folder / "toy.py").write_text(f"from {__name__} import Toy\n")
+    vla = {"action_dim": 3, "unnorm_key": "toy", "max_prompt_tokens": 20, **vla}
+    config = {
+        "run": {"name": "vla", "max_rounds": 2, "device": "cpu", "output_dir": "runs"},
+        "model": {"path": "model", "vla": vla},
+        "env": {"kind": "gymnasium", "id": "toy.py:Toy", "num_envs": 4, "processes": 0, "eval_episodes": 4},
+        "rollout": {"prompts_per_round": 2, "group_size": 4},
+        "algorithm": {"recipe": "grpo", "kl_coef": 0.0},
+        "train": {"optimizer": {"lr": 1.0e-3}},
+        "report": {"console": "none", "tensorboard": False, "samples_every_rounds": 0},
+        **sections,
+    }
+    (folder / "vla.yaml").write_text(yaml.safe_dump(config))
+    return folder / "vla.yaml"
+
+
+def metrics(outcome: commands.Outcome) -> list[dict[str, Any]]:
+    lines = (outcome.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("vla", "recipe"), [(OFT, "grpo"), (OFT | {"greedy": True}, "ppo"), (OPENVLA, "grpo"), (PI0, "ppo")]
+)
+def test_training_steps(tmp_path: Path, vla: dict[str, Any], recipe: str) -> None:
+    """The policy before the first step is the one that acted: all ratios are 1."""
+    algorithm = {"recipe": recipe, "kl_coef": 0.0}
+    if vla["kind"] == "pi0":
+        algorithm["logprob_level"] = "chunk"
+    train = {"optimizer": {"lr": 1.0e-3}, "gradient_checkpointing": recipe == "ppo"}
+    outcome = commands.train(load_config(write_config(tmp_path, vla, algorithm=algorithm, train=train)))
+    lines = metrics(outcome)
+    assert len([line for line in lines if "policy/loss" in line or "policy/ratio_mean" in line]) >= 2
+    first = next(line for line in lines if "policy/ratio_mean" in line)
+    assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_imitation_then_export(tmp_path: Path) -> None:
+    """Imitating one action makes it the likeliest; the exported folder has the trained weights."""
+    env = Toy()
+    observation, _ = env.reset(seed=0)
+    seen = [observation] + [env.step(np.zeros(3))[0] for _ in range(4)]
+    observations = {name: np.stack([of[name] for of in seen]) for name in ("image", "state")}
+    actions = np.tile(np.array([0.3, 2.0, 0.5], np.float32), (5, 1))
+    write_demonstrations(tmp_path / "data", [Demonstration(observations, actions, "push red cube")])
+    sft = {"demonstrations": "data", "steps": 60, "rows_per_step": 5, "optimizer": {"lr": 3.0e-3}}
+    path = write_config(tmp_path, OFT, sft=sft, eval={"before": True, "sampling": {"greedy": True}})
+    outcome = commands.sft(load_config(path))
+    evals = json.loads((outcome.run_dir / "summary.json").read_text())["eval"]
+    assert evals["last"]["all"]["mean@1"] > -0.3 > evals["first"]["all"]["mean@1"]
+    commands.export(outcome.run_dir, output=tmp_path / "out")
+    exported = load_openvla(str(tmp_path / "out"), dtype=torch.float32, device=torch.device("cpu"))
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    changed = [n for n, tensor in exported.state_dict().items() if not torch.equal(tensor, before[n])]
+    assert "language_model.lm_head.weight" in changed
+    assert not [name for name in changed if "attn_pool" in name]
+
+
+def test_adapters_are_trained_alone_and_merged_on_export(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        OFT,
+        model={"path": "model", "vla": OFT | {"action_dim": 3, "unnorm_key": "toy"}, "lora": {"rank": 2}},
+    )
+    outcome = commands.train(load_config(config))
+    commands.export(outcome.run_dir, output=tmp_path / "out")
+    exported = load_openvla(
+        str(tmp_path / "out"), dtype=torch.float32, device=torch.device("cpu")
+    ).state_dict()
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    assert exported.keys() == before.keys()
+    changed = {name for name, tensor in exported.items() if not torch.equal(tensor, before[name])}
+    assert "projector.fc1.weight" in changed
+    assert "language_model.lm_head.weight" not in changed
+    assert not [name for name in changed if name.endswith(("bias", "norm.weight"))]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("model.vla.action_dim=7", "", "3 action dimensions, not 7"),
+        ("model.vla.form=null", "", "model.vla.form is not set"),
+        ("sft={demonstrations: nowhere}", "", "not a LeRobot data set"),
+        ("env={kind: single_turn}", "model.vla", "text environment"),
+        ("sft={data: []}", "sft.demonstrations", "LeRobot folder"),
+        ("train.backend=fsdp2", "train.backend", "a robot policy trains in one process"),
+        ("algorithm.kl_coef=0.1", "algorithm.kl_coef", "no reference model"),
+    ],
+)
+def test_unusable_settings_are_refused(tmp_path: Path, override: str, key: str, words: str) -> None:
+    loaded = load_config(write_config(tmp_path, OFT), [override])
+    if key:
+        with pytest.raises(ConfigError) as caught:
+            resolve(loaded.config)
+        found = {problem.key: problem.message for problem in caught.value.problems}
+        assert words in found[key]
+    else:
+        with pytest.raises(Exception, match=words):
+            commands.train(loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vla", [OFT, OPENVLA], ids=["oft", "openvla"])
+def test_reinforcement_learning_finds_the_best_action(tmp_path: Path, vla: dict[str, Any]) -> None:
+    """Random tokens are 1.0 off on average; the best action's are 0."""
+    config = write_config(
+        tmp_path,
+        vla,
+        run={"name": "vla", "max_rounds": 40, "device": "cpu", "output_dir": "runs"},
+        rollout={"prompts_per_round": 4, "group_size": 8},
+        train={"optimizer": {"lr": 3.0e-3}},
+        eval={"before": True},
+    )
+    outcome = commands.train(load_config(config))
+    evals = json.loads((outcome.run_dir / "summary.json").read_text())["eval"]
+    first, last = (evals[at]["all"]["mean@1"] for at in ("first", "last"))
+    assert first < -2.5
+    assert last > first / 2
