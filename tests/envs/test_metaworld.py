@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -108,6 +111,7 @@ def test_unknown_tasks_and_cameras_are_refused_with_the_nearest() -> None:
 
 
 def test_a_missing_renderer_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_module("mujoco")  # which refuses an unknown name by itself
     monkeypatch.setenv("MUJOCO_GL", "vulkan")
     with pytest.raises(
         ConfigError, match=r"OpenGL by vulkan does not work here .*libegl1.*remove the cameras"
@@ -115,6 +119,19 @@ def test_a_missing_renderer_is_named_with_the_remedy(monkeypatch: pytest.MonkeyP
         MetaWorld("reach-v3", cameras={"image": "corner4"})
     with closing(MetaWorld("reach-v3")) as env:
         assert env.reset(seed=0)[0]["state"].shape == (39,), "without images none is needed"
+
+
+def test_a_renderer_unknown_to_mujoco_is_an_error_of_the_config() -> None:
+    code = (
+        "from braid.envs.simulators.adapters.metaworld import MetaWorld\n"
+        "from braid.errors import ConfigError\n"
+        "try:\n    MetaWorld('reach-v3')\nexcept ConfigError as error:\n    print(error)"
+    )
+    env = {**os.environ, "MUJOCO_GL": "vulkan"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert (
+        "MuJoCo cannot be imported: invalid value for environment variable MUJOCO_GL: vulkan" in done.stdout
+    )
 
 
 def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ _KILLS = (
         ("sync_weights", 1, "critic"),
     ]
 )
-_WHERE = r".* of the \w+ phase|(\w+ was )?in (sleep|wake|to_host|to_device)\(\)"
+_WHERE = r".* of the \w+ phase|(\w+ was )?in (sleep|wake|forget|to_host|to_device)\(\)"
 """Between phases models and engines take turns on their devices."""
 _ENGINE_KILLS = [
     (phase, 1, "engine")

@@ -13,6 +13,9 @@ from braid.config.model import MlpSpec
 from braid.errors import ModelError
 from braid.models.mlp import MlpValue
 from braid.models.value_head import MIN_DEVIATION, RATE, ValueHead
+from braid.types import ActionSpace, Spaces
+
+_SPACES = Spaces(3, ActionSpace("discrete", 2))
 
 
 def _head(*, normalizes: bool = True) -> ValueHead:
@@ -111,11 +114,11 @@ def test_without_normalizing_it_is_a_linear_layer() -> None:
 
 
 def test_the_moments_are_part_of_the_weights_under_the_heads_name() -> None:
-    critic = MlpValue(MlpSpec(hidden_sizes=(4,)), 3, seed=0, head_name="v", normalizes=True)
+    critic = MlpValue(MlpSpec(hidden_sizes=(4,)), _SPACES, seed=0, head_name="v", normalizes=True)
     names = [name for name, _ in critic.named_weights()]
-    assert names == ["body.0.weight", "body.0.bias", "v.weight", "v.bias", "v.moments"]
+    assert names == ["body.layers.0.weight", "body.layers.0.bias", "v.weight", "v.bias", "v.moments"]
 
 
 def test_a_head_cannot_have_the_name_of_the_backbone() -> None:
     with pytest.raises(ModelError, match=r"critic\.head_name=body"):
-        MlpValue(MlpSpec(), 3, seed=0, head_name="body")
+        MlpValue(MlpSpec(), _SPACES, seed=0, head_name="body")

@@ -14,7 +14,7 @@ from braid.config.train import OptimizerConfig, TrainConfig
 from braid.models.mlp import MlpValue
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import value_loss_of
-from braid.types import Row
+from braid.types import ActionSpace, Row, Spaces
 
 ROUNDS, STEPS, STATES = 10, 20, 64
 MEAN, DEVIATION = 100.0, 50.0  # of returns
@@ -29,7 +29,8 @@ def _explained_variance(value_clip: float | None) -> float:
     row = Row({}, np.ones(STATES, np.bool_), 0, 0, observations=states, decision=decision)
     row.fields["returns"] = returns
     train = TrainConfig(optimizer=OptimizerConfig(kind="sgd", lr=0.05))
-    critic = MlpValue(MlpSpec(hidden_sizes=(32,)), 2, seed=0, normalizes=True)
+    spaces = Spaces(2, ActionSpace("discrete", 2))
+    critic = MlpValue(MlpSpec(hidden_sizes=(32,)), spaces, seed=0, normalizes=True)
     backend = SingleBackend(critic, train, total_steps=ROUNDS * STEPS, device=torch.device("cpu"))
     loss = value_loss_of(replace(RECIPES["ppo"], value_clip=value_clip))
     for _ in range(ROUNDS):

@@ -49,6 +49,8 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         except ImportError as error:
             why = f"MetaWorld cannot be imported ({error}); run: pip install 'braid-rl[metaworld]'"
             raise ConfigError([Problem("env.kind", why, "env")]) from error
+        except RuntimeError as error:  # MuJoCo's own, of MUJOCO_GL
+            raise ConfigError([Problem("env.kind", f"MuJoCo cannot be imported: {error}", "env")]) from error
         if task not in known:
             why = f"MetaWorld has no task {task!r}{suggest(task, known)}"
             raise ConfigError([Problem("env.task", why, "env")])
