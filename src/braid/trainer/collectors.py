@@ -66,7 +66,7 @@ def make_collector(
     if inputs is None:
         policy.keep_weights()
         return simulator_collector(config, plan, base_dir, place.workers["env"], policy.model)
-    lm: Any = policy.model if is_local and policy is not None else None
+    lm: Any = policy.model if is_local and "policy" in place.workers else None
     if not is_local:
         torch.set_num_threads(config.run.num_threads or 1)
     if config.rollout.engine != "native":

@@ -48,7 +48,7 @@ from braid.report.sinks.console import Console
 from braid.report.streams import reward_prints_in
 from braid.training.backend import TrainingBackend
 
-from . import build, imitation, on_policy, pipelined, steps
+from . import build, evaluation, imitation, on_policy, pipelined, roles, saving, steps
 from .inputs import read_inputs
 from .parts import Parts
 from .preflight import check_inputs
@@ -148,8 +148,8 @@ def _evaluate(
     def loop(parts: Parts) -> None:
         parts.reporter.tell_evaluated(source)
         parts.policy.ranks.call(TrainingBackend.load_weights, weights)
-        steps.sync_weights(parts)
-        steps.evaluate(parts, is_due=True)
+        roles.sync_weights(parts)
+        evaluation.evaluate(parts, is_due=True)
         steps.report(parts)
 
     return _run(replace(loaded, config=config), "eval", loop, cluster)
@@ -367,7 +367,7 @@ def _resume(parts: Parts, which: str) -> None:
         return
     folder, step, state = parts.store.locate("latest" if which == "latest" else Path(which))
     parts.store.forget_after(step)
-    steps.restore(parts, state, folder)
+    saving.restore(parts, state, folder)
     done, num_rounds = parts.progress.round, parts.reporter.console.num_rounds
     if parts.progress.is_warm:
         where = f"after round {done}" + (f" of {num_rounds}" if num_rounds is not None else "")

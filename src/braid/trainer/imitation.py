@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import steps
+from . import evaluation, roles, saving, steps
 from .parts import Parts
 
 
@@ -13,7 +13,7 @@ def run(parts: Parts) -> None:
     if not progress.is_warm:
         progress.is_warm, progress.is_reported = True, False
     while not (progress.is_reported and progress.round == sft.num_steps):
-        steps.stop_if_asked(parts)
+        saving.stop_if_asked(parts)
         if progress.is_reported:
             progress.round += 1
             progress.step += 1
@@ -21,12 +21,12 @@ def run(parts: Parts) -> None:
             progress.is_reported = False
         is_last = progress.round == sft.num_steps
         cadence = parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end)
-        with steps.given_up_when_late(parts):
+        with saving.given_up_when_late(parts):
             _evaluate(parts, is_due=cadence if progress.round else config.eval.before)
         if progress.round:
             steps.export(parts)
         steps.report(parts)
-        steps.save(
+        saving.save(
             parts, is_due=parts.is_due(config.checkpoint.every_rounds, is_last and config.checkpoint.at_end)
         )
 
@@ -34,5 +34,5 @@ def run(parts: Parts) -> None:
 def _evaluate(parts: Parts, *, is_due: bool) -> None:
     """Evaluate if due. Weights are synced only here, since nothing else samples."""
     if is_due and parts.eval_prompts:
-        steps.sync_weights(parts)
-        steps.evaluate(parts, is_due=True)
+        roles.sync_weights(parts)
+        evaluation.evaluate(parts, is_due=True)

@@ -12,13 +12,13 @@ it. Invariants:
    steps of the warm-up. A resume continues the run from there. When the run is asked to stop, a round that cannot
    finish in time is abandoned.
 
-The stages are in steps.py; build.py builds their operands from the plan. Language models and simulators
+The stages are in steps.py, checkpoints in saving.py; build.py builds their operands from the plan. Language models and simulators
 differ in the parts, not in the loop.
 """
 
 from __future__ import annotations
 
-from . import steps
+from . import roles, saving, steps
 from .parts import Parts
 
 
@@ -28,7 +28,7 @@ def run(parts: Parts) -> None:
     if not progress.is_warm:
         steps.warm_up(parts)
     while not (progress.is_reported and progress.round == parts.plan.num_rounds):
-        steps.stop_if_asked(parts)
+        saving.stop_if_asked(parts)
         if progress.is_reported:
             _train_round(parts)
         steps.finish_round(parts)
@@ -36,10 +36,10 @@ def run(parts: Parts) -> None:
 
 def _train_round(parts: Parts) -> None:
     """Run a round up to the sync of its new weights."""
-    with steps.given_up_when_late(parts):
+    with saving.given_up_when_late(parts):
         parts.progress.round += 1
         selection = steps.rollout(parts)
         parts.stop.check_time(parts.update_s)
     with steps.timed_update(parts):
         steps.train(parts, selection)
-        steps.sync_weights(parts)
+        roles.sync_weights(parts)

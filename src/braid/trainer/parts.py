@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -82,7 +83,7 @@ class SaveClock:
 
 @dataclass(slots=True)
 class Parts:
-    """Everything that the stages of steps.py operate on. Built by build.py; lives as long as the run.
+    """Everything that the stages operate on. Built by build.py; lives as long as the run.
 
     `reward_moments` are those of all rounds so far, if rewards are normalised by them. `inference` computes
     the policy's log-probs before the update, if it has separate devices for that. `about` is stored in checkpoints: the run's id, and its config as text.
@@ -140,6 +141,14 @@ class Parts:
     def is_due(self, every: int, is_end: bool = False) -> bool:
         """Whether this round is a multiple of `every` (0 for never), or `is_end`."""
         return is_end or (every > 0 and self.progress.round % every == 0)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Record the duration of a stage of the round, and its memory if asked to."""
+        start = time.perf_counter()
+        with self.reporter.phase(stage), self.memory.phase(stage) if self.memory else nullcontext():
+            yield
+        self.metrics.add(f"time/{stage}_s", time.perf_counter() - start)
 
     def close(self) -> None:
         """Stop the workers with their engines, environments and reward processes."""

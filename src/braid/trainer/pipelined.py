@@ -16,7 +16,7 @@ pipeline.py decides on the order and bounds the lag; this file executes its deci
 
 from __future__ import annotations
 
-from . import steps
+from . import roles, saving, steps
 from .groups import GroupsInFlight
 from .parts import Parts
 from .pipeline import Drop, Finish, Submit, Sync, Train
@@ -43,7 +43,7 @@ def run(parts: Parts) -> None:
                 case Train(kept, dropped):
                     groups.start_update(kept, dropped)
                 case Sync(_, when):
-                    steps.sync_weights(parts, "drain" if when == "finish" else "interrupt")
+                    roles.sync_weights(parts, "drain" if when == "finish" else "interrupt")
                     pipeline.synced()
                     steps.finish_round(parts)
                 case Finish(is_complete):
@@ -51,4 +51,4 @@ def run(parts: Parts) -> None:
                 case None:
                     groups.wait()
     if not is_complete:
-        steps.stop_if_asked(parts)
+        saving.stop_if_asked(parts)

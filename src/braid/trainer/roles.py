@@ -1,7 +1,8 @@
-"""Weights that pass between the models of a run. On workers they pass by reference, past the driver."""
+"""Weights that pass between the models of a run and its engines. On workers they pass by reference, past the driver."""
 
 from __future__ import annotations
 
+from braid.rollout.engine import NewWeights
 from braid.training.backend import TrainingBackend
 from braid.training.group import ModelGroup
 
@@ -30,10 +31,13 @@ def follow_policy(parts: Parts) -> None:
         _copy(parts.policy, parts.reference, merged=merged)
 
 
-def sync_inference(parts: Parts) -> None:
-    """Copy the policy's weights to the role that computes its log-probs on separate devices, if there is one."""
-    if parts.inference is not None:
-        _copy(parts.policy, parts.inference)
+def sync_weights(parts: Parts, when: NewWeights = "drain") -> None:
+    """Sync the policy's weights to the engines, `when` as in Engine.set_weights, and to the role that computes its
+    log-probs on separate devices, if there is one."""
+    with parts.timed("sync_weights"):
+        parts.rollouts.set_weights(parts.progress.round, when)
+        if parts.inference is not None:
+            _copy(parts.policy, parts.inference)
 
 
 def _copy(source: ModelGroup, target: ModelGroup, *, merged: bool = False) -> None:

@@ -7,17 +7,15 @@ import logging
 import resource
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import get_args
 
 import numpy as np
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.kl import steered_coefficient
-from braid.cluster.interrupts import RoundCut
 from braid.config.rollout import AgentEnvConfig, ChatEnv, SimulatorEnv
 from braid.config.train import TrainConfig
 from braid.envs.agents.build import kind_of
@@ -25,8 +23,6 @@ from braid.errors import RolloutError, TrainingError
 from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.report.outputs import log_outputs
-from braid.report.video import write_video
-from braid.rollout.engine import NewWeights
 from braid.training.advantages import are_trained
 from braid.training.backend import StepReport
 from braid.training.group import ModelGroup
@@ -35,24 +31,16 @@ from braid.training.rollout_buffer import RowMetadata
 from braid.types import Group, Status, Trajectory
 
 from . import costs, roles
-from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, EVAL_KEY, TRAIN_KEY
+from .evaluation import evaluate
+from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, TRAIN_KEY
 from .parts import Parts
-from .pipeline import start_of
+from .saving import given_up_when_late, save, stop_if_asked
 from .selection import Reason, Selection
-from .supervised import Supervised
 
 logger = logging.getLogger(__name__)
 
 MAX_EMPTY_ROUNDS = 10
 """Number of consecutive rounds without anything to train on after which the run fails."""
-
-
-@contextmanager
-def _timed(parts: Parts, verb: str) -> Iterator[None]:
-    start = time.perf_counter()
-    with parts.reporter.phase(verb), parts.memory.phase(verb) if parts.memory else nullcontext():
-        yield
-    parts.metrics.add(f"time/{verb}_s", time.perf_counter() - start)
 
 
 def warm_up(parts: Parts) -> None:
@@ -62,7 +50,7 @@ def warm_up(parts: Parts) -> None:
     if parts.supervised is not None:
         parts.rollouts.sleep()
         num_steps = parts.supervised.num_steps
-        with _timed(parts, "warm_up"):
+        with parts.timed("warm_up"):
             while progress.warm_steps < num_steps:
                 parts.reporter.progress("warm_up", progress.warm_steps, num_steps)
                 parts.metrics = Metrics()
@@ -73,7 +61,7 @@ def warm_up(parts: Parts) -> None:
         roles.follow_warm_up(parts)
         parts.supervised = None
     progress.is_warm, progress.is_reported = True, False
-    sync_weights(parts)
+    roles.sync_weights(parts)
 
 
 def rollout(parts: Parts) -> Selection:
@@ -100,7 +88,7 @@ def _rollout_batch(parts: Parts, batch: int) -> list[Group]:
     prompts = parts.sampler.take(config.rollout.prompts_per_round)
     numbers = range(batch * len(prompts), (batch + 1) * len(prompts))
     keys = [(TRAIN_KEY, parts.progress.round, number) for number in numbers]
-    with _timed(parts, "rollout"), parts.stop.cuttable():
+    with parts.timed("rollout"), parts.stop.cuttable():
         groups, cost = parts.rollouts.collect("train", prompts, config.rollout.group_size, keys)
     parts.metrics.merge(cost)
     print_outputs(parts, groups)
@@ -161,21 +149,21 @@ def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
     )
     metrics.mean("rollout/tokens_per_s", tokens / metrics.value("time/rollout_s"))
     costs.count_sampling(parts, groups)
-    told: defaultdict[str, list[float]] = defaultdict(list)
+    values_of: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         if turns := trajectory.lengths.turns:
-            told["rollout/turns_mean"].append(turns)
+            values_of["rollout/turns_mean"].append(turns)
         if (reward := trajectory.reward) is not None:
-            told["reward/mean"].append(reward)
-            told[f"reward/source/{trajectory.prompt.source}"].append(reward)
+            values_of["reward/mean"].append(reward)
+            values_of[f"reward/source/{trajectory.prompt.source}"].append(reward)
             if trajectory.shaped is not None:
-                told["reward/shaped_mean"].append(trajectory.shaped.total)
+                values_of["reward/shaped_mean"].append(trajectory.shaped.total)
             for part, value in trajectory.reward_parts.items():
-                told[f"reward/part/{part}"].append(value)
+                values_of[f"reward/part/{part}"].append(value)
     for group in groups:
         if group.greedy is not None and group.greedy.reward is not None:
-            told["reward/greedy_mean"].append(group.greedy.reward)
-    for name, values in told.items():
+            values_of["reward/greedy_mean"].append(group.greedy.reward)
+    for name, values in values_of.items():
         metrics.mean(name, sum(values), len(values))
     env = parts.config.env
     if isinstance(env, ChatEnv | SimulatorEnv):
@@ -234,7 +222,7 @@ def compute_advantages(parts: Parts, selection: Selection) -> list[RowMetadata]:
     """Build the round's rows and compute log-probs, values and advantages. Returns the rows to train on; an
     empty list if there is nothing to learn from, which is logged, and raises TrainingError after
     MAX_EMPTY_ROUNDS in a row."""
-    with _timed(parts, "compute_advantages"):
+    with parts.timed("compute_advantages"):
         rows = parts.buffer.open(parts.rollouts.start_rows(selection.kept))
         if rows:
             _infer_fields(parts, rows)
@@ -304,7 +292,7 @@ def update(parts: Parts, rows: Sequence[RowMetadata]) -> None:
     nothing without rows."""
     if not rows:
         return
-    with _timed(parts, "update"):
+    with parts.timed("update"):
         if parts.critic is not None:
             update_critic(parts, parts.critic, rows)
         if parts.critic is None or parts.progress.round > parts.config.critic.warmup_rounds:
@@ -405,13 +393,6 @@ def update_reference(parts: Parts) -> None:
         roles.follow_policy(parts)
 
 
-def sync_weights(parts: Parts, when: NewWeights = "drain") -> None:
-    """Sync the new weights to the engines, and to the inference role; `when` as in Engine.set_weights."""
-    with _timed(parts, "sync_weights"):
-        parts.rollouts.set_weights(parts.progress.round, when)
-        roles.sync_inference(parts)
-
-
 def store(parts: Parts, selection: Selection, rows: Sequence[RowMetadata]) -> None:
     """Write the round's trajectories (samples/, dropped groups last) and the arrays of its rows (batches/),
     if due."""
@@ -425,78 +406,6 @@ def store(parts: Parts, selection: Selection, rows: Sequence[RowMetadata]) -> No
         parts.reporter.store_samples(name, groups, arrays)
     if is_kept:
         parts.reporter.store_batch(name, groups, arrays)
-
-
-def evaluate(parts: Parts, *, is_due: bool) -> None:
-    """Record mean@n and pass@k of each evaluation source; every evaluation uses the same random numbers."""
-    if not is_due or not parts.eval_prompts:
-        return
-    with _timed(parts, "evaluate"):
-        results, groups = _evaluate(parts)
-    name = f"eval_{parts.progress.round:06d}"
-    if parts.config.report.eval_samples:
-        parts.reporter.store_samples(name, parts.rollouts.whole("eval", groups), ())
-    if isinstance(parts.config.env, SimulatorEnv) and (video := parts.config.env.video).save:
-        whole = parts.rollouts.whole("eval", groups)
-        films = [t.recording for group in whole for t in group.trajectories if t.recording is not None]
-        folder = parts.reporter.run_dir.path / "video" if video.dir is None else Path(video.dir)
-        if films:  # unless all episodes are invalid
-            write_video(folder / f"{name}.mp4", films, overlay=video.overlay, frames_per_s=video.frames_per_s)
-    for source, values in results.items():
-        for name, value in values.items():
-            parts.metrics.mean(f"eval/{source}/{name}", value)
-
-
-def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
-    """Results by source, and the groups in sampling order, on which the results do not depend."""
-    config = parts.config.eval
-    prompts = [p for source in parts.eval_prompts.values() for p in source]
-    order = np.arange(len(prompts))
-    if config.shuffle:
-        np.random.default_rng((parts.config.run.seed, EVAL_KEY)).shuffle(order)
-    numbers = order.tolist()
-    parts.rollouts.forget("eval")
-    with costs.device_freed(parts), parts.stop.cuttable():
-        keys = [(EVAL_KEY, 0, number) for number in numbers]
-        groups, _ = parts.rollouts.collect("eval", numbers, config.samples_per_prompt, keys)
-    in_order = [groups[place] for place in np.argsort(order)]
-    by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
-    for group in in_order:
-        by_source[group.prompt.source].append(group)
-    results = {
-        name: summarize_eval(of, config.pass_at, config.success_reward) for name, of in by_source.items()
-    }
-    results["all"] = summarize_eval(in_order, config.pass_at, config.success_reward)
-    return results, groups
-
-
-def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: float) -> dict[str, float]:
-    """Compute mean@n and pass@k. mean@n: mean reward of valid trajectories. pass@k: probability that at least
-    one of k of a prompt's n samples succeeds, 1 - C(n - c, k) / C(n, k) for c successes (Chen et al. 2021),
-    averaged over prompts with at least k valid samples. A trajectory succeeds if its reward is at least `success`, or as
-    the simulator says."""
-    rewards = [[t.reward for t in g.valid if t.reward is not None] for g in groups]
-    n = max((len(g.trajectories) for g in groups), default=0)
-    passed = [[_is_success(t, success) for t in g.valid] for g in groups]
-    flat = [r for of in rewards for r in of]
-    out = {f"mean@{n}": float(np.mean(flat)) if flat else float("nan")}
-    for k in pass_at:
-        chances = [_pass_at(k, len(of), sum(of)) for of in passed if len(of) >= k]
-        out[f"pass@{k}"] = float(np.mean(chances)) if chances else float("nan")
-    out["num"] = float(len(groups))
-    out["invalid"] = float(sum(len(g.trajectories) - len(g.valid) for g in groups))
-    return out
-
-
-def _is_success(trajectory: Trajectory, reward: float) -> bool:
-    said = trajectory.metrics.get("success_once")
-    return (trajectory.reward or 0.0) >= reward if said is None else said > 0
-
-
-def _pass_at(k: int, n: int, successes: int) -> float:
-    if n - successes < k:
-        return 1.0
-    return 1.0 - float(np.prod([1.0 - k / i for i in range(n - successes + 1, n + 1)]))
 
 
 def finish_round(parts: Parts) -> None:
@@ -527,51 +436,6 @@ def report(parts: Parts) -> None:
     progress.is_reported = True
 
 
-def save(parts: Parts, *, is_due: bool) -> None:
-    """Write a checkpoint of the whole state if `is_due`, or if due by time when no cadence in rounds is
-    set."""
-    config = parts.config.checkpoint
-    if is_due or (not config.every_rounds and parts.clock.is_due(config.every_s)):
-        _save(parts, counters(parts))
-
-
-def _save(parts: Parts, at: Mapping[str, Any]) -> None:
-    """Write a checkpoint of the models' current state and the matching counters `at`."""
-    start = time.perf_counter()
-    with _timed(parts, "save"):
-        parts.store.save(at["progress"]["step"], partial(_write_state, parts, at))
-    parts.clock.saved(time.perf_counter() - start)
-    parts.saved = at["progress"]
-
-
-def stop_if_asked(parts: Parts) -> None:
-    """If a signal has asked the run to stop, save unsaved state and raise KeyboardInterrupt."""
-    if parts.stop.is_requested:
-        _end(parts, counters(parts))
-
-
-@contextmanager
-def given_up_when_late(parts: Parts) -> Iterator[None]:
-    """Wrap a block that changes no model. If the run has been asked to stop, and the block fails or cannot
-    finish in the remaining time, save the state from before the block and end the run."""
-    at = counters(parts)
-    try:
-        yield
-    except (RoundCut, Exception) as error:
-        if not parts.stop.is_requested:
-            raise
-        if not isinstance(error, RoundCut):
-            logger.warning("round %d is abandoned: %s", parts.progress.round, error)
-        _end(parts, at)
-
-
-def _end(parts: Parts, at: Mapping[str, Any]) -> NoReturn:
-    """Write a checkpoint as `_save` does, unless there is one of `at` already, and end the run."""
-    if at["progress"] != parts.saved:
-        _save(parts, at)
-    parts.stop.end()
-
-
 @contextmanager
 def timed_update(parts: Parts) -> Iterator[None]:
     """Measure the time that a round takes after its rollout, including the save that may follow."""
@@ -587,74 +451,5 @@ def export(parts: Parts) -> None:
     if parts.tokenizer is None or not parts.is_due(config.export_every_rounds):
         return
     home = parts.reporter.run_dir.exports if config.export_dir is None else Path(config.export_dir)
-    with _timed(parts, "export"):
+    with parts.timed("export"):
         parts.cluster.export(parts.tokenizer, home / f"step_{parts.progress.step}")
-
-
-def counters(parts: Parts) -> dict[str, Any]:
-    """A copy of the run's state without its models."""
-    warm_up = _unfinished_warm_up(parts)
-    return {
-        "progress": parts.progress.state(),
-        "sampler": parts.sampler.state(),
-        "warm_up_sampler": None if warm_up is None else warm_up.sampler.state(),
-        "reward_moments": parts.reward_moments.state(),
-        "reporter": parts.reporter.state(parts.progress.round),
-        "metrics": parts.metrics.state(),
-        "about": dict(parts.about),
-    } | ({} if parts.pipeline is None else {"pipeline": parts.pipeline.state()})
-
-
-def _unfinished_warm_up(parts: Parts) -> Supervised | None:
-    """The supervised warm-up before the first round; None once it is complete."""
-    return None if parts.progress.is_warm or parts.plan.verb != "train" else parts.supervised
-
-
-def _write_state(
-    parts: Parts, at: Mapping[str, Any], folder: Path
-) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-    """Have the models' workers write to `folder`. Returns the rest of the state that `restore` needs for a
-    bit-exact resume, and the files written."""
-    state: dict[str, object] = dict(at)
-    state["opponent"] = parts.rollouts.opponent_state()
-    files: dict[str, dict[str, object]] = {}
-    for role, model in _saved_models(parts).items():
-        state[role], written = model.save(folder / role)
-        files |= {f"{role}/{name}": line for name, line in written.items()}
-    return state, files
-
-
-def _saved_models(parts: Parts) -> dict[str, ModelGroup]:
-    """The models to save in a checkpoint. Excludes a reference that always equals the folder it was loaded
-    from; during the warm-up, only the model being trained."""
-    if (warm_up := _unfinished_warm_up(parts)) is not None:
-        return {"warm_up": warm_up.model}
-    config = parts.config.reference
-    changes = config.path is None or config.update_every_epochs > 0
-    models = {
-        "policy": parts.policy,
-        "critic": parts.critic,
-        "reference": parts.reference if changes else None,
-    }
-    return {role: model for role, model in models.items() if model is not None}
-
-
-def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
-    """Restore the parts from the checkpoint in `folder`."""
-    parts.progress.load(state["progress"])
-    for role, model in _saved_models(parts).items():
-        if state.get(role) is not None:
-            model.restore(state[role], folder / role)
-    parts.sampler.load(state["sampler"])
-    if (warm_up := _unfinished_warm_up(parts)) is not None:
-        warm_up.sampler.load(state["warm_up_sampler"])
-    parts.reward_moments.load(state["reward_moments"])
-    parts.reporter.load(state["reporter"])
-    parts.metrics.load(state["metrics"])
-    parts.saved = state["progress"]
-    if parts.pipeline is not None:
-        parts.pipeline.load(state.get("pipeline") or start_of(parts.progress.round))
-    if parts.progress.is_warm:
-        sync_weights(parts)
-        if (opponent := state.get("opponent")) is not None:
-            parts.rollouts.load_opponent(opponent)
