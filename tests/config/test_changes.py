@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from braid.config.changes import Change
+from braid.config.changes import Change, changes
+from braid.config.load import load_config, to_yaml
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,16 @@ def test_changes_of_the_training_task_are_guarded(key: str) -> None:
 )
 def test_a_change_of_layout_evaluation_or_length_is_free(key: str) -> None:
     assert not Change(key, "a", "b").is_guarded
+
+
+def test_a_key_that_a_newer_version_has_added_with_null_as_its_default_is_no_change() -> None:
+    loaded = load_config(None, [
+        "model.build.architecture=llama", "env={kind: agent, name: guess, max_context_tokens: 64, tasks: 8}",
+        "env.kwargs={highest: 7, turns: null}",
+    ])  # fmt: skip
+    new = to_yaml(loaded)
+    old = "\n".join(line for line in new.splitlines() if line.split(":")[0].strip() not in ("cov_low", "turns"))
+    assert "cov_low: null" in new
+    assert "cov_low" not in old
+    (change,) = changes(old, new, loaded.origins)
+    assert (change.key, change.before, change.after) == ("env.kwargs.turns", None, "null"), "set by the user"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import yaml
 
-from .source import leaves, path_text
+from .source import DEFAULT, leaves, path_text
 
 GUARDED = ("algorithm", "model", "critic", "reference", "data", "env", "reward", "sft", "pipeline")
 """Sections that determine what is trained, and on what."""
@@ -42,15 +42,17 @@ class Change(NamedTuple):
         return f"{self.key}: was {self.before or 'absent'}, is now {self.after or 'absent'}"
 
 
-def changes(before: str, after: str) -> list[Change]:
-    """Changes between two outputs of `config.load.to_yaml`, in key order."""
+def changes(before: str, after: str, origins: Mapping[str, str]) -> list[Change]:
+    """Changes between two outputs of `config.load.to_yaml`, in key order. `origins` are those of `after`: a key that
+    `before` lacks and that is null by default was added by a newer version, which is no change."""
     if before == after:
         return []
     old, new = dict(_values(before)), dict(_values(after))
+    added = {key for key in new.keys() - old.keys() if new[key] == "null" and origins.get(key) == DEFAULT}
     return [
         Change(key, old.get(key), new.get(key))
         for key in dict.fromkeys([*new, *old])
-        if old.get(key) != new.get(key) and key not in _OF_THE_START
+        if old.get(key) != new.get(key) and key not in _OF_THE_START and key not in added
     ]
 
 

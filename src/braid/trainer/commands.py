@@ -281,7 +281,7 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
     if found is None:
         return
     folder, about = found
-    changed = changes(about.get("config", ""), to_yaml(loaded)) if about else []
+    changed = changes(about.get("config", ""), to_yaml(loaded), loaded.origins) if about else []
     if changed:
         logger.info("settings changed since %s: %s", folder, "; ".join(map(str, changed)))
     if loaded.config.run.allow_changes:
