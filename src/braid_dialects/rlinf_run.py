@@ -10,10 +10,10 @@ from typing import Any
 from braid.errors import suggest
 from braid.plan.placement import parse_placement, split_roles
 
+from . import rlinf_agents
 from . import rlinf_facts as facts
 from .conditions import needs, unless
 from .conversions import at_least_0, computed, folder_name, listed, positive, unless_null, wandb_mode
-from .rlinf_agents import has_loop
 from .rlinf_facts import ROBOTS_ONLY, TEXT_ONLY, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, no_effect, unsupported
@@ -38,8 +38,7 @@ def _task(value: str, source: Source) -> Became:
     if value in ("coding_online_rl", "sft", "offline"):
         return unsupported("use math or embodied; for supervised fine-tuning use `braid sft`")
     native: dict[str, Any] = {"run.eval_only": True} if value.endswith("_eval") else {}
-    of_text = "tools" if has_loop(source) else "single_turn"
-    kind = source["env.train.env_type"] if is_robots(source) else of_text
+    kind = source["env.train.env_type"] if is_robots(source) else rlinf_agents.kind(source)
     return Became(native | ({} if kind is None else {"env.kind": kind}))
 
 

@@ -19,7 +19,7 @@ from .values import choice
 _GAMES = ("frozen_lake", "sokoban")
 _STEPWISE = ("StepEnvManager",)
 _MANAGERS = ("TrajEnvManager", *_STEPWISE)
-_OWN_PROGRAM = "run it as a program against braid serve-rollouts, or write an environment: braid.env.mix"
+_OWN_PROGRAM = "run the agent as a program (braid.env.kind=program), or write an environment, of one or several agents: braid.env.mix"
 
 
 def _tag(source: Source) -> str:

@@ -45,7 +45,9 @@ def test_a_key_that_a_newer_version_has_added_with_null_as_its_default_is_no_cha
         "env.kwargs={highest: 7, turns: null}",
     ])  # fmt: skip
     new = to_yaml(loaded)
-    old = "\n".join(line for line in new.splitlines() if line.split(":")[0].strip() not in ("cov_low", "turns"))
+    old = "\n".join(
+        line for line in new.splitlines() if line.split(":")[0].strip() not in ("cov_low", "turns")
+    )
     assert "cov_low: null" in new
     assert "cov_low" not in old
     (change,) = changes(old, new, loaded.origins)

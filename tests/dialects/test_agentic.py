@@ -213,7 +213,7 @@ def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
         ({"custom_envs": {"FrozenLake": "${custom_env.WebShopEnv}"}}, "env_type.*'webshop'.*or an id of GEM"),
         (
             {"env_manager_cls": f"{MANAGER}.agent_native_env_manager.AgentNativeStepEnvManager"},
-            "serve-rollouts",
+            r"braid\.env\.kind=program",
         ),
         ({"train_env_manager": {"tags": ["Other"]}}, "'Other' has no custom_envs.Other.env_type"),
         ({"train_env_manager": {"num_groups_partition": [15]}}, "sums to 15, but num_env_groups is 16"),
@@ -505,8 +505,39 @@ def test_rlinf_s_loop_of_turns_is_an_environment_of_tools(tmp_path: Path) -> Non
 def test_rlinf_s_search_server_is_named_with_what_to_use_instead(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tools.search.server_addr.*use an index: braid.env.tools"):
         rlinf(tmp_path, SEARCH)
-    with pytest.raises(ConfigError, match=r"agentloop.max_planner_turns.*an agent cannot start others"):
-        rlinf(tmp_path, {"agentloop": {"max_planner_turns": 10}})
+
+
+TEAM: dict[str, Any] = {
+    "agentloop": {
+        "toolcall_parser": "wideseek_r1-qwen", "workflow": "mas", "max_planner_turns": 3, "max_worker_turns": 4,
+        "max_sa_turns": 50, "max_workers_per_planner": 2, "max_toolcall_per_worker": 5,
+    },
+}  # fmt: skip
+
+
+def test_rlinf_s_planner_and_workers_are_an_environment_of_ones_own(tmp_path: Path) -> None:
+    refused = (
+        "workflow",
+        "max_planner_turns",
+        "max_worker_turns",
+        "max_workers_per_planner",
+        "max_toolcall_per_worker",
+    )
+    with pytest.raises(ConfigError) as caught:
+        rlinf(tmp_path, TEAM)
+    for name in refused:
+        assert re.search(
+            rf"agentloop\.{name}: .*an environment of several agents .*braid\.env\.name", str(caught.value)
+        )
+    read = rlinf(tmp_path, TEAM, "braid.env.name=tests.dialects.team.Team")
+    env = read.loaded.config.env
+    assert (env.kind, env.max_turns, env.max_context_tokens) == ("agent", 4, 2048)
+    assert env.kwargs == {name: TEAM["agentloop"][name] for name in refused if name != "workflow"}
+    assert {e.path: e.disposition for e in read.ledger}["agentloop.max_sa_turns"] == "no effect"
+    alone = rlinf(
+        tmp_path, {"agentloop": {"toolcall_parser": "rstar2-qwen", "workflow": "sa", "max_sa_turns": 5}}
+    )
+    assert (alone.loaded.config.env.kind, alone.loaded.config.env.max_turns) == ("tools", 5)
 
 
 def test_rlinf_s_code_judge_is_the_sandboxed_tool(tmp_path: Path) -> None:

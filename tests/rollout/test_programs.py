@@ -8,14 +8,16 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import httpx2
 import psutil
 import pytest
 from openai import OpenAI
 from tests.driven import drive
-from tests.rollout.test_sessions import EOS, TASK, ScriptedEngine, _client, _driver, _until
+from tests.rollout.test_sessions import EOS, TASK, TOKENIZER, ScriptedEngine, _client, _driver, _until
 
+from braid.models.tokenizer import whole_text
 from braid.processes import with_variable
 from braid.rollout.sessions.programs import Program, run_command, run_function
 from braid.types import Prompt, Status, Trajectory
@@ -23,8 +25,8 @@ from braid.types import Prompt, Status, Trajectory
 USER: Any = {"role": "user", "content": "hello"}
 
 
-def _play(program: Program, **more: Any) -> Trajectory:
-    (group,) = drive(_driver(ScriptedEngine(), program, **more), [TASK])
+def _play(program: Program, engine: Any = None, **more: Any) -> Trajectory:
+    (group,) = drive(_driver(engine or ScriptedEngine(), program, **more), [TASK])
     return group.trajectories[0]
 
 
@@ -152,3 +154,44 @@ def test_a_command_leaves_no_processes(tmp_path: Path, ends: str) -> None:
     (key,) = keys
     assert with_variable("OPENAI_API_KEY", key) == []
     assert [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == sleep.split()] == []
+
+
+def test_smolagents_plays_an_episode_though_it_demands_calls_that_no_sampling_can_promise() -> None:
+    smolagents = pytest.importorskip("smolagents", reason="smolagents is not installed: make test")
+
+    class Add(smolagents.Tool):  # type: ignore[name-defined,misc]
+        name, description, output_type = "add", "Adds.", "integer"
+        inputs: ClassVar = {
+            "a": {"type": "integer", "description": "one"},
+            "b": {"type": "integer", "description": "two"},
+        }
+
+        def forward(self, a: int, b: int) -> int:
+            return a + b
+
+    said = [
+        "it is 5.",
+        '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>',
+        '<tool_call>{"name": "final_answer", "arguments": {"answer": "5"}}</tool_call>',
+    ]
+    engine = ScriptedEngine(lambda _: said[len(engine.requests) - 1])
+
+    def program(task: Prompt, base_url: str, api_key: str) -> float:
+        with httpx2.Client(verify=False, trust_env=False) as http:
+            client = {"http_client": http, "max_retries": 0}
+            model = smolagents.OpenAIModel("policy", api_base=base_url, api_key=api_key, client_kwargs=client)
+            agent = smolagents.ToolCallingAgent(tools=[Add()], model=model, max_steps=4, verbosity_level=0)
+            return float(agent.run("How much is 2 + 3?") == "5")
+
+    trajectory = _play(partial(run_function, program), engine=engine, max_context_tokens=30_000)
+    assert (trajectory.status, trajectory.reason) == (Status.FINISHED, "")
+    assert sum(turn.reward for turn in trajectory.turns) == 1.0
+    asked = [whole_text(TOKENIZER, request.prompt_ids) for request in engine.requests]
+    assert [whole_text(TOKENIZER, turn.output_ids) for turn in trajectory.turns] == [
+        f"{text}<eos>" for text in said
+    ]
+    assert ("it is 5." in asked[1], "bservation:\n5" in asked[2]) == (True, True)
+    counts = {
+        name: trajectory.metrics[f"calls/{name}"] for name in ("missing", "ok", "add/ok", "final_answer/ok")
+    }
+    assert counts == {"missing": 1, "ok": 2, "add/ok": 1, "final_answer/ok": 1}

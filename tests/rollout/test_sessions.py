@@ -98,7 +98,8 @@ def _driver(engine: Any, program: Any, **more: Any) -> ProgramDriver:
     }
     sampling = more.pop("sampling", Sampling(max_new_tokens=50, stop_token_ids=(EOS,)))
     server = more.pop("server", None) or SessionServer("127.0.0.1", 0, max_episodes=100)
-    return ProgramDriver(server, program, engine, CHAT, sampling, seed=7, **{**options, **more})
+    chat = more.pop("chat", CHAT)
+    return ProgramDriver(server, program, engine, chat, sampling, seed=7, **{**options, **more})
 
 
 def _client(base_url: str, api_key: str, **options: Any) -> AsyncOpenAI:
@@ -204,6 +205,27 @@ def test_a_conversation_is_one_segment_whatever_keys_the_client_drops() -> None:
         assert row.mask[len(ids) : len(ids) + len(turn.output_ids)].all()
 
 
+def test_reasoning_of_earlier_turns_stays_or_goes_as_the_run_wants() -> None:
+    engine = ScriptedEngine(lambda prompt: f"<think>hm</think>{prompt.count('user')}")
+
+    async def played(client: AsyncOpenAI) -> float:
+        messages: list[Any] = []
+        for _ in range(3):
+            messages += [USER, await _say(client, *messages, USER)]
+        return 1.0
+
+    asked, turn = "user|hello<eos>\nassistant|", "<think>hm</think>{}<eos>"
+    (kept,) = _texts(_play(played, engine))
+    assert kept == [(asked, turn.format(1)), *(("\n" + asked, turn.format(i)) for i in (2, 3))]
+    forgets = ChatFormat(TOKENIZER, end_token_ids=(EOS,), tool_format="hermes", thinking="as_template")
+    first, second, third = _texts(_play(played, engine, chat=forgets))
+    assert (first, second) == ([kept[0]], [(f"{asked}1<eos>\n{asked}", turn.format(2))])
+    assert third == [(f"{asked}1<eos>\n{asked}2<eos>\n{asked}", turn.format(3))]
+    engine.script = lambda prompt: str(prompt.count("user"))
+    (without,) = _texts(_play(played, engine, chat=forgets))
+    assert len(without) == 3, "nothing was dropped"
+
+
 def test_branches_and_compacted_histories_are_segments_that_read_all_of_their_context() -> None:
     engine = ScriptedEngine(lambda prompt: f"a{prompt.count('assistant')}")
     more, other = {"role": "user", "content": "more"}, {"role": "user", "content": "other"}
@@ -268,6 +290,24 @@ def test_tool_calls_are_answered_in_openais_form_and_malformed_ones_as_text() ->
     ]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "add"}}])
+def test_a_call_that_the_program_demands_is_not_forced_but_counted_where_it_lacks(choice: Any) -> None:
+    other: Any = {"type": "function", "function": {"name": "other", "parameters": {"type": "object"}}}
+    answers = iter([CALL, CALL.replace("add", "other"), "no call", "<tool_call>{oops</tool_call>"])
+    is_named = choice != "required"
+
+    async def played(client: AsyncOpenAI) -> float:
+        reasons = [
+            (await _ask(client, USER, tools=[TOOL, other], tool_choice=choice)).choices[0].finish_reason
+            for _ in range(4)
+        ]
+        assert reasons == ["tool_calls", "tool_calls", "stop", "stop"]
+        return 1.0
+
+    trajectory = _play(played, ScriptedEngine(lambda _: next(answers)))
+    assert trajectory.metrics["calls/missing"] == (3 if is_named else 2)
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_streams_are_replayed(monkeypatch: pytest.MonkeyPatch, is_slow: bool) -> None:
     engine = ScriptedEngine(lambda _: f"so {CALL}")
@@ -309,7 +349,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": True}, "logprobs=true is not supported"),
     ({"seed": 1}, "seed=1 is not supported"),
     ({"response_format": {"type": "json_object"}}, 'response_format.type="json_object" is not supported'),
-    ({"tool_choice": "required"}, "Input should be 'auto' or 'none'"),
+    ({"tool_choice": "required"}, "tool_choice=required needs tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "names 'sub', which is none of the tools"),
+    ({"tools": [TOOL], "tool_choice": "any"}, 'tool_choice.literal'),
     ({"max_tokens": 0}, "Input should be greater than 0"),
     ({"stop": [""]}, "stop."),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
@@ -377,7 +419,7 @@ def test_without_the_key_of_an_episode_nothing_is_read() -> None:
             assert (
                 await client.post(f"{base_url}/chat/completions", content=b"{", headers=own)
             ).status_code == 400
-            answer = await client.post(f"{base_url}/responses", json={}, headers=own)
+            answer = await client.post(f"{base_url}/completions", json={}, headers=own)
             assert answer.status_code == 404
             assert "POST /v1/chat/completions" in answer.json()["error"]["message"]
         return 1.0
@@ -754,3 +796,86 @@ def test_a_malformed_tool_call_does_not_hide_valid_ones() -> None:
     assert message["content"] == "hm"
     assert [call["id"] for call in message["tool_calls"]] == ["x"]
     assert message_of(Action("hm", tool_calls=calls[1:], raw_text="raw"))["content"] == "raw"
+
+
+RESPONSES_TOOL: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+
+
+def test_a_conversation_through_responses_is_one_segment_with_the_tokens_of_chat_completions() -> None:
+    def script(prompt: str) -> str:
+        return "<think>hm</think>done" if "tool|5" in prompt else f"<think>add</think>so {CALL}"
+
+    async def played(client: AsyncOpenAI) -> float:
+        asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
+        options: Any = {"model": "any", "instructions": "be good", "tools": [RESPONSES_TOOL]}
+        first = await client.responses.create(input=asked, tool_choice="required", **options)
+        assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+        call: Any = first.output[2]
+        assert (first.output_text, call.name, json.loads(call.arguments)) == ("so", "add", {"a": 2})
+        read, written = first.usage.input_tokens, first.usage.output_tokens  # type: ignore[union-attr]
+        assert (read, written) == (46, len(f"<think>add</think>so {CALL}") + 1)
+        asked += [item.model_dump() for item in first.output]
+        asked.append({"type": "function_call_output", "call_id": call.call_id, "output": "5"})
+        second = await client.responses.create(input=asked, **options)
+        assert (second.status, second.output_text) == ("completed", "done")
+        return 1.0
+
+    trajectory = _play(played, ScriptedEngine(script))
+    assert _texts(trajectory) == [
+        [
+            (
+                "tools|1\nsystem|be good<eos>\nuser|hello<eos>\nassistant|",
+                f"<think>add</think>so {CALL}<eos>",
+            ),
+            ("\ntool|5<eos>\nassistant|", "<think>hm</think>done<eos>"),
+        ]
+    ]
+
+
+def test_a_streamed_response_is_that_of_the_whole_one() -> None:
+    async def played(client: AsyncOpenAI) -> float:
+        texts, calls = "", ""
+        async with client.responses.stream(model="any", input="hello", tools=[RESPONSES_TOOL]) as stream:
+            async for event in stream:
+                texts += event.delta if event.type == "response.output_text.delta" else ""
+                calls += event.delta if event.type == "response.function_call_arguments.delta" else ""
+            final = await stream.get_final_response()
+        assert (texts, calls) == ("so", '{"a": 2}')
+        assert (final.output_text, final.output[1].type, final.status) == ("so", "function_call", "completed")
+        cut = await client.responses.create(model="any", input="cut", max_output_tokens=7)
+        assert (cut.status, cut.output_text) == ("incomplete", "so")
+        assert cut.incomplete_details is not None
+        return 1.0
+
+    engine = ScriptedEngine(lambda prompt: "so~" if "cut" in prompt else f"so {CALL}")
+    trajectory = _play(played, engine)
+    assert len(trajectory.segments) == 2
+    assert engine.requests[-1].sampling.max_new_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"previous_response_id": "resp_1"}, 'previous_response_id="resp_1" is not supported here'),
+        ({"background": True}, "background=true is not supported"),
+        (
+            {"input": [{"type": "item_reference", "id": "1"}]},
+            "input of the type 'item_reference' is not supported",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only text is supported"),
+        ({"input": [{"type": "function_call", "call_id": "1"}]}, "tool_calls.0.function.name"),
+        ({"input": []}, "at least 1 item"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"text": {"format": {"type": "json_object"}}}, 'response_format.type="json_object"'),
+        ({"tool_choice": {"type": "function", "name": "sub"}}, "'sub', which is none of the tools"),
+    ],
+)
+def test_what_responses_do_not_support_is_refused(options: dict[str, Any], message: str) -> None:
+    async def played(client: AsyncOpenAI) -> float:
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.responses.create(**{"model": "any", "input": "hello", **options})
+        assert message in error.value.message
+        await _ask(client, USER)
+        return 1.0
+
+    assert len(_play(played).turns) == 1

@@ -84,14 +84,14 @@ class ChatEnv(Section):
     ) = None
     """Format of the policy's tool calls; null: that of the chat template, or `tag`
     (`<calculator>6*7</calculator>`) without one."""
+    thinking: Literal["keep", "as_template"] = "keep"
+    """The policy's reasoning in earlier turns: keep it, so that a conversation is one training row, or drop it where
+    the chat template does, which begins a new segment and row."""
 
 
 class _SteppedEnv(ChatEnv):
     cut_turns: Literal["end", "continue"] = "end"
     """A turn cut at sampling.max_new_tokens ends the episode as truncated, or the environment replies to it."""
-    thinking: Literal["keep", "as_template"] = "keep"
-    """The policy's reasoning in earlier turns: keep it, so that a conversation is one training row, or drop it where
-    the chat template does, which begins a new segment and row."""
     replies: Literal["messages", "text"] = "messages"
     """The environment's replies: messages of the chat template; or text without roles, after which the policy goes on with
     the same answer. An end token is then dropped from the context, which begins a new segment and row."""

@@ -30,9 +30,9 @@ def chat_format(
     env, data = config.env, config.data
     of_chat: dict[str, Any] = {}
     if isinstance(env, ChatEnv):
-        of_chat = {"tool_format": env.tool_format}
+        of_chat = {"tool_format": env.tool_format, "thinking": env.thinking}
     if isinstance(env, ToolsEnv | AgentEnvConfig):
-        of_chat |= {"thinking": env.thinking, "replies": env.replies}
+        of_chat["replies"] = env.replies
     chat = ChatFormat(
         tokenizer,
         end_token_ids=end_token_ids,

@@ -7,11 +7,11 @@ of a request are ignored with a warning; options that change the form of the ans
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError, model_validator
 
 from braid.errors import RewardError
 from braid.models.chat import ToolSchema
@@ -19,6 +19,7 @@ from braid.rewards.scorer import as_score
 from braid.types import Action, Message
 
 _TYPES = {401: "authentication_error", 409: "conflict_error", 500: "server_error", 503: "server_error"}
+_PARTS = ("text", "input_text", "output_text", "reasoning_text")
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -35,9 +36,9 @@ class RequestError(Exception):
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def _text(content: Any) -> Any:
+def as_text(content: Any) -> Any:
     """The content of a message, which may come in parts."""
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+    if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") in _PARTS for p in content):
         return "".join(str(part.get("text", "")) for part in content)
     if content is None or isinstance(content, str):
         return content or ""
@@ -70,7 +71,7 @@ class _ToolCall(BaseModel):
 
 class _Message(BaseModel):
     role: Annotated[Literal["system", "user", "assistant", "tool"], BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_text)] = ""
+    content: Annotated[str, BeforeValidator(as_text)] = ""
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -80,6 +81,15 @@ class _Message(BaseModel):
 class _Tool(BaseModel, extra="allow"):
     type: Literal["function"]
     function: dict[str, Any]
+
+
+class _NamedFunction(BaseModel):
+    name: str
+
+
+class _NamedTool(BaseModel):
+    type: Literal["function"]
+    function: _NamedFunction
 
 
 class _StreamOptions(BaseModel):
@@ -105,12 +115,30 @@ class ChatRequest(BaseModel, extra="allow"):
     logprobs: Literal[False] | None = None
     seed: None = None
     response_format: _TextFormat | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
     functions: None = None
     audio: None = None
     user: Any = None
     metadata: Any = None
     store: Any = None
+
+    @model_validator(mode="after")
+    def _required_exist(self) -> ChatRequest:
+        names = {tool.function.get("name") for tool in self.tools or []}
+        if self.tool_choice == "required" and not names:
+            raise ValueError("tool_choice=required needs tools")
+        if isinstance(self.tool_choice, _NamedTool) and self.tool_choice.function.name not in names:
+            raise ValueError(
+                f"tool_choice names {self.tool_choice.function.name!r}, which is none of the tools"
+            )
+        return self
+
+    def lacks_call(self, action: Action) -> bool:
+        """Whether a turn has no valid call of a tool that `tool_choice` demands. Sampling is not constrained to one."""
+        called = {call.name for call in action.tool_calls if call.status == "ok"}
+        if isinstance(self.tool_choice, _NamedTool):
+            return self.tool_choice.function.name not in called
+        return self.tool_choice == "required" and not called
 
     def conversation(self) -> tuple[list[Message], list[ToolSchema]]:
         """Messages and tools as chat templates take them."""
@@ -135,8 +163,17 @@ class PostedReward(BaseModel):
 
 def read(kind: type[M], body: bytes) -> M:
     """Read the body of a request. Raises RequestError."""
+    return _checked(lambda: kind.model_validate_json(body))
+
+
+def read_value(kind: type[M], value: Mapping[str, Any]) -> M:
+    """Read a request that is plain data already. Raises RequestError."""
+    return _checked(lambda: kind.model_validate(value))
+
+
+def _checked(reads: Callable[[], M]) -> M:
     try:
-        return kind.model_validate_json(body)
+        return reads()
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         param = ".".join(map(str, first["loc"]))
@@ -207,7 +244,7 @@ def message_of(action: Action, stops: Sequence[str] = ()) -> dict[str, Any]:
     return message
 
 
-def as_chunks(answer: Mapping[str, Any], *, has_usage: bool) -> Iterator[dict[str, Any]]:
+def as_chunks(answer: Mapping[str, Any], request: ChatRequest) -> Iterator[dict[str, Any]]:
     """An answer as the chunks of a stream: one with the message, one with the finish reason, one with the usage."""
     (choice,) = answer["choices"]
     message = dict(choice["message"])
@@ -216,5 +253,5 @@ def as_chunks(answer: Mapping[str, Any], *, has_usage: bool) -> Iterator[dict[st
     head = {k: answer[k] for k in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for delta, reason in ((message, None), ({}, choice["finish_reason"])):
         yield head | {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
-    if has_usage:
+    if request.has_usage:
         yield head | {"choices": [], "usage": answer["usage"]}

@@ -2,7 +2,8 @@
 
 A call whose messages extend a conversation that was answered before continues its segment: the policy reads the tokens
 that it read and wrote, then those of the new messages. Any other call starts a segment: another agent, a compacted
-history, or a second continuation of the same turn.
+history, or a second continuation of the same turn; with `env.thinking=as_template` also a call in which the template drops
+the reasoning of earlier turns.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from braid.errors import EngineError, ModelError
-from braid.models.chat import ChatFormat, ToolSchema
+from braid.models.chat import Answer, ChatFormat, ToolSchema
 from braid.models.tokenizer import answer_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from braid.types import Segment, Trajectory, TruncatedBy, Turn
+from braid.types import Message, Segment, Trajectory, TruncatedBy, Turn
 
 from .chat_api import ChatRequest, RequestError, answered, fingerprints, message_of
 
@@ -139,13 +140,28 @@ class Session:
                 segment, number = place
                 before = [i for t in segment.turns[: number + 1] for i in (*t.context_ids, *t.output_ids)]
                 try:
-                    new = self.chat.delta(messages[num:], tools, segment.turns[number].output_ids)
+                    ids = self._extended(before, messages, said, num, tools)
                 except ModelError as error:
                     _warn_once(f"conversations of programs are not continued but rendered anew: {error}")
                     break
-                return _Context(tools, said[-1], said[:3][-1], [*before, *new], new, place)
+                if ids[: len(before)] != before:
+                    return _Context(tools, said[-1], said[:3][-1], ids, ids)
+                return _Context(tools, said[-1], said[:3][-1], ids, ids[len(before) :], place)
         ids = self.chat.opening(messages, tools)
         return _Context(tools, said[-1], said[:3][-1], ids, ids)
+
+    def _extended(
+        self, before: list[int], messages: list[Message], said: list[bytes], num: int, tools: list[ToolSchema]
+    ) -> list[int]:
+        """Tokens of a conversation whose first `num` messages end with a recorded turn, the last of `before`; `said` are
+        its fingerprints. Raises ModelError."""
+        places = {i: self._turns[said[i + 1]] for i in range(num) if said[i + 1] in self._turns}
+        sampled = {i: segment.turns[number].output_ids for i, (segment, number) in places.items()}
+        if self.chat.thinking == "keep":
+            return [*before, *self.chat.delta(messages[num:], tools, sampled[num - 1])]
+        ends = [*list(sampled)[1:], len(messages)]
+        answers = [Answer(sampled[i], messages[i + 1 : end]) for i, end in zip(sampled, ends, strict=True)]
+        return self.chat.conversation(messages[: min(sampled)], answers, tools)
 
     async def _answer(self, call: Call, request: ChatRequest, context: _Context, room: int) -> dict[str, Any]:
         """Sample and record a turn; returns OpenAI's answer."""
@@ -173,6 +189,8 @@ class Session:
         calls = (f"call{number:03}{i:02}" for i in range(100))
         action = self.chat.parse(ids, context.tools, new_id=lambda: next(calls))
         self._counts += action.call_counts()
+        if request.lacks_call(action):
+            self._counts.append(("calls/missing", 1.0))
         message = message_of(action, request.stops)
         segment, number = self._record(context, completion)
         call.turn = segment.turns[number]

@@ -18,7 +18,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -28,6 +28,7 @@ from braid.types import Prompt
 from .chat_api import ChatRequest, PostedReward, RequestError, as_chunks, read, read_reward
 from .programs import described
 from .recorder import Session
+from .responses_api import as_events, as_response, read_response
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ MAX_BODY_BYTES = 32 * 2**20
 _KEEP_ALIVE_S = 5.0
 _IDLE_S = 3600
 """Time after which idle connections are closed: longer than a program thinks, so that none is as it is used."""
-_PATHS = "POST /v1/chat/completions, GET /v1/models, POST /v1/reward and, for external programs, POST /v1/end"
+_PATHS = "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, POST /v1/reward and, for external programs, POST /v1/end"
 _ASK_S = 20.0
 """A program that asks for an episode is told to ask again after this time without one."""
 
@@ -173,8 +174,8 @@ class SessionServer:
         if not session.is_open:
             raise RequestError(409, "the episode is over")
         match scope["method"], scope["path"]:
-            case "POST", "/v1/chat/completions":
-                await _complete(session, body, headers, receive, reply)
+            case "POST", path if path in _FORMS:
+                await _complete(session, _FORMS[path], body, headers, receive, reply)
             case "POST", "/v1/reward":
                 session.posted = read_reward(read(PostedReward, body).reward)
                 await reply.json({"reward": session.posted})
@@ -196,11 +197,26 @@ class SessionServer:
         return session
 
 
+class _Form(NamedTuple):
+    """How requests and answers of a path are written: the request of chat completions that a body is, and their
+    answer as one object and as the events of a stream."""
+
+    read: Callable[[bytes], ChatRequest]
+    whole: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    events: Callable[[Mapping[str, Any], ChatRequest], Iterator[Mapping[str, Any]]]
+
+
+_FORMS = {
+    "/v1/chat/completions": _Form(lambda body: read(ChatRequest, body), lambda answer: answer, as_chunks),
+    "/v1/responses": _Form(read_response, as_response, as_events),
+}
+
+
 async def _complete(
-    session: Session, body: bytes, headers: Mapping[bytes, str], receive: Receive, reply: _Reply
+    session: Session, form: _Form, body: bytes, headers: Mapping[bytes, str], receive: Receive, reply: _Reply
 ) -> None:
-    """Answer a chat completion. Ends the call if the client disconnects, unless another one waits for it."""
-    request = read(ChatRequest, body)
+    """Answer a request. Ends the call if the client disconnects, unless another one waits for it."""
+    request = form.read(body)
     retries = headers.get(b"x-stainless-retry-count")  # sent by OpenAI's clients
     call = session.call(request, sha256(body).digest(), is_retry=None if retries is None else retries != "0")
     gone = asyncio.create_task(_disconnected(receive))
@@ -217,9 +233,9 @@ async def _complete(
         answer = call.task.result()
         call.is_delivered = True
         if request.stream:
-            await reply.stream(as_chunks(answer, has_usage=request.has_usage))
+            await reply.stream(form.events(answer, request))
         else:
-            await reply.json(answer)
+            await reply.json(form.whole(answer))
     finally:
         gone.cancel()
         session.leave(call)
@@ -279,7 +295,8 @@ class _Reply:
 
 
 def _event(body: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body).encode() + b"\n\n"
+    named = f"event: {body['type']}\n".encode() if "type" in body else b""
+    return named + b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
 class _ClientGoneError(Exception):
