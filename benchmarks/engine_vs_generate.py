@@ -2,7 +2,7 @@
 
 Both sides have the same weights, dtype, threads, prompts (20 to 40 tokens) and numbers of new tokens, and sample at
 temperature 1. Lengths are forced: end tokens are off, and each sequence gets a limit of its own ("ragged": uniform in
-8..128; "equal": 128). `generate` gets its best: one left-padded batch, its cache, its own sdpa attention, and as many
+8..128; "equal": 128). `generate` gets its best: transformers' own layers, one left-padded batch, its cache, its own sdpa attention, and as many
 steps as the longest sequence takes; tokens beyond a sequence's limit are not counted, since nobody wants them. The sides
 take turns, and the ratio is the median over the turns, so that a machine that slows down slows both.
 
@@ -16,11 +16,10 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable
-from copy import deepcopy
 
 import torch
 from sizes import SIZES
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from braid.cluster.memory import keep_freed_memory
 from braid.config.model import ModelConfig
@@ -109,8 +108,8 @@ def main() -> None:
     for name in args.sizes:
         config = ModelConfig.model_validate({"build": SIZES[name], "dtype": args.dtype})
         lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))
-        plain = deepcopy(lm.model)
-        plain.set_attn_implementation("sdpa")
+        plain = AutoModelForCausalLM.from_config(lm.model.config, attn_implementation="sdpa").eval()
+        plain.load_state_dict(lm.model.state_dict())
         plain.generation_config.eos_token_id = None  # pyright: ignore[reportOptionalMemberAccess]
         plain.generation_config.pad_token_id = 0  # pyright: ignore[reportOptionalMemberAccess]
         parameters = sum(p.numel() for p in lm.model.parameters()) / 1e6

@@ -26,11 +26,11 @@ import torch
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
 from braid.cluster.memory import keep_freed_memory
-from braid.config.model import BuildSpec
+from braid.config.model import BuildSpec, ModelConfig
 from braid.config.train import OptimizerConfig, TrainConfig
-from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
-from braid.models.tokenizer import character_tokenizer
+from braid.models.linear import linear
+from braid.models.loading import load_policy
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss
 from braid.types import Row
@@ -97,8 +97,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 def measure(dtype: str, micro_batch_tokens: int, repeats: int, profile: bool) -> None:
     """Print what one dtype reaches."""
-    tokenizer = character_tokenizer(SPEC.characters)
-    lm = CausalLM(build_model(SPEC, tokenizer, dtype=torch.float32, seed=0))
+    lm = load_policy(ModelConfig(build=SPEC), temperature=1.0, seed=0, device=torch.device("cpu"))
     config = TrainConfig(
         optimizer=OptimizerConfig(lr=1e-5), micro_batch_tokens=micro_batch_tokens, autocast=AUTOCAST[dtype]
     )
@@ -112,7 +111,7 @@ def measure(dtype: str, micro_batch_tokens: int, repeats: int, profile: bool) ->
         backend.train(rows, weights, policy_loss(RECIPES["grpo"]))
 
     operands = {
-        (m, k, n): (torch.randn(m, k, dtype=DTYPE[dtype]), torch.randn(n, k, dtype=DTYPE[dtype]).t())
+        (m, k, n): (torch.randn(m, k, dtype=DTYPE[dtype]), torch.randn(n, k, dtype=DTYPE[dtype]))
         for m, k, n in products()
     }
     update()
@@ -127,7 +126,7 @@ def measure(dtype: str, micro_batch_tokens: int, repeats: int, profile: bool) ->
     times = []
     for _ in range(repeats):
         for (m, k, n), (left, right) in operands.items():
-            best = min(seconds(lambda a=left, b=right: a @ b) for _ in range(3))
+            best = min(seconds(lambda a=left, b=right: linear(a, b)) for _ in range(3))
             rates[m, k, n] = max(rates[m, k, n], 2 * m * k * n / best)
         times.append(seconds(update))
     flops, (shape, ceiling) = update_flops(lm, rows), max(rates.items(), key=lambda item: item[1])

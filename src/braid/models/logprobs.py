@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .compiling import compiled
+from .linear import linear, uses_onednn
 
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _MIN_COLUMNS = 256
@@ -349,12 +350,12 @@ def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     if left.device.type != "cpu" and left.dtype in (torch.bfloat16, torch.float16):
         product = torch.mm(left, right, out_dtype=torch.float32)
         return product if bias is None else product.add_(bias)
-    return left @ right if bias is None else torch.addmm(bias.to(left.dtype), left, right)
+    return linear(left, right.t(), None if bias is None else bias.to(left.dtype))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in the type of `total`."""
-    if total.dtype == left.dtype:
+    if total.dtype == left.dtype and not uses_onednn(left, right):
         total.addmm_(left, right)
     else:
         total.add_(_product(left, right))
