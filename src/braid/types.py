@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 # Choices of an algorithm's parts; algorithms/recipes.py has the names of advantages, policy losses and recipes.
 AdvantageLevel = Literal["trajectory", "turn"]
+Bootstrap = Literal["truncated", "always"]
 RewardStatistics = Literal["none", "group", "source", "batch", "running"]
 RatioLevel = Literal["token", "turn", "sequence", "turn_product", "sequence_product"]
 DecisionLevel = Literal["token", "action", "chunk"]
@@ -229,9 +230,9 @@ class Lengths(NamedTuple):
     env_s: tuple[float, ...] = ()
 
 
-TruncatedBy = Literal["turns", "context", "turn_tokens", "time", "environment"]
-"""The limit that ended an episode: of turns, of tokens of the context, of tokens of one turn, of time, or the
-environment's own."""
+TruncatedBy = Literal["turns", "context", "turn_tokens", "time", "environment", "rollout"]
+"""The limit that ended an episode: of turns, of tokens of the context, of tokens of one turn, of time, the
+environment's own, or the env steps of a rollout."""
 
 
 @dataclass(slots=True)

@@ -227,7 +227,7 @@ RULES = section("algorithm", "algorithm")(
         to("max_new_tokens", ".max_new_tokens", "count", TEXT_ONLY),
         to("min_new_tokens", ".min_new_tokens", "natural", TEXT_ONLY, note="not read by RLinf")),
     # robots
-    to("rollout_epoch", "env.episodes_per_round", "count", ROBOTS_ONLY),
+    to("rollout_epoch", "rollout.prompts_per_round", "count", ROBOTS_ONLY, computed(facts.prompts)),
     to("reward_type", ".reward_level", "chunk_level|action_level", ROBOTS_ONLY, _LEVEL,
        note="chunk_level: rewards of a chunk are summed, one advantage each; action_level: one per action"),
     to("logprob_type", ".logprob_level", "token_level|action_level|chunk_level", ROBOTS_ONLY, _LEVEL),
@@ -239,5 +239,6 @@ RULES = section("algorithm", "algorithm")(
     to("auto_reset", "env.auto_reset", "bool", ROBOTS_ONLY, overridden("env.train.auto_reset")),
     to("ignore_terminations", "env.ignore_terminations", "bool", ROBOTS_ONLY,
        overridden("env.train.ignore_terminations")),
-    missing("bootstrap_type", "values are always bootstrapped at time limits (standard)"))
+    to("bootstrap_type", ".bootstrap", {"standard": "truncated", "always": "always"}, ROBOTS_ONLY, VALUES,
+       note="always: the return of an episode goes on with its last state's value also where the task has ended"))
 # fmt: on

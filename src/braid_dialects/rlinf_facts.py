@@ -106,15 +106,25 @@ def chunks_per_episode(source: Source) -> int:
     return max(1, steps // (source["actor.model.num_action_chunks"] or 1))
 
 
+def rollout_epochs(source: Source) -> int:
+    """How often all simulators are run per round; the key moved from `algorithm` to `env.train`."""
+    return source["env.train.rollout_epoch"] or source["algorithm.rollout_epoch"] or 1
+
+
 def episodes(source: Source) -> int:
     """Episodes per round: simulators times episodes of each. Without a number of simulators (RLinf requires
     it): as many as fill one optimizer batch, in whole groups."""
-    epochs, given = source["algorithm.rollout_epoch"] or 1, source["env.train.total_num_envs"]
+    epochs, given = rollout_epochs(source), source["env.train.total_num_envs"]
     if given is None:
         group = source["algorithm.group_size"] or 1
         needed = (source["actor.global_batch_size"] or 1) // (chunks_per_episode(source) * epochs)
         given = max(1, needed // group) * group
     return given * epochs
+
+
+def prompts(source: Source) -> int:
+    """Groups per round: episodes, divided by the group size."""
+    return max(1, episodes(source) // (source["algorithm.group_size"] or 1))
 
 
 def _has_constant_rate(source: Source) -> bool:

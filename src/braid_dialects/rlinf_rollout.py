@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from . import rlinf_facts as facts
 from .conditions import needs, unless
-from .conversions import already, opposite, unless_null
+from .conversions import already, computed, opposite, unless_null
 from .rlinf_facts import ROBOTS_ONLY, SERVED, SGLANG, VLLM, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Source, unsupported
+from .table import Became, Source, no_effect, unsupported
 from .values import Takes, choice, list_of, nullable
 
 ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}
@@ -55,9 +55,18 @@ def _as_trained(value: str, source: Source) -> str:
 
 
 def _num_envs(value: int | None, source: Source) -> Became:
-    """Compute the prompts (reset states) per round: episodes, divided by the group size."""
-    prompts = max(1, facts.episodes(source) // (source["algorithm.group_size"] or 1))
-    return Became({"env.num_envs": value, "rollout.prompts_per_round": prompts})
+    """Simulators, and the prompts (reset states) of a round."""
+    num_envs = facts.episodes(source) // facts.rollout_epochs(source) if value is None else value
+    return Became({"env.num_envs": num_envs, "rollout.prompts_per_round": facts.prompts(source)})
+
+
+def _eval_episodes(value: int | None, source: Source) -> Became:
+    """Episodes of an evaluation: simulators times their runs, times the episodes of a run with auto_reset."""
+    if value is None:
+        return no_effect("the number of evaluation episodes is env.eval_episodes")
+    steps, longest = (source[f"env.eval.max_{name}"] for name in ("steps_per_rollout_epoch", "episode_steps"))
+    each = max(1, steps // longest) if source["env.eval.auto_reset"] and steps and longest else 1
+    return Became({"env.eval_episodes": value * (source["env.eval.rollout_epoch"] or 1) * each})
 
 
 _SIMULATORS = "maniskill|libero|robotwin|isaaclab|metaworld|behavior|calvin|robocasa|realworld|habitat"
@@ -140,7 +149,6 @@ _ENV = section("env.{train,eval}", "{env}", ROBOTS_ONLY)(
        lambda v, _: v if v in ("maniskill", "libero") else unsupported("use maniskill or libero"), _as_trained),
     to("task_name init_params.id", "env.task", "text", needs("env.train.env_type", "maniskill"), _as_trained),
     to("task_suite_name", "env.suite", _SUITES, needs("env.train.env_type", "libero"), _as_trained),
-    missing("max_steps_per_rollout_epoch", "use max_episode_steps: simulators always run whole episodes"),
     to("auto_reset", ".auto_reset", "bool", note="at the end of an action chunk"),
     to("ignore_terminations", ".ignore_terminations", "bool"),
     to("use_fixed_reset_state_ids", ".fixed_reset_states", "bool", note="a group shares its reset state"),
@@ -182,9 +190,12 @@ RULES = rows(
     to("env.enable_offload", "env.offload", "bool", ROBOTS_ONLY),
     to("env.train.total_num_envs", "", "count?", ROBOTS_ONLY, _num_envs,
        note="rollout.prompts_per_round = this * rollout_epoch // group_size; null: one optimizer batch"),
-    to("env.train.rollout_epoch", "env.episodes_per_round", "count", ROBOTS_ONLY),
-    to("env.eval.total_num_envs", "env.eval.num_envs", "count?", ROBOTS_ONLY),
-    missing("env.eval.rollout_epoch", "evaluation always runs each reset state once"),
+    to("env.train.rollout_epoch", "rollout.prompts_per_round", "count", ROBOTS_ONLY, computed(facts.prompts)),
+    to("env.train.max_steps_per_rollout_epoch", "env.max_steps_per_rollout", "count", ROBOTS_ONLY,
+       note="env steps of each simulator in a round"),
+    to("env.eval.total_num_envs", "env.eval_episodes", "count?", ROBOTS_ONLY, _eval_episodes,
+       note="times rollout_epoch, and with auto_reset the episodes of max_steps_per_rollout_epoch"),
+    always("env.eval.{rollout_epoch,max_steps_per_rollout_epoch}", "env.eval_episodes has them", "count"),
     _ENV,
     _VLA,
 )

@@ -46,7 +46,7 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
         "../results/grpo-1.5b/video/train",
     )
     assert (env.camera_height, env.camera_width) == (256, 256)
-    assert (env.offload, env.pipeline_stages, env.episodes_per_round) == (True, 2, 1)
+    assert (env.offload, env.pipeline_stages, env.num_envs) == (True, 2, 160)
     assert env.eval is not None
     assert env.eval.max_episode_steps == 10
     assert (found.train.backend, found.rollout.engine) == ("fsdp", "native")
@@ -128,11 +128,33 @@ def test_a_round_has_the_episodes_of_all_simulators_and_a_step_global_batch_size
     assert (found.rollout.prompts_per_round, found.train.steps_per_pass) == (prompts, steps)
 
 
+def test_several_episodes_of_each_simulator_in_a_round() -> None:
+    found = config(
+        "env.train.auto_reset=true",
+        "env.train.total_num_envs=64",
+        "env.train.rollout_epoch=2",
+        "env.train.max_steps_per_rollout_epoch=160",
+        "env.eval.auto_reset=true",
+        "env.eval.total_num_envs=10",
+        "env.eval.rollout_epoch=3",
+        "env.eval.max_episode_steps=80",
+        "env.eval.max_steps_per_rollout_epoch=160",
+    )
+    env = found.env
+    assert isinstance(env, ManiskillEnv)
+    assert (env.auto_reset, env.max_steps_per_rollout, env.num_envs) == (True, 160, 64)
+    assert found.rollout.prompts_per_round == 64 * 2 // 2
+    assert env.eval_episodes == 10 * 3 * 2
+
+
 def test_gae_adds_a_value_head() -> None:
     found = config(
         "algorithm.adv_type=gae", "algorithm.loss_type=actor_critic", "algorithm.gamma=0.8"
     ).algorithm
     assert (found.advantage, found.gamma) == ("gae", 0.8)
+    values = ("algorithm.adv_type=gae", "algorithm.loss_type=actor_critic")
+    assert config(*values, "algorithm.bootstrap_type=always").algorithm.bootstrap == "always"
+    assert config("algorithm.bootstrap_type=always").algorithm.bootstrap is None
     assert config("algorithm.adv_type=ppo").algorithm.advantage == "gae"
     assert config("algorithm.adv_type=gae", "algorithm.loss_type=actor").algorithm.advantage == "reinforce"
 

@@ -467,3 +467,22 @@ def test_the_full_kl_needs_no_other_log_probs_of_policy_or_reference(backend: st
         None, [*TEXT, *FULL_KL, f"train.backend={backend}", f"algorithm.kl_in={place}"]
     ).config
     assert resolve(config).old_logprobs == "current"
+
+
+def test_a_rollout_holds_a_chunk_and_compared_episodes_begin_in_the_same_state() -> None:
+    chunks = ["model.mlp.num_action_chunks=4", "env.max_steps_per_rollout=3"]
+    assert complaints(SIMULATOR, *chunks) == [
+        "env.max_steps_per_rollout: a rollout of 3 env steps ends before the first chunk of 4 actions; raise it to 4 or "
+        "more"
+    ]
+    (warned,) = warnings(SIMULATOR, "algorithm.recipe=grpo", "env.fixed_reset_states=false")
+    assert "compared although they begin in different states; set it to true" in warned
+    assert not warnings(SIMULATOR, "env.fixed_reset_states=false")
+    assert warnings(SIMULATOR, "rollout.group_size=1", "env.fixed_reset_states=false") == [
+        "env.fixed_reset_states: has no effect: a group is a single episode (rollout.group_size)"
+    ]
+
+
+def test_only_a_simulator_has_a_state_after_the_end() -> None:
+    (why,) = complaints(TEXT, "algorithm.recipe=ppo", "algorithm.bootstrap=always")
+    assert "algorithm.bootstrap: a text has no state after its end" in why

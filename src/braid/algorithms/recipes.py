@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from braid.types import (
     AdvantageLevel,
     Aggregation,
+    Bootstrap,
     CorrectionLevel,
     CorrectionMeasure,
     CorrectionMode,
@@ -36,7 +37,7 @@ class Estimator(NamedTuple):
 
 ADVANTAGES: Mapping[str, Estimator] = {
     "grpo": Estimator(frozenset({"normalize_by_std", "advantage_level"}), compares_group=True),
-    "gae": Estimator(frozenset({"gamma", "gae_lambda", "advantage_level"})),
+    "gae": Estimator(frozenset({"gamma", "gae_lambda", "advantage_level", "bootstrap"})),
     "reinforce": Estimator(frozenset({"gamma", "advantage_level"})),
     "rloo": Estimator(compares_group=True),
     "remax": Estimator(),
@@ -104,6 +105,7 @@ class Recipe:
     normalize_by_std: bool = True
     gamma: float = 1.0
     gae_lambda: float = 1.0
+    bootstrap: Bootstrap = "truncated"
     episode_weight: float = 1.0
     turn_weight: float = 1.0
     reward_clip: float | None = None

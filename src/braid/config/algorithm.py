@@ -10,6 +10,7 @@ from braid.algorithms.recipes import Advantage, PolicyLoss, RecipeName
 from braid.types import (
     AdvantageLevel,
     Aggregation,
+    Bootstrap,
     CorrectionLevel,
     CorrectionMeasure,
     CorrectionMode,
@@ -81,6 +82,9 @@ class AlgorithmConfig(Section):
     """Discount factor. gae, reinforce: per position, or per turn with advantage_level=turn. gigpo: per turn."""
     gae_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
     """gae: lambda of generalized advantage estimation."""
+    bootstrap: Bootstrap | None = None
+    """gae: robots' episodes whose return goes on with the value of the last state: those truncated by a time limit, or
+    all, also where the task itself has ended (RLinf's ManiSkill recipes)."""
     episode_weight: NonNegativeFloat | None = None
     """gigpo: weight of the episode-level advantage, which compares trajectories."""
     turn_weight: NonNegativeFloat | None = None

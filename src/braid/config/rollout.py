@@ -287,10 +287,47 @@ class SimulatorEnv(Section):
     """Child processes among which the environments are divided; they step in parallel, with the deadline
     rollout.env_timeout_s. 0: in the run's own process, without a deadline; for debuggers, and for environments whose
     steps take microseconds. Changes no result."""
+    max_episode_steps: PositiveInt | None = None
+    """Maximum env steps, after which an episode is truncated; null for the environment's own limit."""
+    ignore_terminations: bool = False
+    """Go on after the task itself has ended, until max_episode_steps; success_once still tells whether the task was
+    fulfilled in between."""
+    reward_scale: float = Field(default=1.0, allow_inf_nan=False)
+    """Factor on the environment's rewards, also in evaluations and metrics."""
+    relative_reward: bool = False
+    """Use the change of the environment's reward since the previous env step as the reward of an env step; 0 before
+    the first."""
+    auto_reset: bool = False
+    """Start another episode when one ends, at the end of its action chunk, until max_steps_per_rollout. Each is a
+    trajectory of the group. Evaluations run one episode per reset state."""
+    max_steps_per_rollout: PositiveInt | None = None
+    """Env steps of each of a round's prompts_per_round * group_size rollouts, in whole action chunks; an episode that
+    has not ended by then is truncated, and its last state's value bootstrapped. null: until the episode ends."""
+    fixed_reset_states: bool = True
+    """Start all episodes of a group in the same reset state; false: each in one of its own."""
+    reset_seeds: PositiveInt | tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] | None = None
+    """Seeds of the reset states of training: a list, or a number for the seeds below it; visited once per epoch, in
+    order without data.shuffle. null: new random ones in every round."""
+    eval_reset_seeds: PositiveInt | tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] | None = None
+    """Seeds of the reset states of evaluations, a list or the seeds below a number, one episode each; null:
+    eval_episodes random ones, the same in every evaluation."""
     eval_episodes: PositiveInt = 100
     """Episodes per evaluation, each from a different reset state."""
     video: VideoConfig = VideoConfig()
     """Videos of evaluation episodes."""
+
+    @model_validator(mode="after")
+    def _rollouts(self) -> SimulatorEnv:
+        if self.auto_reset and self.max_steps_per_rollout is None:
+            raise ValueError("auto_reset=true needs the length of a rollout; set max_steps_per_rollout")
+        if self.ignore_terminations and self.max_episode_steps is None:
+            raise ValueError("ignore_terminations=true needs a time limit; set max_episode_steps")
+        for key in ("reset_seeds", "eval_reset_seeds"):
+            if getattr(self, key) == ():
+                raise ValueError(f"{key} is empty; name at least one seed, or set it to null")
+        if self.reset_seeds is not None and not self.fixed_reset_states:
+            raise ValueError("reset_seeds are those of whole groups; set fixed_reset_states=true")
+        return self
 
 
 class GymnasiumEnv(SimulatorEnv):
@@ -356,11 +393,19 @@ class RobotSettings(Section):
     """Videos of evaluation episodes."""
 
 
-class _RobotEnv(RobotSettings):
+class _RobotEnv(SimulatorEnv):
+    max_episode_steps: PositiveInt = 80
+    """Maximum env steps, after which an episode is truncated."""
+    group_size: PositiveInt | None = None
+    """Environments that share a reset state; rollout.group_size when null."""
+    seed: NonNegativeInt = 0
+    """Offset added to the run's seed for reset states."""
+    camera_height: PositiveInt = 256
+    """Height of camera images, in pixels."""
+    camera_width: PositiveInt = 256
+    """Width of camera images, in pixels."""
     eval: RobotSettings | None = None
     """Settings for evaluation; those of training when null."""
-    episodes_per_round: PositiveInt = 1
-    """Number of times that all environments are run per round."""
     offload: bool = False
     """Save the simulators' state and stop their processes while the policy is trained."""
     pipeline_stages: PositiveInt = 1

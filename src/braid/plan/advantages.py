@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from braid.algorithms.recipes import ADVANTAGES
+from braid.config.rollout import SimulatorEnv
 from braid.config.schema import RunConfig
 
 from .plan import Plan
@@ -36,6 +37,9 @@ def advantage_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
     if name == "gigpo" and recipe.episode_weight == recipe.turn_weight == 0:
         why = "algorithm.episode_weight is 0 too, so every advantage of gigpo is 0; raise one of them"
         yield "algorithm.turn_weight", why
+    if recipe.bootstrap == "always" and name == "gae" and not isinstance(config.env, SimulatorEnv):
+        why = "a text has no state after its end whose value could be added; set it to truncated"
+        yield "algorithm.bootstrap", why
     low, high = rollout.filter.min_mean, rollout.filter.max_mean
     if low is not None and high is not None and low >= high:
         why = f"min_mean={low:g} is not below max_mean={high:g}, so every group is dropped"
@@ -59,6 +63,10 @@ def advantage_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
             negative,
             "makes rewards negative, but maxrl learns nothing from groups with a mean of 0 or less",
         )
+    env, compares = config.env, ADVANTAGES[recipe.advantage].compares_group or recipe.reward_mean == "group"
+    if compares and isinstance(env, SimulatorEnv) and not env.fixed_reset_states:
+        which = "the episodes of a group are compared although they begin in different states"
+        yield "env.fixed_reset_states", f"{which}; set it to true, or use algorithm.recipe=ppo"
     is_engines = plan.old_logprobs in ("behavior", "interpolated")
     if is_engines and recipe.corrections and config.algorithm.corrections is None:
         which = f"with {plan.old_logprobs} the corrections of algorithm.recipe={config.algorithm.recipe}"

@@ -85,6 +85,10 @@ def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     ):
         if is_set:
             yield key, why
+    steps, chunk = config.env.max_steps_per_rollout, model.num_action_chunks
+    if steps is not None and steps < chunk:
+        why = f"a rollout of {steps} env steps ends before the first chunk of {chunk} actions"
+        yield "env.max_steps_per_rollout", f"{why}; raise it to {chunk} or more"
 
 
 def _demonstrations(config: RunConfig, plan: Plan) -> Iterator[Finding]:

@@ -318,6 +318,10 @@ def _simulators(config: RunConfig, plan: Plan) -> _Unused:
     env = config.env
     if isinstance(env, SimulatorEnv) and env.num_envs > plan.trajectories_per_round:
         yield "a round has fewer trajectories than that", "env.num_envs"
+    if isinstance(env, SimulatorEnv) and config.rollout.group_size == 1 and not env.auto_reset:
+        yield "a group is a single episode (rollout.group_size)", "env.fixed_reset_states"
+    if isinstance(env, SimulatorEnv) and env.eval_reset_seeds is not None:
+        yield "env.eval_reset_seeds has one for each episode", "env.eval_episodes"
     if isinstance(env, SimulatorEnv) and env.processes > env.num_envs:
         yield "there are fewer environments than that (env.num_envs)", "env.processes"
     if isinstance(env, SimulatorEnv) and not env.video.save:

@@ -67,7 +67,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("env/reply_p<k>_s", "s", "Percentile (50, 90, 99) of the time that one reply of the environment took."),
     Metric("env/tool_s", "s", "Mean time of env/step_s spent in tools."),
     Metric("env/sample_s", "s", "Mean time that the policy took in a trajectory to write its turns, to compare env/step_s with."),
-    Metric("env/truncated/<limit>", "", "Share of valid trajectories ended by a limit: turns, context, turn_tokens (one turn's), time, or the environment's own."),
+    Metric("env/truncated/<limit>", "", "Share of valid trajectories ended by a limit: turns, context, turn_tokens (one turn's), time, the environment's own, or rollout (a simulator's max_steps_per_rollout)."),
     Metric("env/calls/<tool>/<status>", "", "The next metric for one tool."),
     Metric("env/calls/<status>", "", "Mean number of the policy's tool calls in a trajectory, by status: ok, bad_json, not_an_object, unknown_tool, bad_arguments; and missing: turns without the call that a program required."),
     Metric("env/reward/<name>", "", "Mean reward of one agent, where agents have rewards of their own; or one of a program's rewards by name."),

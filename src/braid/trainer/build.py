@@ -32,7 +32,7 @@ from braid.training.worker import device_of
 from .buffer import Buffer
 from .cluster import ROWS, Cluster, OneProcess, RayCluster
 from .costs import held_bytes
-from .inputs import TextInputs, environment_of, reset_states
+from .inputs import TextInputs, environment_of, reset_states, rules_of
 from .parts import Parts
 from .pipeline import Pipeline, PipelineSettings
 from .rollouts import Rollouts
@@ -159,12 +159,13 @@ def _simulator(env: SimulatorEnv, base_dir: Path, timeout_s: float, _: Place) ->
 
     env_id, kwargs = environment_of(env)[1:]
     if not env.processes:
-        return GymnasiumSimulator(env_id, env.num_envs, kwargs, base_dir=base_dir)
+        return GymnasiumSimulator(env_id, env.num_envs, kwargs, base_dir=base_dir, rules=rules_of(env))
     return SimulatorProcesses(
         env_id,
         env.num_envs,
         kwargs,
         base_dir=base_dir,
+        rules=rules_of(env),
         num_processes=env.processes,
         timeout_s=timeout_s,
     )

@@ -234,10 +234,14 @@ def simulator_collector(
 
     engine = SimulatorEngine(simulator, policy, retries=rollout.retries, owns_weights=plan.is_pipelined)
 
-    def driver(sampling: SamplingConfig, num_filmed: int = 0) -> Driver:
-        return SimulatorDriver(engine, seed=config.run.seed, greedy=sampling.greedy, num_filmed=num_filmed)
+    def driver(sampling: SamplingConfig, num_filmed: int = 0, **of_use: Any) -> Driver:
+        return SimulatorDriver(
+            engine, seed=config.run.seed, greedy=sampling.greedy, num_filmed=num_filmed, **of_use
+        )
 
     num_filmed = env.video.num_episodes if env.video.save else 0
+    steps, chunk = env.max_steps_per_rollout, config.model.num_action_chunks
+    max_decisions = None if steps is None else steps // chunk
 
     in_eval = config.eval.sampling or rollout.sampling
     if config.model.vla is not None and config.model.vla.greedy:
@@ -246,7 +250,12 @@ def simulator_collector(
     return Collector(
         reset_states(env),
         {
-            "train": driver(rollout.sampling),
+            "train": driver(
+                rollout.sampling,
+                max_decisions=max_decisions,
+                auto_reset=env.auto_reset,
+                shares_reset=env.fixed_reset_states,
+            ),
             "eval": driver(in_eval, num_filmed),
         },
         driver(_greedy(rollout.sampling)) if plan.needs_greedy else None,

@@ -19,6 +19,7 @@ from braid.data.sampler import MixedSampler, PromptSampler
 from braid.data.worked import ExampleSet, load_examples
 from braid.envs.agents.build import kind_of
 from braid.envs.simulators.base import reset_prompts
+from braid.envs.simulators.rules import EpisodeRules
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
 from braid.plan import Verb, policy_size
@@ -110,6 +111,7 @@ def environment_of(env: SimulatorEnv) -> tuple[str, str, dict[str, Any]]:
     """Name of a simulator's environments, the registered id, class or function that makes them, and its arguments."""
     if isinstance(env, MetaworldEnv):
         own = env.model_dump(exclude={"kind", *SimulatorEnv.model_fields})
+        own["max_episode_steps"] = env.max_episode_steps
         return env.task, "braid.envs.simulators.adapters.metaworld.MetaWorld", own
     assert isinstance(env, GymnasiumEnv), "there are no others"
     return env.id, env.id, env.kwargs
@@ -119,9 +121,18 @@ def reset_states(env: SimulatorEnv) -> dict[Use, list[Prompt]]:
     """Prompts of a simulator: its reset states."""
     name, *_ = environment_of(env)
     return {
-        "train": reset_prompts(name, NUM_RESET_STATES),
-        "eval": reset_prompts(name, env.eval_episodes),
+        "train": reset_prompts(name, NUM_RESET_STATES, _seeds(env.reset_seeds)),
+        "eval": reset_prompts(name, env.eval_episodes, _seeds(env.eval_reset_seeds)),
     }
+
+
+def _seeds(given: int | Sequence[int] | None) -> Sequence[int] | None:
+    return range(given) if isinstance(given, int) else given
+
+
+def rules_of(env: SimulatorEnv) -> EpisodeRules:
+    """The rules of a simulator's episodes."""
+    return EpisodeRules(env.max_episode_steps, env.ignore_terminations, env.relative_reward, env.reward_scale)
 
 
 def check_sources(loaded: Loaded, inputs: TextInputs) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from braid.algorithms.aggregate import row_weights
+from braid.config.rollout import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.data.sampler import PromptSampler
 from braid.data.worked import Example
@@ -23,7 +24,7 @@ from braid.training.group import ModelGroup
 from braid.training.losses import supervised_loss
 from braid.types import Row
 
-from .inputs import NUM_RESET_STATES, TextInputs, prompt_sampler
+from .inputs import TextInputs, prompt_sampler, reset_states
 
 
 @dataclass
@@ -92,5 +93,6 @@ def sampler_of(
     if plan.verb == "sft" and supervised:
         return supervised.sampler
     if inputs is None:
-        return prompt_sampler(config, NUM_RESET_STATES)
+        assert isinstance(config.env, SimulatorEnv), "other environments have text inputs"
+        return prompt_sampler(config, len(reset_states(config.env)["train"]))
     return prompt_sampler(config, max(1, len(inputs.train.prompts)), inputs.train.prompts)

@@ -291,8 +291,10 @@ def gae(round_: _Round, recipe: Recipe) -> Tensor:
     """gae, over positions; or over turns, with the sum of a turn's rewards and the value of its first position.
     Also writes `returns` into the rows."""
     values = _flat([row.fields["values"] for row in round_.rows])
+    is_open = [recipe.bootstrap == "always" or not of[-1].is_terminal for of in round_.trajectories]
     bootstrap = [
-        0.0 if of[-1].is_terminal else float(of[-1].fields["values"][-1]) for of in round_.trajectories
+        float(of[-1].fields["values"][-1]) if goes_on else 0.0
+        for goes_on, of in zip(is_open, round_.trajectories, strict=True)
     ]
     if recipe.values_turns:
         turns = _Turns.of(round_)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,6 +72,10 @@ class Simulator(Protocol):
     def close(self) -> None: ...
 
 
-def reset_prompts(name: str, count: int) -> list[Prompt]:
-    """Prompts of a simulator: each stands for a reset state, which is drawn anew in each round."""
-    return [Prompt(uid=f"{name}:{i}", source=name, token_ids=(), messages=()) for i in range(count)]
+def reset_prompts(name: str, count: int, seeds: Sequence[int] | None = None) -> list[Prompt]:
+    """Prompts of a simulator: each stands for a reset state, that of its seed, or one drawn anew in each round."""
+    of_seeds = [{}] * count if seeds is None else [{"reset_seed": seed} for seed in seeds]
+    return [
+        Prompt(uid=f"{name}:{i}", source=name, token_ids=(), messages=(), fields=fields)
+        for i, fields in enumerate(of_seeds)
+    ]

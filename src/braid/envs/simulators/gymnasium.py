@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
 from numpy.typing import NDArray
 
 from braid.errors import ConfigError, EnvError, Problem, suggest
@@ -20,6 +21,7 @@ from braid.functions import load_function
 from braid.types import ActionSpace, Spaces
 
 from .base import Tick
+from .rules import EpisodeRules, RuledEnv
 
 
 class GymnasiumSimulator:
@@ -40,10 +42,11 @@ class GymnasiumSimulator:
         kwargs: Mapping[str, Any] | None = None,
         *,
         base_dir: Path = Path(),
+        rules: EpisodeRules = EpisodeRules(),
     ) -> None:
         """Raises ConfigError for an unknown id, arguments that the environment rejects, or unsupported
         spaces."""
-        self._make = partial(_make, env_id, kwargs or {}, base_dir)
+        self._make = partial(_make, env_id, kwargs or {}, base_dir, rules)
         self._envs = [self._make() for _ in range(num_envs)]
         self.num_envs = num_envs
         self._filmed: set[int] = set()
@@ -146,12 +149,17 @@ def _is_image(space: spaces.Space) -> bool:
     return isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) == 3
 
 
-def _make(env_id: str, kwargs: Mapping[str, Any], base_dir: Path) -> gymnasium.Env:
+def _make(env_id: str, kwargs: Mapping[str, Any], base_dir: Path, rules: EpisodeRules) -> gymnasium.Env:
+    limit = rules.max_episode_steps
     try:
         if ".py:" in env_id or ("." in env_id and ":" not in env_id):  # module:Name-v0 is registered
             make = load_function(env_id, base_dir=base_dir, key="env.id", allows_class=True)
-            return make(**kwargs)
-        return gymnasium.make(env_id, disable_env_checker=True, **kwargs)
+            env = make(**kwargs)
+            env = env if limit is None else TimeLimit(env, limit)
+        else:
+            limited = kwargs if limit is None else {**kwargs, "max_episode_steps": limit}
+            env = gymnasium.make(env_id, disable_env_checker=True, **limited)
+        return env if rules == EpisodeRules(limit) else RuledEnv(env, rules)
     except gymnasium.error.DependencyNotInstalled as error:
         raise _refused("id", f"{env_id} needs a package that is not installed: {error}") from error
     except gymnasium.error.Error as error:

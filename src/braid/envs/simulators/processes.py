@@ -37,6 +37,7 @@ from braid.types import Spaces
 
 from .base import Tick
 from .gymnasium import GymnasiumSimulator
+from .rules import EpisodeRules
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +61,14 @@ class SimulatorProcesses:
         kwargs: Mapping[str, Any] | None = None,
         *,
         base_dir: Path = Path(),
+        rules: EpisodeRules = EpisodeRules(),
         num_processes: int = 1,
         timeout_s: float,
     ) -> None:
         """Each call, and the start of a process, has to end within `timeout_s` (rollout.env_timeout_s). Raises
         ConfigError like GymnasiumSimulator, and EnvError if a process cannot be started."""
         self.timeout_s = timeout_s
-        environment = _pickled(env_id, kwargs or {}, base_dir)
+        environment = _pickled(env_id, kwargs or {}, base_dir, rules)
         count = min(num_processes, num_envs)
         bounds = [number * num_envs // count for number in range(count + 1)]
         self._processes = [
@@ -254,12 +256,12 @@ class _Process:
         return process.wait()
 
 
-def _pickled(env_id: str, kwargs: Mapping[str, Any], base_dir: Path) -> bytes:
+def _pickled(env_id: str, kwargs: Mapping[str, Any], base_dir: Path, rules: EpisodeRules) -> bytes:
     """The environment for a child process, with its registration here, which may be that of a script or notebook."""
     name = env_id.split("-v")[0]
     specs = {key: spec for key, spec in gymnasium.registry.items() if key.split("-v")[0] == name}
     try:
-        return pickle.dumps(CloudpickleWrapper((dict(kwargs), specs, base_dir)))  # pyright: ignore[reportArgumentType]
+        return pickle.dumps(CloudpickleWrapper((dict(kwargs), specs, base_dir, rules)))  # pyright: ignore[reportArgumentType]
     except Exception as error:
         why = f"{env_id} cannot be sent to another process ({error}); set it to 0"
         raise ConfigError([Problem("env.processes", why, "env")]) from error
@@ -303,9 +305,9 @@ def _received(connection: Connection) -> bytes | None:
 def _made(env_id: str, num_envs: int, environment: bytes) -> tuple[Any, GymnasiumSimulator | None]:
     """The simulator, after its spaces; or an error and None."""
     try:
-        kwargs, specs, base_dir = pickle.loads(environment).fn
+        kwargs, specs, base_dir, rules = pickle.loads(environment).fn
         gymnasium.registry.update(specs)
-        simulator = GymnasiumSimulator(env_id, num_envs, kwargs, base_dir=base_dir)
+        simulator = GymnasiumSimulator(env_id, num_envs, kwargs, base_dir=base_dir, rules=rules)
     except ConfigError as error:
         return error, None
     except Exception as error:

@@ -6,16 +6,18 @@ from dataclasses import KW_ONLY, dataclass
 
 from braid.cluster.loops import all_of
 from braid.rollout.engines.simulators import Episode, SimulatorEngine
-from braid.types import Group, Prompt
+from braid.types import Group, Prompt, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatorDriver:
     """Turns prompts (reset states) into groups of episodes, played by `engine`.
 
-    All episodes of a group start from the same reset seed, drawn from the run's seed and the group's key. With
-    `greedy` the policy takes its most probable action. The first episodes of the first `num_filmed` prompts are
-    filmed.
+    All episodes of a group start from the same reset seed, drawn from the run's seed and the group's key, unless the
+    prompt has one; without `shares_reset` each starts from a seed of its own. With `greedy` the policy takes its most
+    probable action. A sample is one episode of at most `max_decisions`, or with `auto_reset` as many as fit into them,
+    of which the last one may be cut; an invalid episode ends it too. The first episodes of the first `num_filmed`
+    prompts are filmed.
     """
 
     engine: SimulatorEngine
@@ -23,9 +25,38 @@ class SimulatorDriver:
     seed: int
     greedy: bool = False
     num_filmed: int = 0
+    max_decisions: int | None = None
+    auto_reset: bool = False
+    shares_reset: bool = True
 
     async def group(self, prompt: Prompt, group_size: int, key: tuple[int, ...]) -> Group:
         """See Driver; rewards are returns. Raises EngineError if the policy fails."""
-        episodes = [Episode(prompt, sample, (self.seed, *key), self.greedy) for sample in range(group_size)]
-        episodes[0].is_filmed = key[-1] < self.num_filmed
-        return Group(prompt, await all_of(self.engine.play(episode) for episode in episodes))
+        samples = await all_of(self._sample(prompt, sample, key) for sample in range(group_size))
+        trajectories = [trajectory for episodes in samples for trajectory in episodes]
+        for number, trajectory in enumerate(trajectories):
+            trajectory.sample = number
+        return Group(prompt, trajectories)
+
+    async def _sample(self, prompt: Prompt, sample: int, key: tuple[int, ...]) -> list[Trajectory]:
+        is_filmed = sample == 0 and key[-1] < self.num_filmed
+        left, attempts, trajectories = self.max_decisions, 0, []
+        while True:
+            episode = Episode(
+                prompt,
+                sample,
+                (self.seed, *key),
+                self.greedy,
+                is_filmed and not trajectories,
+                left,
+                first_attempt=attempts,
+                own_reset=None if self.shares_reset else len(trajectories),
+            )
+            trajectory = await self.engine.play(episode)
+            trajectories.append(trajectory)
+            attempts += trajectory.attempts
+            if not self.auto_reset or not trajectory.is_valid:
+                return trajectories
+            assert left is not None, "the config asks for it"
+            left -= len(episode.acts)
+            if left == 0:
+                return trajectories

@@ -208,16 +208,22 @@ class SimulatorEngine(SteppedEngine):
 @dataclass(slots=True, eq=False)
 class Episode:
     """An episode and its record so far. `key` is (seed, *key of the call, number of the prompt). With
-    `is_greedy` the policy takes its most probable action; with `is_filmed` the trajectory has a recording."""
+    `is_greedy` the policy takes its most probable action; with `is_filmed` the trajectory has a recording. After
+    `max_decisions` it is truncated. `first_attempt` is the number of attempts at earlier episodes of the same
+    sample, and `own_reset` its number among them if it does not begin in the group's reset state."""
 
     prompt: Prompt
     sample: int
     key: tuple[int, ...]
     is_greedy: bool
     is_filmed: bool = False
+    max_decisions: int | None = None
+    first_attempt: int = 0
+    own_reset: int | None = None
     attempt: int = 0
     status: Status | None = None
     reason: str = ""
+    is_cut: bool = False
     instruction: str = ""
     observations: list[dict[str, NDArray]] = field(default_factory=list)
     acts: list[Acted] = field(default_factory=list)
@@ -231,13 +237,16 @@ class Episode:
 
     @property
     def reset_seed(self) -> int:
-        """The same for all episodes of a group, in [0, 2^32)."""
-        return int(np.random.SeedSequence(self.key).generate_state(1)[0])
+        """In [0, 2^32); the prompt's if it has one."""
+        if (given := self.prompt.fields.get("reset_seed")) is not None:
+            return given
+        own = () if self.own_reset is None else (self.sample, self.own_reset)
+        return int(np.random.SeedSequence((*self.key, *own)).generate_state(1)[0])
 
     def random_state(self) -> np.uint64:
         """Base of the random numbers of this attempt's decisions."""
         if self._random_state is None:
-            self._random_state = stream((*self.key, self.sample, self.attempt))
+            self._random_state = stream((*self.key, self.sample, self.first_attempt + self.attempt))
         return self._random_state
 
     def restart(self) -> None:
@@ -264,6 +273,8 @@ class Episode:
             self.status = Status.FINISHED
         elif tick.is_truncated[slot]:
             self.status = Status.TRUNCATED
+        elif len(self.acts) == self.max_decisions:
+            self.status, self.is_cut = Status.TRUNCATED, True
 
     def trajectory(self) -> Trajectory:
         assert self.status is not None, "the episode is over"
@@ -280,7 +291,9 @@ class Episode:
             policy_version=version_runs(self.versions),
         )
         success = np.concatenate(self.success)
-        if not np.isnan(success).any():
+        if self.is_cut:
+            trajectory.truncate("rollout")
+        elif not np.isnan(success).any():
             at_end, once = float(success[-1]), float(success.max())
             trajectory.metrics |= {"success_once": once, "success_at_end": at_end}
         trajectory.reward = float(np.sum(self.rewards, dtype=np.float64))
