@@ -77,6 +77,83 @@ def test_results_do_not_depend_on_the_number_of_processes(num_processes: int) ->
         assert one.failures == other.failures == {}
 
 
+TABLETOP = "examples.tabletop.Tabletop"
+
+
+def _mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:braid-images")
+
+
+def test_images_in_shared_memory_are_those_of_the_environment_also_after_a_process_was_killed() -> None:
+    apart = SimulatorProcesses(TABLETOP, 3, {"max_episode_steps": 9}, num_processes=2, timeout_s=LIMIT_S)
+    here = GymnasiumSimulator(TABLETOP, 3, {"max_episode_steps": 9})
+    assert _mappings() == 2, "one for each process"
+    seeds = {0: 5, 1: 6, 2: 7}
+
+    def agree(one: Tick, other: Tick, slots: Collection[int] = (0, 1, 2)) -> None:
+        for slot in slots:
+            for name, values in other.observations.items():
+                np.testing.assert_array_equal(one.observations[name][slot], values[slot])
+
+    with closing(apart), closing(here):
+        first = apart.reset(seeds)
+        expected = here.reset(seeds)
+        agree(first, expected)
+        push = {slot: np.full((2, here.spaces.actions.size), 0.5, np.float32) for slot in seeds}
+        agree(apart.step(push), here.step(push))
+        agree(first, expected)  # later images do not overwrite earlier ones
+        *_, child = psutil.Process().children()
+        child.kill()
+        tick = apart.step(push)
+        agree(tick, here.step(push), slots=[0])
+        assert set(tick.failures) == {1, 2}
+        agree(apart.reset({1: 8, 2: 9}), here.reset({1: 8, 2: 9}), slots=[1, 2])
+        agree(apart.step(push), here.step(push))
+    assert _mappings() == 0
+
+
+def test_calls_of_different_slots_overlap_in_a_process() -> None:
+    """Two parts of the slots, each in lock step, in both processes; against one part at a time."""
+    actions = {slot: np.full((1, 1), slot / 5, np.float32) for slot in range(5)}
+    parts = [{0: 0, 2: 2, 4: 4}, {1: 1, 3: 3}]
+    kwargs = {"max_episode_steps": 9}
+    apart = SimulatorProcesses("Pendulum-v1", 5, kwargs, num_processes=2, timeout_s=LIMIT_S)
+    here = GymnasiumSimulator("Pendulum-v1", 5, kwargs)
+    with closing(apart), closing(here):
+        here.reset({slot: slot for slot in range(5)})
+        finish = [apart.begin_reset(part) for part in parts]
+        for _ in range(4):
+            ticks = []
+            for number, part in enumerate(parts):
+                ticks.append(finish[number]())
+                finish[number] = apart.begin_step({slot: actions[slot] for slot in part})
+            expected = here.step(actions)
+        for number, part in enumerate(parts):
+            state = finish[number]().observations["state"]
+            np.testing.assert_array_equal(state[list(part)], expected.observations["state"][list(part)])
+
+
+def test_a_process_that_dies_fails_the_calls_that_overlap_and_can_start_again(
+    unruly: SimulatorProcesses,
+) -> None:
+    dying = unruly.begin_step({0: np.array([EXIT])})
+    waiting = unruly.begin_step({1: np.array([GO_ON]), 2: np.array([GO_ON])})
+    why = f"{UNRULY}: the process exited with code 3 during step"
+    assert dying().failures == {0: why}
+    restarted = unruly.begin_reset({0: 0})
+    tick = waiting()
+    assert tick.failures == {1: why}
+    assert tick.observations["state"][2, 0] == 1
+    assert not restarted().failures
+    assert _step(unruly, _0=GO_ON, _1=GO_ON).failures == {1: why}, "it has not been reset"
+
+
+def test_a_call_that_is_never_finished_has_no_effect_on_later_ones(unruly: SimulatorProcesses) -> None:
+    unruly.begin_step({0: np.array([GO_ON]), 2: np.array([GO_ON])})
+    assert not unruly.reset(dict.fromkeys(range(4), 0)).failures
+    assert _step(unruly, _0=GO_ON, _2=GO_ON).observations["state"][[0, 2], 0].tolist() == [1, 1]
+
+
 def test_a_hanging_environment_fails_its_process_s_episodes_and_no_others(
     unruly: SimulatorProcesses, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -483,6 +483,16 @@ def test_a_rollout_holds_a_chunk_and_compared_episodes_begin_in_the_same_state()
     ]
 
 
+def test_stages_need_processes_and_environments() -> None:
+    assert complaints(SIMULATOR, "env.pipeline_stages=2", "env.processes=0") == [
+        "env.pipeline_stages: environments in the run's own process are not stepped while the policy acts; set "
+        "env.processes to 1 or more, or this to 1"
+    ]
+    assert complaints(SIMULATOR, "env.pipeline_stages=9") == [
+        "env.pipeline_stages: there are only 8 environments (env.num_envs); lower it"
+    ]
+
+
 def test_only_a_simulator_has_a_state_after_the_end() -> None:
     (why,) = complaints(TEXT, "algorithm.recipe=ppo", "algorithm.bootstrap=always")
     assert "algorithm.bootstrap: a text has no state after its end" in why

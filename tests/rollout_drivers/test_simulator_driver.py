@@ -84,6 +84,45 @@ def test_results_do_not_depend_on_the_number_of_environments(env_id: str, num_en
     _assert_equal(_collect(env_id, kwargs=kwargs), _collect(env_id, kwargs=kwargs, num_envs=num_envs))
 
 
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_stages_change_no_result(num_processes: int) -> None:
+    def played(num_stages: int) -> list[Group]:
+        kwargs = {"max_episode_steps": 12}
+        simulator = SimulatorProcesses("Pendulum-v1", 5, kwargs, num_processes=num_processes, timeout_s=60)
+        engine = SimulatorEngine(simulator, _policy(simulator), retries=1, num_stages=num_stages)
+        with closing(engine):
+            return drive(SimulatorDriver(engine, seed=3), reset_prompts("Pendulum-v1", 4), 2)
+
+    one = played(1)
+    assert len(_steps(one)) == 8
+    for num_stages in (2, 5):
+        _assert_equal(one, played(num_stages))
+
+
+def test_episodes_that_are_cancelled_while_they_are_stepped_leave_their_slots_to_others() -> None:
+    simulator = SimulatorProcesses("Pendulum-v1", 4, {"max_episode_steps": 12}, timeout_s=60)
+    engine = SimulatorEngine(simulator, _policy(simulator), retries=0, num_stages=2)
+    driver = SimulatorDriver(engine, seed=3)
+    prompts = reset_prompts("Pendulum-v1", 3)
+
+    async def scenario() -> list[Group]:
+        first = [asyncio.create_task(driver.group(p, 2, (0, i))) for i, p in enumerate(prompts)]
+        for _ in range(12):
+            await asyncio.sleep(0)
+        for task in first[1:]:
+            task.cancel()
+        again = [asyncio.create_task(driver.group(p, 2, (0, i))) for i, p in enumerate(prompts)]
+        return [await first[0], *[await task for task in again]]
+
+    with closing(engine):
+        cancelled, *whole = asyncio.run(scenario())
+    alone = GymnasiumSimulator("Pendulum-v1", 6, {"max_episode_steps": 12})
+    engine = SimulatorEngine(alone, _policy(alone), retries=0)
+    with closing(engine):
+        expected = drive(SimulatorDriver(engine, seed=3), prompts, 2, (0,))
+    _assert_equal([cancelled, *whole], [expected[0], *expected])
+
+
 def test_a_group_shares_its_first_state_and_differs_in_actions() -> None:
     groups = _collect()
     starts = {steps.observations["state"][0].tobytes() for steps in _steps(groups)}

@@ -22,7 +22,7 @@ from braid.config.model import MlpSpec
 from braid.config.rollout import GymnasiumEnv, SimulatorEnv
 from braid.envs.simulators.base import reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
-from braid.envs.simulators.rules import EpisodeRules
+from braid.envs.simulators.rules import AS_IT_IS, EpisodeRules
 from braid.errors import ConfigError
 from braid.models.mlp import MlpPolicy
 from braid.rollout.drivers.simulators import SimulatorDriver
@@ -64,7 +64,7 @@ COUNTER = f"{__name__}.Counter"
 
 def _collect(
     *,
-    rules: EpisodeRules = EpisodeRules(),
+    rules: EpisodeRules = AS_IT_IS,
     chunk: int = 1,
     num_envs: int = 3,
     group_size: int = 2,
@@ -154,7 +154,9 @@ def test_episodes_that_ignore_terminations_last_until_the_limit_and_remember_suc
 
 
 def test_rewards_are_scaled_and_differences() -> None:
-    scaled = [steps.rewards.ravel().tolist() for _, steps in _steps(_collect(rules=EpisodeRules(reward_scale=2.0)))]
+    scaled = [
+        steps.rewards.ravel().tolist() for _, steps in _steps(_collect(rules=EpisodeRules(reward_scale=2.0)))
+    ]
     assert scaled == [[2, 8, 18, 32, 50]] * 4
     rules = EpisodeRules(relative_reward=True, reward_scale=2.0)
     groups = _collect(rules=rules, max_decisions=10, auto_reset=True)

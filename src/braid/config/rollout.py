@@ -287,6 +287,9 @@ class SimulatorEnv(Section):
     """Child processes among which the environments are divided; they step in parallel, with the deadline
     rollout.env_timeout_s. 0: in the run's own process, without a deadline; for debuggers, and for environments whose
     steps take microseconds. Changes no result."""
+    pipeline_stages: PositiveInt = 1
+    """Parts into which the environments of each process are divided: while one part is stepped, the actions of
+    another are computed. Changes no result. Needs env.processes of at least 1."""
     max_episode_steps: PositiveInt | None = None
     """Maximum env steps, after which an episode is truncated; null for the environment's own limit."""
     ignore_terminations: bool = False
@@ -351,7 +354,7 @@ class MetaworldEnv(SimulatorEnv):
     """Name of the task, for example reach-v3."""
     instruction: str | None = None
     """Text for policies that read it; the task's name in words when null."""
-    max_episode_steps: PositiveInt = 500
+    max_episode_steps: PositiveInt = 500  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
     """Maximum env steps, after which an episode is truncated."""
     terminate_on_success: bool = False
     """End an episode at its first success."""
@@ -394,7 +397,7 @@ class RobotSettings(Section):
 
 
 class _RobotEnv(SimulatorEnv):
-    max_episode_steps: PositiveInt = 80
+    max_episode_steps: PositiveInt = 80  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
     """Maximum env steps, after which an episode is truncated."""
     group_size: PositiveInt | None = None
     """Environments that share a reset state; rollout.group_size when null."""
@@ -408,9 +411,6 @@ class _RobotEnv(SimulatorEnv):
     """Settings for evaluation; those of training when null."""
     offload: bool = False
     """Save the simulators' state and stop their processes while the policy is trained."""
-    pipeline_stages: PositiveInt = 1
-    """Number of groups into which the environments are split, so that one group steps while the policy
-    computes actions for another."""
 
 
 class ManiskillEnv(_RobotEnv):

@@ -85,6 +85,15 @@ def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     ):
         if is_set:
             yield key, why
+    stages = config.env.pipeline_stages
+    if stages > 1 and config.env.processes == 0:
+        why = "environments in the run's own process are not stepped while the policy acts"
+        yield "env.pipeline_stages", f"{why}; set env.processes to 1 or more, or this to 1"
+    if stages > config.env.num_envs:
+        yield (
+            "env.pipeline_stages",
+            f"there are only {config.env.num_envs} environments (env.num_envs); lower it",
+        )
     steps, chunk = config.env.max_steps_per_rollout, model.num_action_chunks
     if steps is not None and steps < chunk:
         why = f"a rollout of {steps} env steps ends before the first chunk of {chunk} actions"

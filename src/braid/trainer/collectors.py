@@ -232,7 +232,13 @@ def simulator_collector(
     env, rollout = config.env, config.rollout
     assert isinstance(env, SimulatorEnv), "only Gymnasium simulators are implemented"
 
-    engine = SimulatorEngine(simulator, policy, retries=rollout.retries, owns_weights=plan.is_pipelined)
+    engine = SimulatorEngine(
+        simulator,
+        policy,
+        retries=rollout.retries,
+        owns_weights=plan.is_pipelined,
+        num_stages=env.pipeline_stages,
+    )
 
     def driver(sampling: SamplingConfig, num_filmed: int = 0, **of_use: Any) -> Driver:
         return SimulatorDriver(

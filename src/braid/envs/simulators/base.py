@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,11 +37,19 @@ class Tick:
     failures: dict[int, str] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, num_envs: int, spaces: Spaces, num_actions: int) -> Tick:
+    def empty(
+        cls,
+        num_envs: int,
+        spaces: Spaces,
+        num_actions: int,
+        images: Mapping[str, NDArray[np.uint8]] | None = None,
+    ) -> Tick:
+        """With zeros; `images` [E, ...] by name are used as they are if given."""
         state = {"state": np.zeros((num_envs, spaces.state_size), np.float32)} if spaces.state_size else {}
-        images = {name: np.zeros((num_envs, *shape), np.uint8) for name, shape in spaces.images.items()}
+        if images is None:
+            images = {name: np.zeros((num_envs, *shape), np.uint8) for name, shape in spaces.images.items()}
         return cls(
-            state | images,
+            {**state, **images},
             np.zeros((num_envs, num_actions), np.float32),
             np.zeros(num_envs, np.int32),
             np.zeros(num_envs, np.bool_),
@@ -70,6 +78,20 @@ class Simulator(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Overlapping(Simulator, Protocol):
+    """A simulator that goes on while its caller does something else. Calls that overlap name different slots, and are
+    finished in the order in which they began; one that is never finished has no effect on later ones."""
+
+    def begin_reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Callable[[], Tick]:
+        """Begin a `reset`; the function that is returned waits for its result."""
+        ...
+
+    def begin_step(self, actions: Mapping[int, NDArray]) -> Callable[[], Tick]:
+        """Begin a `step`; see `begin_reset`."""
+        ...
 
 
 def reset_prompts(name: str, count: int, seeds: Sequence[int] | None = None) -> list[Prompt]:

@@ -21,7 +21,7 @@ from braid.functions import load_function
 from braid.types import ActionSpace, Spaces
 
 from .base import Tick
-from .rules import EpisodeRules, RuledEnv
+from .rules import AS_IT_IS, EpisodeRules, RuledEnv
 
 
 class GymnasiumSimulator:
@@ -32,7 +32,7 @@ class GymnasiumSimulator:
     a Dict space (`image` if they are all there is), and a text named `instruction` belongs to the episode; everything
     else is flattened into the float32 vector `state`. Action spaces are Discrete or Box. Box actions are clipped to
     the bounds here, while their log-probs remain those of the unclipped sample. `success` in the info of a step is
-    reported.
+    reported. Images are written into the arrays of `image_memory` [E, ...] if it is set, which the next call overwrites.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class GymnasiumSimulator:
         kwargs: Mapping[str, Any] | None = None,
         *,
         base_dir: Path = Path(),
-        rules: EpisodeRules = EpisodeRules(),
+        rules: EpisodeRules = AS_IT_IS,
     ) -> None:
         """Raises ConfigError for an unknown id, arguments that the environment rejects, or unsupported
         spaces."""
@@ -64,6 +64,7 @@ class GymnasiumSimulator:
         state_size = 0 if self._state is None else spaces.flatdim(self._state)
         actions, self._to_action = _actions(env_id, self._envs[0].action_space)
         self._is_dict = isinstance(seen, spaces.Dict)
+        self.image_memory: Mapping[str, NDArray[np.uint8]] | None = None
         self.spaces = Spaces(state_size, actions, images)
 
     def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
@@ -82,7 +83,7 @@ class GymnasiumSimulator:
 
     def _tick(self, num_actions: int, calls: Mapping[int, Callable[[Tick], None]]) -> Tick:
         """Run the calls. An exception or a non-finite number is a failure of that slot only."""
-        tick = Tick.empty(self.num_envs, self.spaces, num_actions)
+        tick = Tick.empty(self.num_envs, self.spaces, num_actions, self.image_memory)
         for slot, call in calls.items():
             try:
                 call(tick)

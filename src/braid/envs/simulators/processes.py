@@ -2,13 +2,15 @@
 
 A process that misses a deadline is killed with all that it has started. Like the death of a process, this fails the
 slots of the call; episodes in other slots of the process fail at their next step. The next reset of one of its slots
-starts it again. A child process (`main`) holds a GymnasiumSimulator. It ends with its parent.
+starts it again. A child process (`main`) holds a GymnasiumSimulator. It ends with its parent. Images come back in
+memory that both share, which the system frees with the last of both; everything else in messages.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import mmap
 import os
 import pickle
 import select
@@ -19,12 +21,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
@@ -37,7 +40,7 @@ from braid.types import Spaces
 
 from .base import Tick
 from .gymnasium import GymnasiumSimulator
-from .rules import EpisodeRules
+from .rules import AS_IT_IS, EpisodeRules
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class SimulatorProcesses:
         kwargs: Mapping[str, Any] | None = None,
         *,
         base_dir: Path = Path(),
-        rules: EpisodeRules = EpisodeRules(),
+        rules: EpisodeRules = AS_IT_IS,
         num_processes: int = 1,
         timeout_s: float,
     ) -> None:
@@ -81,24 +84,33 @@ class SimulatorProcesses:
         self.spaces: Spaces = self._processes[0].spaces
 
     def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
+        return self.begin_reset(seeds, filmed)()
+
+    def step(self, actions: Mapping[int, NDArray]) -> Tick:
+        return self.begin_step(actions)()
+
+    def begin_reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Callable[[], Tick]:
+        """See base.Overlapping."""
         named = [process for process in self._processes if any(slot in process.slots for slot in seeds)]
         for error in self._start(process for process in named if not process.is_running):
             logger.warning("%s", error)
         for process in named:
             if process.is_running:
                 process.lost = {slot: why for slot, why in process.lost.items() if slot not in seeds}
-        return self._call("reset", seeds, list, 0, filmed)
+        return self._begin("reset", seeds, list, 0, filmed)
 
-    def step(self, actions: Mapping[int, NDArray]) -> Tick:
-        return self._call("step", actions, np.asarray, max(map(len, actions.values()), default=0))
+    def begin_step(self, actions: Mapping[int, NDArray]) -> Callable[[], Tick]:
+        """See base.Overlapping."""
+        return self._begin("step", actions, np.asarray, max(map(len, actions.values()), default=0))
 
     def close(self) -> None:
         running = [process for process in self._processes if process.is_running]
         for process in running:
-            process.ask("close", timeout_s=min(self.timeout_s, _CLOSE_S))
-        for process in running:
+            process.forget()
+        asked = [process.ask("close", timeout_s=min(self.timeout_s, _CLOSE_S)) for process in running]
+        for process, number in zip(running, asked, strict=True):
             try:
-                process.answer()
+                process.answer(number)
             except EnvError as error:
                 logger.warning("%s", error)
             process.end(_EXIT_S)
@@ -110,23 +122,24 @@ class SimulatorProcesses:
             process.start(self.timeout_s)
         for process in started:
             try:
-                process.spaces = process.answer()
+                process.started()
             except BraidError as error:
                 errors.append(error)
         return errors
 
-    def _call(
+    def _begin(
         self,
         method: str,
         by_slot: Mapping[int, Any],
         packed: Callable[[list[Any]], Any],
         num_actions: int,
         filmed: Collection[int] = (),
-    ) -> Tick:
-        """Call the method with the slots' arguments, in all their processes in parallel."""
+    ) -> Callable[[], Tick]:
+        """Call the method with the slots' arguments, in all their processes in parallel; returns what waits for the
+        result."""
         tick = Tick.empty(self.num_envs, self.spaces, num_actions)
         failures = tick.failures
-        asked: list[tuple[_Process, list[int]]] = []
+        asked: list[_Asked] = []
         for process in self._processes:
             named = [slot for slot in by_slot if slot in process.slots]
             failures |= {slot: process.lost[slot] for slot in named if slot in process.lost}
@@ -134,40 +147,64 @@ class SimulatorProcesses:
                 local = [slot - process.slots.start for slot in live]
                 values = packed([by_slot[slot] for slot in live])
                 films = [[slot - process.slots.start for slot in live if slot in filmed]] if filmed else []
-                process.ask(method, local, values, *films, timeout_s=self.timeout_s)
-                asked.append((process, live))
-        for process, live in asked:
+                number = process.ask(method, local, values, *films, timeout_s=self.timeout_s)
+                asked.append(_Asked(process, number, live))
+        return lambda: self._finish(tick, asked)
+
+    def _finish(self, tick: Tick, asked: Sequence[_Asked]) -> Tick:
+        failures = tick.failures
+        for process, number, live in asked:
             first, last = process.slots.start, process.slots.stop
             try:
-                part: Tick = process.answer()
+                part: Tick = process.answer(number)
             except EnvError as error:
                 logger.warning("%s", error)
                 failures |= dict.fromkeys(live, str(error))
                 continue
             for name, values in part.observations.items():
                 tick.observations[name][first:last] = values
+            process.copy_images(live, tick)
             for name in ("rewards", "num_executed", "is_terminated", "is_truncated", "success"):
                 getattr(tick, name)[first:last] = getattr(part, name)
-            for whole, local in (
+            for whole, of_slots in (
                 (failures, part.failures),
                 (tick.instructions, part.instructions),
                 (tick.frames, part.frames),
             ):
-                whole |= {first + slot: of for slot, of in local.items()}
+                whole |= {first + slot: of for slot, of in of_slots.items()}
         return tick
+
+
+class _Request(NamedTuple):
+    """A request that is not answered yet; `deadline` in seconds of the monotonic clock."""
+
+    method: str
+    limit_s: float
+    deadline: float
+
+
+class _Asked(NamedTuple):
+    """Request `number` to a process, of the slots `live`."""
+
+    process: _Process
+    number: int
+    live: list[int]
 
 
 class _Process:
     """A child process with the environments of `slots`, and the connection to it. `lost` says for each slot whose
-    episode ended with the process why."""
+    episode ended with the process why; `images` are arrays [slots, ...] that it writes."""
 
     def __init__(self, env_id: str, environment: bytes, slots: range) -> None:
         self.slots = slots
         self.lost: dict[int, str] = {}
         self.spaces: Any = None
+        self.images: Mapping[str, NDArray[np.uint8]] = {}
         self._env_id, self._environment = env_id, environment
         self._process: subprocess.Popen[bytes] | None = None
-        self._number = 0  # of the last request
+        self._number = self._first = 0  # of the last request, and of the start
+        self._requests: dict[int, _Request] = {}
+        self._end = ""
 
     @property
     def is_running(self) -> bool:
@@ -181,12 +218,13 @@ class _Process:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ours.setsockopt(socket.SOL_SOCKET, option, limit)
         self._connection = Connection(ours.detach())
+        self._memory = os.memfd_create("braid-images")
         with theirs:
-            numbers = [str(number) for number in (theirs.fileno(), os.getpid())]
+            numbers = [str(number) for number in (theirs.fileno(), self._memory, os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", __name__, *numbers],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), self._memory],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 start_new_session=True,
             )
@@ -194,60 +232,84 @@ class _Process:
         self._events = select.poll()
         for source in (self._connection, self._handle):
             self._events.register(source, select.POLLIN)
-        self.ask("start", self._env_id, len(self.slots), self._environment, timeout_s=timeout_s)
+        self._requests = {}
+        self._first = self.ask("start", self._env_id, len(self.slots), self._environment, timeout_s=timeout_s)
 
-    def ask(self, method: str, *arguments: object, timeout_s: float) -> None:
-        """Send a request, which has to be answered within `timeout_s`."""
-        self._number, self._method = self._number + 1, method
-        self._limit_s = min(timeout_s, _LONGEST_S)
-        self._deadline = time.monotonic() + self._limit_s
+    def started(self) -> None:
+        """Wait for the start. Raises like `answer`."""
+        self.spaces = self.answer(self._first)
+        self.images = _shared_images(self._memory, self.spaces, len(self.slots))
+
+    def ask(self, method: str, *arguments: object, timeout_s: float) -> int:
+        """Send a request, which has to be answered within `timeout_s` after those before it; returns its number."""
+        self._number += 1
+        limit_s = min(timeout_s, _LONGEST_S)
+        begin = max([time.monotonic(), *(of.deadline for of in self._requests.values())])
+        self._requests[self._number] = _Request(method, limit_s, begin + limit_s)
         with suppress(OSError):  # the answer will tell
-            self._connection.send_bytes(pickle.dumps((self._number, method, self._limit_s, arguments), 5))
+            self._connection.send_bytes(pickle.dumps((self._number, method, limit_s, arguments), 5))
+        return self._number
 
-    def answer(self) -> Any:
-        """The answer to the last request. Raises EnvError, or ConfigError of a start, if that is an error, the
+    def copy_images(self, slots: Sequence[int], tick: Tick) -> None:
+        local = [slot - self.slots.start for slot in slots]
+        for name, values in self.images.items():
+            tick.observations[name][slots] = values[local]
+
+    def forget(self) -> None:
+        """Drop the requests that are not answered yet."""
+        self._requests = {}
+
+    def answer(self, number: int) -> Any:
+        """The answer to a request. Raises EnvError, or ConfigError of a start, if that is an error, the
         process dies, or the deadline passes; then all slots are lost, and what is left of the process is killed."""
+        if number not in self._requests:  # the process has ended since
+            raise EnvError(self._end)
+        request = self._requests[number]
         try:
-            value = self._receive()
+            value = self._receive(number, request.deadline)
         except (EOFError, OSError) as failure:
-            value = EnvError(f"{self._env_id}: {self._end_for(failure)}")
+            value = EnvError(f"{self._env_id}: {self._end_for(failure, request)}")
+        self._requests = {later: of for later, of in self._requests.items() if later > number}
         if isinstance(value, BraidError):
             self.end()
-            self.lost = dict.fromkeys(self.slots, str(value))
+            self._end = str(value)
+            self.lost = dict.fromkeys(self.slots, self._end)
             raise value
         return value
 
-    def _receive(self) -> Any:
+    def _receive(self, wanted: int, deadline: float) -> Any:
         while True:
-            left_s = max(0.0, self._deadline - time.monotonic())
+            left_s = max(0.0, deadline - time.monotonic())
             ready = dict(self._events.poll(math.ceil(1e3 * left_s)))
             if not ready:
                 raise TimeoutError
             if self._connection.fileno() not in ready:
                 raise EOFError
             number, value = pickle.loads(self._connection.recv_bytes())
-            if number == self._number:  # an interrupted call leaves its answer behind
+            if number == wanted:  # an interrupted call leaves its answer behind
                 return value
 
-    def _end_for(self, failure: Exception) -> str:
+    def _end_for(self, failure: Exception, request: _Request) -> str:
         """End the process; returns what happened to it."""
         if isinstance(failure, TimeoutError | BlockingIOError):
             self.end()
-            key = "" if self._method == "close" else " (rollout.env_timeout_s)"
-            return f"{self._method} took longer than {self._limit_s:g} s{key}"
+            key = "" if request.method == "close" else " (rollout.env_timeout_s)"
+            return f"{request.method} took longer than {request.limit_s:g} s{key}"
         code = self.end(_EXIT_S)
         how = f"exited with code {code}"
         if code < 0:
             how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"the process {how} during {self._method}"
+        return f"the process {how} during {request.method}"
 
     def end(self, wait_s: float = 0.0) -> int:
         """Close the connection, at which the process exits, and after `wait_s` kill it and all that it has started;
         returns its exit code."""
-        process, self._process = self._process, None
+        process, self._process, self._requests = self._process, None, {}
         if process is None:
             return 0
         self._connection.close()
+        os.close(self._memory)
+        self.images = {}
         select.select([self._handle], [], [], wait_s)
         started = descendants(process.pid)
         kill_group(process.pid)
@@ -267,7 +329,19 @@ def _pickled(env_id: str, kwargs: Mapping[str, Any], base_dir: Path, rules: Epis
         raise ConfigError([Problem("env.processes", why, "env")]) from error
 
 
-def main(connection: Connection, parent: int) -> None:
+def _shared_images(memory: int, spaces: Spaces, num_envs: int) -> dict[str, NDArray[np.uint8]]:
+    """Arrays [E, ...] by name in shared memory, which the first call makes large enough."""
+    shapes = {name: (num_envs, *shape) for name, shape in spaces.images.items()}
+    if not shapes:
+        return {}
+    ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
+    os.ftruncate(memory, ends[-1])
+    whole = np.frombuffer(mmap.mmap(memory, ends[-1]), np.uint8)
+    parts = np.split(whole, ends[:-1])
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def main(connection: Connection, memory: int, parent: int) -> None:
     """Serve the environments of one process until the parent closes the connection. Then kill what they have
     started, since the parent may be gone, and this process."""
     end_with(parent)
@@ -280,11 +354,15 @@ def main(connection: Connection, parent: int) -> None:
             answer: Any
             if simulator is None:
                 answer, simulator = _made(*arguments)
+                if simulator is not None:
+                    simulator.image_memory = _shared_images(memory, simulator.spaces, simulator.num_envs)
             elif method == "close":
                 answer = simulator.close()
             else:
                 slots, values, *filmed = arguments
-                answer = getattr(simulator, method)(dict(zip(slots, values, strict=True)), *filmed)
+                tick = getattr(simulator, method)(dict(zip(slots, values, strict=True)), *filmed)
+                in_message = {name: of for name, of in tick.observations.items() if name == "state"}
+                answer = replace(tick, observations=in_message)
             signal.setitimer(signal.ITIMER_REAL, 0)
             with suppress(ConnectionError):
                 connection.send_bytes(pickle.dumps((number, answer), 5))
@@ -317,5 +395,7 @@ def _made(env_id: str, num_envs: int, environment: bytes) -> tuple[Any, Gymnasiu
 
 
 if __name__ == "__main__":
-    os.set_inheritable(int(sys.argv[1]), False)
-    main(Connection(int(sys.argv[1])), int(sys.argv[2]))
+    given = [int(number) for number in sys.argv[1:]]
+    for descriptor in given[:2]:
+        os.set_inheritable(descriptor, False)
+    main(Connection(given[0]), *given[1:])

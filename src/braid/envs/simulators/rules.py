@@ -18,6 +18,9 @@ class EpisodeRules:
     reward_scale: float = 1.0
 
 
+AS_IT_IS = EpisodeRules()
+
+
 class RuledEnv(gymnasium.Wrapper):
     """An environment under EpisodeRules, except for the time limit: the reward of env step t is scale * r_t, or
     scale * (r_t - r_{t-1}) if relative, with r_0 = 0."""

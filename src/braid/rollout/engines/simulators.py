@@ -1,7 +1,8 @@
 """Plays episodes of a simulator with the policy.
 
 Whole episodes, as many at a time as the simulator has slots, in lock step; a free slot starts the next waiting
-episode, whichever group it belongs to. An episode's reset state depends only on its prompt's number, and the
+episode, whichever group it belongs to. The slots may be split into stages, each in lock step: while one is stepped, the
+actions of another are computed. An episode's reset state depends only on its prompt's number, and the
 random numbers of an action only on episode and decision, so results depend neither on the number of slots nor
 on which episodes ran side by side.
 """
@@ -11,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from braid.envs.simulators.base import Simulator, Tick
+from braid.envs.simulators.base import Overlapping, Simulator, Tick
 from braid.errors import EngineError
 from braid.models.base import Acted
 from braid.rollout.engine import version_runs
@@ -52,12 +54,20 @@ class SimulatorEngine(SteppedEngine):
     """See rollout.engine.Engine for the contract."""
 
     def __init__(
-        self, simulator: Simulator, policy: ActingPolicy, *, retries: int, owns_weights: bool = False
+        self,
+        simulator: Simulator,
+        policy: ActingPolicy,
+        *,
+        retries: int,
+        owns_weights: bool = False,
+        num_stages: int = 1,
     ) -> None:
         """An episode whose environment fails is restarted up to `retries` times, with other actions, then left
-        invalid. With `owns_weights` the engine keeps a copy of the policy, updated by `set_weights`."""
+        invalid. With `owns_weights` the engine keeps a copy of the policy, updated by `set_weights`. Several stages
+        only gain time with an Overlapping simulator."""
         super().__init__()
         self._simulator = simulator
+        self._stages = [_Stage(range(first, simulator.num_envs, num_stages)) for first in range(num_stages)]
         self._source = policy
         self._policy = copy.deepcopy(policy) if owns_weights else policy
         self._retries = retries
@@ -115,10 +125,14 @@ class SimulatorEngine(SteppedEngine):
         return bool(self._running or (self._waiting and self._waiting[0].attempt))
 
     def _step(self) -> None:
-        """Start an episode in each free slot; then one action and one env step for every running episode."""
-        self._start()
-        if self._running:
-            self._act()
+        """In each stage: finish its call of the simulator; then begin the next, which starts an episode in each free
+        slot, or else is a decision of every running episode."""
+        for stage in self._stages:
+            if stage.finish is not None:
+                finish, stage.finish = stage.finish, None
+                self._record(stage, finish())
+            if not self._start(stage):
+                self._act(stage)
 
     def _copy_weights(self) -> None:
         self._policy.module.load_state_dict(self._source.module.state_dict())
@@ -128,37 +142,54 @@ class SimulatorEngine(SteppedEngine):
         pending = [*self._running.values(), *self._waiting]
         self._running.clear()
         self._waiting.clear()
+        for stage in self._stages:
+            stage.finish = None
         for episode in pending:
             if not episode.future.done():
                 error = cause if isinstance(cause, EngineError) else EngineError(reason)
                 error.__cause__ = cause
                 episode.future.set_exception(error)
 
-    def _start(self) -> None:
+    def _start(self, stage: _Stage) -> bool:
+        """Begin to reset the stage's free slots for waiting episodes, if there are any."""
         started: dict[int, Episode] = {}
-        for slot in range(self._simulator.num_envs):
+        for slot in stage.slots:
             is_next = self._waiting and (self._waiting[0].attempt or not self._is_draining)
             if slot not in self._running and is_next:
                 started[slot] = self._running[slot] = self._waiting.popleft()
-        if not started:
-            return
-        filmed = [slot for slot, episode in started.items() if episode.is_filmed]
-        tick = self._simulator.reset({slot: e.reset_seed for slot, e in started.items()}, filmed)
-        self._drop_failed(tick)
-        for slot, episode in started.items():
-            if slot not in tick.failures:
+        if started:
+            filmed = [slot for slot, episode in started.items() if episode.is_filmed]
+            seeds = {slot: e.reset_seed for slot, e in started.items()}
+            stage.episodes, stage.acts = started, {}
+            if isinstance(self._simulator, Overlapping):
+                stage.finish = self._simulator.begin_reset(seeds, filmed)
+            else:
+                stage.finish = partial(self._simulator.reset, seeds, filmed)
+        return bool(started)
+
+    def _record(self, stage: _Stage, tick: Tick) -> None:
+        """Record the result of the stage's call. Episodes that were cancelled since are not running any more."""
+        going = {slot: e for slot, e in stage.episodes.items() if self._running.get(slot) is e}
+        for slot, episode in going.items():
+            if slot in tick.failures:
+                self._fail(slot, tick.failures[slot])
+                continue
+            if stage.acts:
+                episode.record(stage.acts[slot], stage.version, tick, slot)
+            else:
                 episode.instruction = tick.instructions.get(slot, "")
-                episode.observations.append(self._observed(episode, tick, slot))
-                episode.frames += tick.frames.get(slot, [])
+            episode.frames += tick.frames.get(slot, [])
+            own = {name: values[slot] for name, values in tick.observations.items()}
+            episode.observations.append(self._policy.observe(own, episode.instruction))
+            if episode.status is not None:
+                self._end(slot)
 
-    def _observed(self, episode: Episode, tick: Tick, slot: int) -> dict[str, NDArray]:
-        own = {name: values[slot] for name, values in tick.observations.items()}
-        return self._policy.observe(own, episode.instruction)
-
-    def _act(self) -> None:
-        acts: dict[int, Acted] = {}
+    def _act(self, stage: _Stage) -> None:
+        """Begin a decision of the stage's running episodes, if there are any."""
+        stage.acts, stage.version = {}, self._current_version()
+        stage.episodes = {slot: self._running[slot] for slot in stage.slots if slot in self._running}
         for is_greedy in (False, True):
-            running = {slot: e for slot, e in self._running.items() if e.is_greedy is is_greedy}
+            running = {slot: e for slot, e in stage.episodes.items() if e.is_greedy is is_greedy}
             if not running:
                 continue
             drawn = None if is_greedy else self._uniforms(list(running.values()))
@@ -169,16 +200,14 @@ class SimulatorEngine(SteppedEngine):
                 )
             for index, slot in enumerate(running):
                 inputs = {name: values[index] for name, values in acted.inputs.items()}
-                acts[slot] = Acted(acted.actions[index], inputs, acted.logprobs[index])
-        tick = self._simulator.step({slot: acted.actions for slot, acted in acts.items()})
-        version = self._current_version()
-        for slot, episode in self._running.items():
-            if slot not in tick.failures:
-                episode.record(acts[slot], self._observed(episode, tick, slot), version, tick, slot)
-        self._drop_failed(tick)
-        for slot, episode in list(self._running.items()):
-            if episode.status is not None:
-                self._end(slot)
+                stage.acts[slot] = Acted(acted.actions[index], inputs, acted.logprobs[index])
+        if not stage.acts:
+            return
+        actions = {slot: acted.actions for slot, acted in stage.acts.items()}
+        if isinstance(self._simulator, Overlapping):
+            stage.finish = self._simulator.begin_step(actions)
+        else:
+            stage.finish = partial(self._simulator.step, actions)
 
     def _uniforms(self, episodes: Sequence[Episode]) -> NDArray[np.float64]:
         """[running, num_uniforms]"""
@@ -189,20 +218,31 @@ class SimulatorEngine(SteppedEngine):
         states = absorb(np.repeat(states, width), np.tile(np.arange(width), len(episodes)))
         return unit_interval(states).reshape(len(episodes), width)
 
-    def _drop_failed(self, tick: Tick) -> None:
-        for slot, reason in tick.failures.items():
-            episode = self._running[slot]
-            if episode.attempt < self._retries:
-                episode.restart()
-                self._waiting.appendleft(self._running.pop(slot))
-            else:
-                episode.status, episode.reason = Status.INVALID, f"environment: {reason}"
-                self._end(slot)
+    def _fail(self, slot: int, reason: str) -> None:
+        episode = self._running[slot]
+        if episode.attempt < self._retries:
+            episode.restart()
+            self._waiting.appendleft(self._running.pop(slot))
+        else:
+            episode.status, episode.reason = Status.INVALID, f"environment: {reason}"
+            self._end(slot)
 
     def _end(self, slot: int) -> None:
         episode = self._running.pop(slot)
         if not episode.future.done():
             episode.future.set_result(None)
+
+
+@dataclass(slots=True, eq=False)
+class _Stage:
+    """Slots that are stepped together. `finish` waits for the result of the call that has begun, of `episodes`: a
+    decision, with its `acts` and the policy's `version`, or without acts a reset."""
+
+    slots: range
+    finish: Callable[[], Tick] | None = None
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    acts: dict[int, Acted] = field(default_factory=dict)
+    version: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -258,17 +298,13 @@ class Episode:
         ):  # fmt: skip
             record.clear()
 
-    def record(
-        self, acted: Acted, observation: dict[str, NDArray], version: int, tick: Tick, slot: int
-    ) -> None:
-        """Record the decision of `slot`, and the observation after it."""
+    def record(self, acted: Acted, version: int, tick: Tick, slot: int) -> None:
+        """Record the decision of `slot`, and what the simulator made of it."""
         self.acts.append(acted)
         self.versions.append(version)
         self.rewards.append(tick.rewards[slot])
         self.num_executed.append(tick.num_executed[slot])
         self.success.append(tick.success[slot, : tick.num_executed[slot]])
-        self.observations.append(observation)
-        self.frames += tick.frames.get(slot, [])
         if tick.is_terminated[slot]:
             self.status = Status.FINISHED
         elif tick.is_truncated[slot]:
