@@ -89,7 +89,6 @@ MISSING = (
 _TRAINS = ("train", "critic.train", "reference.train")
 NEVER = {
     # documented as without effect
-    "algorithm.reward_level",
     "rollout.sglang.detokenize",
     # keys of prompts in sources of examples, and the reverse
     *(

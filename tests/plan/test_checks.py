@@ -405,8 +405,10 @@ def test_levels_of_robot_policies() -> None:
     chunks = "model.mlp.num_action_chunks=4"
     (why,) = complaints(SIMULATOR, chunks, "algorithm.entropy_level=chunk")
     assert "entropy of robot policies is computed at algorithm.logprob_level=action" in why
-    (why,) = complaints(SIMULATOR, chunks, "algorithm.recipe=ppo", "algorithm.reward_level=action")
-    assert "one value per chunk" in why
+    per_action = "algorithm.reward_level=action"
+    assert not warnings(SIMULATOR, chunks, per_action)
+    (why,) = complaints(SIMULATOR, chunks, per_action, "algorithm.logprob_level=chunk")
+    assert "returns of actions need log-probs of actions, not of chunks" in why
 
 
 def test_a_simulator_warns_of_keys_for_text() -> None:

@@ -62,7 +62,7 @@ class Counter(gymnasium.Env):
 COUNTER = f"{__name__}.Counter"
 
 
-def _collect(
+def collect(
     *,
     rules: EpisodeRules = AS_IT_IS,
     chunk: int = 1,
@@ -91,7 +91,7 @@ def _steps(groups: Sequence[Group]) -> Iterator[tuple[Trajectory, EnvSteps]]:
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 def test_with_auto_reset_a_rollout_has_as_many_episodes_as_fit_and_the_last_one_is_cut(num_envs: int) -> None:
-    groups = _collect(num_envs=num_envs, max_decisions=12, auto_reset=True)
+    groups = collect(num_envs=num_envs, max_decisions=12, auto_reset=True)
     for group in groups:
         assert [t.sample for t in group.trajectories] == list(range(6))
         assert [t.status for t in group.trajectories] == [
@@ -109,7 +109,7 @@ def test_with_auto_reset_a_rollout_has_as_many_episodes_as_fit_and_the_last_one_
 
 
 def test_results_do_not_depend_on_the_number_of_environments() -> None:
-    one, other = (_collect(num_envs=n, max_decisions=12, auto_reset=True) for n in (1, 8))
+    one, other = (collect(num_envs=n, max_decisions=12, auto_reset=True) for n in (1, 8))
     for (_, left), (_, right) in zip(_steps(one), _steps(other), strict=True):
         np.testing.assert_array_equal(left.observations["state"], right.observations["state"])
         np.testing.assert_array_equal(left.inputs["actions"], right.inputs["actions"])
@@ -117,7 +117,7 @@ def test_results_do_not_depend_on_the_number_of_environments() -> None:
 
 def test_after_an_end_inside_a_chunk_nothing_of_the_next_episode_is_trained_on() -> None:
     """Chunks of 3 actions, episodes of 5: the second chunk's last action is not executed, and belongs to no row."""
-    groups = _collect(chunk=3, max_decisions=5, auto_reset=True, group_size=1)
+    groups = collect(chunk=3, max_decisions=5, auto_reset=True, group_size=1)
     assert [len(group.trajectories) for group in groups] == [3, 3]
     for trajectory, steps in _steps(groups):
         is_cut = trajectory.status is Status.TRUNCATED
@@ -131,35 +131,35 @@ def test_after_an_end_inside_a_chunk_nothing_of_the_next_episode_is_trained_on()
 
 
 def test_without_auto_reset_a_rollout_s_steps_limit_its_episode() -> None:
-    groups = _collect(max_decisions=3)
+    groups = collect(max_decisions=3)
     assert all(len(steps.rewards) == 3 and t.status is Status.TRUNCATED for t, steps in _steps(groups))
-    whole = _collect(max_decisions=LENGTH)
+    whole = collect(max_decisions=LENGTH)
     assert all(t.status is Status.FINISHED for t, _ in _steps(whole)), "it has ended by itself"
 
 
 def test_an_invalid_episode_ends_its_rollout() -> None:
-    groups = _collect(fails=True, max_decisions=12, auto_reset=True)
+    groups = collect(fails=True, max_decisions=12, auto_reset=True)
     assert [[t.status for t in group.trajectories] for group in groups] == [[Status.INVALID] * 2] * 2
 
 
 def test_episodes_that_ignore_terminations_last_until_the_limit_and_remember_success() -> None:
     rules = EpisodeRules(max_episode_steps=8, ignore_terminations=True)
-    for trajectory, steps in _steps(_collect(rules=rules, chunk=3)):
+    for trajectory, steps in _steps(collect(rules=rules, chunk=3)):
         assert steps.num_executed.sum() == 8
         assert trajectory.status is Status.TRUNCATED, "the last state's value counts"
         assert trajectory.metrics == {"success_once": 1.0, "success_at_end": 0.0}
-    for trajectory, steps in _steps(_collect(rules=EpisodeRules(max_episode_steps=8), chunk=3)):
+    for trajectory, steps in _steps(collect(rules=EpisodeRules(max_episode_steps=8), chunk=3)):
         assert steps.num_executed.sum() == LENGTH
         assert trajectory.metrics == {"success_once": 1.0, "success_at_end": 1.0}
 
 
 def test_rewards_are_scaled_and_differences() -> None:
     scaled = [
-        steps.rewards.ravel().tolist() for _, steps in _steps(_collect(rules=EpisodeRules(reward_scale=2.0)))
+        steps.rewards.ravel().tolist() for _, steps in _steps(collect(rules=EpisodeRules(reward_scale=2.0)))
     ]
     assert scaled == [[2, 8, 18, 32, 50]] * 4
     rules = EpisodeRules(relative_reward=True, reward_scale=2.0)
-    groups = _collect(rules=rules, max_decisions=10, auto_reset=True)
+    groups = collect(rules=rules, max_decisions=10, auto_reset=True)
     relative = [steps.rewards.ravel().tolist() for _, steps in _steps(groups)]
     assert relative == [[2, 6, 10, 14, 18]] * 8, "also in the second episode of a slot"
     assert {t.reward for t, _ in _steps(groups)} == {50.0}
@@ -170,10 +170,10 @@ def _seeds(groups: Sequence[Group]) -> list[list[int]]:
 
 
 def test_groups_begin_in_the_states_that_are_given_or_each_episode_in_its_own() -> None:
-    assert _seeds(_collect(seeds=[7, 7, 4])) == [[7, 7], [7, 7], [4, 4]]
-    own = _seeds(_collect(shares_reset=False, max_decisions=10, auto_reset=True))
+    assert _seeds(collect(seeds=[7, 7, 4])) == [[7, 7], [7, 7], [4, 4]]
+    own = _seeds(collect(shares_reset=False, max_decisions=10, auto_reset=True))
     assert len({seed for group in own for seed in group}) == 2 * 2 * 2
-    assert own == _seeds(_collect(shares_reset=False, max_decisions=10, auto_reset=True, num_envs=1))
+    assert own == _seeds(collect(shares_reset=False, max_decisions=10, auto_reset=True, num_envs=1))
 
 
 def _env(**settings: Any) -> SimulatorEnv:
@@ -208,7 +208,7 @@ def test_the_return_goes_on_with_the_last_state_s_value_after_time_limits_or_eve
     """One step with reward r: A = r - V_0, plus gamma V_1 where the return goes on."""
 
     def advantage(bootstrap: Any, *, is_terminal: bool) -> float:
-        (row, *_) = rows_of(_collect(group_size=1, rules=EpisodeRules(max_episode_steps=1)))
+        (row, *_) = rows_of(collect(group_size=1, rules=EpisodeRules(max_episode_steps=1)))
         row.is_terminal = is_terminal
         row.fields["values"] = np.array([0.25, 8.0], np.float32)
         compute_advantages([row], Recipe(advantage="gae", gamma=0.5, bootstrap=bootstrap))

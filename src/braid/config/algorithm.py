@@ -106,7 +106,8 @@ class AlgorithmConfig(Section):
     """Exclude trajectories of at least this many policy tokens whose unshaped reward is 0 or less from the
     loss and its denominators (they still count in their group's statistics); off for none."""
     reward_level: Literal["chunk", "action"] = "chunk"
-    """Robots: compute returns and values per action chunk, or per action."""
+    """Robots with gae: returns and values of action chunks, or of actions, with a critic that has a value for each
+    action of a chunk; gamma and gae_lambda are then per action. action needs logprob_level=action."""
     logprob_level: DecisionLevel | None = None
     """Level of the log-probs in the policy loss: of a token; or of a decision, the sum over its tokens, which
     then counts once in the aggregation. A decision in text is a turn (action and chunk are the same). Robots: of a

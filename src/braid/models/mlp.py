@@ -142,11 +142,14 @@ class MlpValue(TrainableModel):
         seed: int,
         head_name: str = "value_head",
         normalizes: bool = False,
+        num_values: int = 1,
     ) -> None:
-        """`head_name` is the name of the output layer's weights; `normalizes` as in ValueHead."""
-        net = _Net(spec, spaces, 1, head_gain=1.0, seed=seed)
+        """`head_name` is the name of the output layer's weights; `normalizes` and `num_values` as in ValueHead."""
+        net = _Net(spec, spaces, num_values, head_gain=1.0, seed=seed)
         self._net = net
-        self._head = self.value_head = ValueHead(net.head.in_features, normalizes=normalizes)
+        self._head = self.value_head = ValueHead(
+            net.head.in_features, num_values=num_values, normalizes=normalizes
+        )
         self._head.load_state_dict(net.head.state_dict(), strict=False)
         self.module = with_head(net.body, "body", self._head, head_name)
 
@@ -155,7 +158,8 @@ class MlpValue(TrainableModel):
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` and `value_deviation` [T] of each position's observation, including the final one."""
-        return self._head.outputs(self.module(batch.observations)[batch.observed], outputs)
+        values = self._head.of_positions(self.module(batch.observations), batch)
+        return self._head.outputs(values, outputs)
 
 
 class _Body(nn.Module):

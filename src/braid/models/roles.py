@@ -86,6 +86,7 @@ def make_robot_model(
     """Build the policy or the critic for a simulator's observations and actions. A given `policy` is the run's own:
     a warm-up trains it, and the critic of a vision-language-action policy starts as a copy of it."""
     assert role in ("policy", "critic"), f"simulators have no {role}"
+    num_values = config.model.num_action_chunks if config.algorithm.reward_level == "action" else 1
     if role == "policy" and policy is not None:
         return policy
     if config.model.vla is not None:
@@ -97,7 +98,12 @@ def make_robot_model(
         return (
             vla
             if role == "policy"
-            else VlaValue(vla, head_name=critic.head_name, normalizes=critic.normalize_values)
+            else VlaValue(
+                vla,
+                head_name=critic.head_name,
+                normalizes=critic.normalize_values,
+                num_values=num_values,
+            )
         )
     spec, seed = config.model.mlp, config.run.seed
     assert spec is not None, "the plan checks that it is there"
@@ -111,6 +117,7 @@ def make_robot_model(
             seed=seed + 1,
             head_name=config.critic.head_name,
             normalizes=config.critic.normalize_values,
+            num_values=num_values,
         )
     model.module.to(device)
     return model

@@ -16,6 +16,7 @@ from braid.errors import ModelError
 
 if TYPE_CHECKING:
     from .base import Output
+    from .batch import PackedBatch
 
 RATE = 0.01
 """Weight of the newest returns in the running moments. With bias correction (arXiv 1602.07714, section 2.2),
@@ -25,7 +26,7 @@ MIN_DEVIATION = 1e-2
 
 
 class ValueHead(nn.Linear):
-    """v = mean + deviation * (w . hidden + b), one value per hidden state.
+    """v = mean + deviation * (w . hidden + b), one value per hidden state, or one for each of `num_values` actions.
 
     Without `normalizes`, mean is 0 and deviation 1. With it they are those of the returns seen in training
     (PopArt, van Hasselt et al. 2016, arXiv 1602.07714): when the moments change, w and b are rescaled so that
@@ -39,12 +40,13 @@ class ValueHead(nn.Linear):
         self,
         hidden_size: int,
         *,
+        num_values: int = 1,
         normalizes: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Weights start at zero, so all initial values are 0."""
-        super().__init__(hidden_size, 1, device=device, dtype=dtype)
+        super().__init__(hidden_size, num_values, device=device, dtype=dtype)
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
         self.normalizes = normalizes
@@ -71,8 +73,14 @@ class ValueHead(nn.Linear):
         computed = {"values": values, "value_deviation": torch.full_like(values, self.deviation)}
         return {name: computed[name] for name in names}
 
+    def of_positions(self, values: Tensor, batch: PackedBatch) -> Tensor:
+        """[K] of observations -> [T] of positions; or [K, num_values], of which a position, being an action, has that of
+        its place in the chunk."""
+        at = values[batch.observed]
+        return at if at.ndim == 1 else at.gather(1, batch.unit.unsqueeze(1)).squeeze(1)
+
     def forward(self, input: Tensor) -> Tensor:
-        """[N, D] -> values [N] in float32."""
+        """[N, D] -> values [N] in float32, or [N, num_values] for more than one."""
         values = super().forward(input).squeeze(-1).float()
         if not self.normalizes:
             return values

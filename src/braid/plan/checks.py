@@ -211,9 +211,9 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if algorithm.entropy_level not in (None, level):
             why = f"the entropy of robot policies is computed at algorithm.logprob_level={level}"
             yield "algorithm.entropy_level", f"{why}; set both to the same level"
-        if algorithm.reward_level == "action" and config.model.num_action_chunks > 1 and plan.needs_critic:
-            why = "the critic has one value per chunk of actions"
-            yield "algorithm.reward_level", f"{why}; set it to chunk, or the number of action chunks to 1"
+        if algorithm.reward_level == "action" and level != "action" and plan.needs_critic:
+            why = f"returns of actions need log-probs of actions, not of {level}s (algorithm.logprob_level)"
+            yield "algorithm.reward_level", f"{why}; set both to action, or it to chunk"
     if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
         why = "episodes of a simulator have no maximum response length to derive it from; set it"
         yield "algorithm.aggregation_constant", why

@@ -310,16 +310,23 @@ class OpenVlaPolicy(VlaPolicy):
 class VlaValue(TrainableModel):
     """The value of an observation: a perceptron on the features of a copy of the policy."""
 
-    def __init__(self, policy: VlaPolicy, *, head_name: str = "value_head", normalizes: bool = False) -> None:
-        """The copy is trained; `policy` stays as it is. `head_name` and `normalizes` as in ValueModel."""
+    def __init__(
+        self,
+        policy: VlaPolicy,
+        *,
+        head_name: str = "value_head",
+        normalizes: bool = False,
+        num_values: int = 1,
+    ) -> None:
+        """The copy is trained; `policy` stays as it is. `head_name` and `normalizes` as in ValueModel, `num_values` as
+        in ValueHead."""
         self._policy = deepcopy(policy)
         body, dtype = self._policy.module, next(policy.module.parameters()).dtype
         sizes = (policy.hidden_size, *_HIDDEN)
         layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in itertools.pairwise(sizes)]
         self._layers = nn.Sequential(*layers).to(next(body.parameters()).device, dtype)
-        self._head = self.value_head = ValueHead(sizes[-1], normalizes=normalizes).to(
-            next(body.parameters()).device, dtype
-        )
+        head = ValueHead(sizes[-1], num_values=num_values, normalizes=normalizes)
+        self._head = self.value_head = head.to(next(body.parameters()).device, dtype)
         self.module = nn.Sequential(
             OrderedDict({"vla": body, "value_layers": self._layers, head_name: self._head})
         )
@@ -328,7 +335,7 @@ class VlaValue(TrainableModel):
         """`values` and `value_deviation` [T] of each position's observation, including the final one."""
         assert batch.observed is not None, "batches of simulators have observations"
         (values,) = self._policy._in_parts(self._values, batch.observations)
-        return self._head.outputs(values[batch.observed], outputs)
+        return self._head.outputs(self._head.of_positions(values, batch), outputs)
 
     def _values(self, observations: Tensors) -> tuple[Tensor]:
         return (self._head(self._layers(self._policy.features(observations))),)
