@@ -68,7 +68,7 @@ RUNS: dict[str, list[str]] = {
         "critic={path: model, train: {autocast: fp16, grad_scaler: {}, optimizer: {schedule: {decay: linear, warmup_steps: 1}}}}",
     ],
     "gymnasium": [
-        "model={build: null, mlp: {}}", "data={}", "reward={}", "env={kind: gymnasium, id: CartPole-v1, eval_episodes: 2}",
+        "model={build: null, mlp: {}}", "data={}", "reward={}", "env={kind: gymnasium, id: CartPole-v1, eval_episodes: 2, max_steps_per_rollout: 20}",
         "algorithm.recipe=ppo", "critic.train={}",
     ],
     "metaworld": [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from tests.rows import rows_of
 from tests.rollout_drivers.test_simulator_semantics import collect
+from tests.rows import rows_of
 
 from braid.algorithms.recipes import Recipe
 from braid.config.load import load_config

@@ -290,6 +290,9 @@ class SimulatorEnv(Section):
     pipeline_stages: PositiveInt = 1
     """Parts into which the environments of each process are divided: while one part is stepped, the actions of
     another are computed. Changes no result. Needs env.processes of at least 1."""
+    offload: bool = False
+    """End the child processes after each sampling, and start them again for the next, so that the policy is trained with
+    the memory that they had."""
     max_episode_steps: PositiveInt | None = None
     """Maximum env steps, after which an episode is truncated; null for the environment's own limit."""
     ignore_terminations: bool = False
@@ -409,8 +412,6 @@ class _RobotEnv(SimulatorEnv):
     """Width of camera images, in pixels."""
     eval: RobotSettings | None = None
     """Settings for evaluation; those of training when null."""
-    offload: bool = False
-    """Save the simulators' state and stop their processes while the policy is trained."""
 
 
 class ManiskillEnv(_RobotEnv):

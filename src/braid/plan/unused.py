@@ -320,6 +320,10 @@ def _simulators(config: RunConfig, plan: Plan) -> _Unused:
         yield "a round has fewer trajectories than that", "env.num_envs"
     if isinstance(env, SimulatorEnv) and config.rollout.group_size == 1 and not env.auto_reset:
         yield "a group is a single episode (rollout.group_size)", "env.fixed_reset_states"
+    if isinstance(env, SimulatorEnv) and not env.processes:
+        yield "the environments are in the run's own process (env.processes)", "env.offload"
+    if plan.is_pipelined:
+        yield "in a pipelined run environments are always stepped", "env.offload"
     if isinstance(env, SimulatorEnv) and env.eval_reset_seeds is not None:
         yield "env.eval_reset_seeds has one for each episode", "env.eval_episodes"
     if isinstance(env, SimulatorEnv) and env.processes > env.num_envs:

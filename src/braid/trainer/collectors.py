@@ -238,6 +238,7 @@ def simulator_collector(
         retries=rollout.retries,
         owns_weights=plan.is_pipelined,
         num_stages=env.pipeline_stages,
+        offloads=env.offload and env.processes > 0,
     )
 
     def driver(sampling: SamplingConfig, num_filmed: int = 0, **of_use: Any) -> Driver:

@@ -104,6 +104,7 @@ class SimulatorProcesses:
         return self._begin("step", actions, np.asarray, max(map(len, actions.values()), default=0))
 
     def close(self) -> None:
+        """End all processes. A later reset starts them again."""
         running = [process for process in self._processes if process.is_running]
         for process in running:
             process.forget()

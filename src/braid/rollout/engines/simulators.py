@@ -61,11 +61,14 @@ class SimulatorEngine(SteppedEngine):
         retries: int,
         owns_weights: bool = False,
         num_stages: int = 1,
+        offloads: bool = False,
     ) -> None:
         """An episode whose environment fails is restarted up to `retries` times, with other actions, then left
         invalid. With `owns_weights` the engine keeps a copy of the policy, updated by `set_weights`. Several stages
-        only gain time with an Overlapping simulator."""
+        only gain time with an Overlapping simulator. With `offloads`, `sleep` closes the simulator, which a reset has to
+        open again."""
         super().__init__()
+        self._offloads = offloads
         self._simulator = simulator
         self._stages = [_Stage(range(first, simulator.num_envs, num_stages)) for first in range(num_stages)]
         self._source = policy
@@ -106,10 +109,12 @@ class SimulatorEngine(SteppedEngine):
         return 0
 
     def sleep(self) -> None:
-        """A simulator's policy has no memory to free."""
+        """A simulator's policy has no memory to free, but its environments may have."""
+        if self._offloads:
+            self._simulator.close()
 
     def wake(self) -> None:
-        """See `sleep`."""
+        """The next episode opens a simulator that `sleep` has closed."""
 
     def close(self) -> None:
         """Fail all pending episodes and close the simulator."""
