@@ -86,7 +86,7 @@ def test_options_of_externally_started_engines_are_unused() -> None:
     assert "fingerprints" in warnings(*given, "rollout.check_weights=true")["rollout.check_weights"]
 
 
-def test_a_simulator_runs_in_one_process() -> None:
+def test_a_robot_policy_has_no_megatron_and_no_long_sequences() -> None:
     simulator = [
         "model.build=null",
         "model.mlp={}",
@@ -94,8 +94,10 @@ def test_a_simulator_runs_in_one_process() -> None:
         "data.train=[]",
         "reward.parts=[]",
     ]
-    assert "runs in one process" in complaints(*simulator, "cluster.runtime=ray")["cluster.runtime"]
-    assert "uses 2 devices" in complaints(*simulator, "cluster.placement={rollout: 0-1}")["cluster.placement"]
+    on_two = [*simulator, "cluster.placement={policy: 0-1, rollout: 0-1}"]
+    assert "fsdp2" in complaints(*on_two, "train.backend=megatron")["train.backend"]
+    split = complaints(*on_two, "train.backend=fsdp2", "train.sequence_parallel=2")
+    assert "set it to 1" in split["train.sequence_parallel"]
 
 
 def test_reward_models_run_where_rollout_does() -> None:

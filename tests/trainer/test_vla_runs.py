@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from braid.errors import ConfigError
 from braid.models.vla.openvla import load_openvla
 from braid.plan import resolve
 from braid.trainer import commands
+
+_IMPORTS = "from typing import Any\nimport gymnasium\nimport numpy as np\nfrom gymnasium import spaces\n"
 
 
 class Toy(gymnasium.Env[dict[str, Any], Any]):
@@ -66,7 +69,7 @@ def write_config(folder: Path, vla: dict[str, Any], **sections: Any) -> Path:
         (folder / "model" / "dataset_statistics.json").write_text(json.dumps(STATISTICS))
     else:
         tiny_openvla(folder / "model", proprio_size=2 if vla.get("use_proprio") else None)
-    (folder / "toy.py").write_text(f"from {__name__} import Toy\n")
+    (folder / "toy.py").write_text(_IMPORTS + inspect.getsource(Toy))  # workers cannot import this module
     vla = {"action_dim": 3, "unnorm_key": "toy", "max_prompt_tokens": 20, **vla}
     config = {
         "run": {"name": "vla", "max_rounds": 2, "device": "cpu", "output_dir": "runs"},

@@ -32,9 +32,14 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             why = f"sequence parallelism over {train.sequence_parallel} devices needs backend fsdp, fsdp2 or deepspeed"
             yield f"{key}.sequence_parallel", f"{why}, not {train.backend}; set it to 1 and use {instead}"
     backend, fsdp = config.train.backend, config.train.fsdp
-    if backend != "single" and (config.model.mlp is not None or config.model.vla is not None):
-        why = f"a robot policy trains in one process, not with {backend}; set train.backend=single"
-        yield "train.backend", why
+    if config.model.mlp is not None or config.model.vla is not None:
+        for key, train in train_sections(config, plan):
+            if train.backend == "megatron":
+                why = "megatron trains language models only"
+                yield f"{key}.backend", f"{why}; for a robot policy set it to fsdp2, fsdp or deepspeed"
+            if train.sequence_parallel > 1:
+                why = "a robot policy has no long sequences to split over devices"
+                yield f"{key}.sequence_parallel", f"{why}; set it to 1"
     if backend == "fsdp" and config.model.lora is not None and (fsdp.sharding == "none" or fsdp.size == 1):
         why = "fsdp cannot train adapters without sharding the frozen weights"
         fix = "set train.backend=fsdp2 and train.fsdp.size=1, or train.fsdp.sharding=full"
@@ -131,18 +136,10 @@ def train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainCo
 
 def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of worker placements that this version does not support."""
-    cluster, one_process = config.cluster, "the policy of a simulator runs in one process"
-    is_simulator = isinstance(config.env, SimulatorEnv)
-    if is_simulator and cluster.runtime == "ray":
-        yield "cluster.runtime", f"{one_process}; set it to auto"
     try:
-        placed = parse_placement(cluster.placement)
+        placed = parse_placement(config.cluster.placement)
     except ValueError:
         return  # reported as a refusal of the layout
-    numbers = {number for devices in placed.values() if devices for number in devices.numbers}
-    if is_simulator and len(numbers) > 1:
-        uses = f"uses {len(numbers)} devices ({format_numbers(numbers)}), but {one_process}"
-        yield "cluster.placement", f"{uses}; remove it, or place all roles on device 0"
     reward, rollout = placed.get("reward"), plan.layout.role("rollout")
     has_models = any(isinstance(part, ModelReward) for part in config.reward.parts)
     if has_models and reward and rollout and not set(reward.numbers) <= set(rollout.devices):

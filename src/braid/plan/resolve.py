@@ -113,7 +113,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     needs = Needs(
         roles=tuple(role for role, is_one in is_used.items() if is_one),
         models={role: of for role, of in sizes.items() if is_used[role] and of is not None},
-        has_workers=verb != "eval" and not isinstance(config.env, SimulatorEnv),
+        has_workers=verb != "eval",
         num_gpus=0 if config.run.device == "cpu" else num_gpus,
     )
     return Plan(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from braid.cluster.loops import Loop, all_of
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
-from braid.types import Group, Key, Lengths, Prompt, Row, ShapedReward, Status, Trajectory
+from braid.types import Group, Key, Lengths, Prompt, Row, ShapedReward, Spaces, Status, Trajectory
 
 from .drivers.base import Driver
 from .engine import Engine, NewWeights
@@ -117,6 +117,7 @@ class Collector:
         in_background: bool = False,
         opponent: NativeEngine | None = None,
         opponent_every: int = 0,
+        spaces: Spaces | None = None,
     ) -> None:
         """`greedy` samples the greedy answer to each training prompt, for recipes whose baseline is its
         reward. All drivers sample with `engine`. `shape` computes the reward used for training; None for the
@@ -124,14 +125,14 @@ class Collector:
         weights; None if the engine reads the trainer's tensors. `check` is called with each new version. `close_envs` ends
         what environments share. Sampling goes on `in_background`, or only
         while the caller waits for groups. `opponent` gets the weights of versions that are multiples of
-        `opponent_every`; only the first ones if that is 0."""
+        `opponent_every`; only the first ones if that is 0. `spaces` are a simulator's."""
         self._streams: dict[Use, _Stream] = {
             use: _Stream(prompts[use], drivers[use], limits.get(use)) for use in drivers
         }
         self._greedy, self._engine = greedy, engine
         self._scorer, self._shape, self._link, self._check = scorer, shape, link, check
         self._close_envs, self._opponent, self._opponent_every = close_envs, opponent, opponent_every
-        self._opponent_version = 0
+        self._opponent_version, self._spaces = 0, spaces
         self._loop = Loop(in_background=in_background)
 
     def submit(self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]) -> None:
@@ -236,6 +237,11 @@ class Collector:
         if self._opponent is not None:
             self._opponent_version = version
             self._loop.run(self._opponent.set_weights(version))
+
+    def spaces(self) -> Spaces:
+        """Those of the simulator."""
+        assert self._spaces is not None, "the run has no simulator"
+        return self._spaces
 
     def opponent_state(self) -> dict[str, Any] | None:
         """The opponent's weights and their version; None without one."""

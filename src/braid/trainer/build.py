@@ -88,30 +88,32 @@ def _build(
 
     def new_supervised() -> ModelGroup:
         name = "policy" if plan.verb == "sft" else "warm_up"
-        return cluster.model("policy", total_steps=plan.sft_steps, config=warm_up_config(config), name=name)
+        settings = warm_up_config(config)
+        return cluster.model("policy", total_steps=plan.sft_steps, config=settings, name=name, spaces=spaces)
 
     def model(role: TrainingRole, total_steps: int) -> ModelGroup | None:
-        return cluster.model(role, total_steps=total_steps) if plan.layout.role(role) else None
+        return cluster.model(role, total_steps=total_steps, spaces=spaces) if plan.layout.role(role) else None
 
     def new_policy() -> ModelGroup:
         if plan.verb == "sft" and supervised is not None:
             return supervised.model
-        return cluster.model("policy", total_steps=plan.num_steps)
+        return cluster.model("policy", total_steps=plan.num_steps, spaces=spaces)
 
     supervised = supervised_of(config, plan, inputs, new_supervised)
+    new_simulator, spaces = None, None
     sampler = sampler_of(plan, supervised, config, inputs)
     if inputs is None:
         assert isinstance(config.env, SimulatorEnv), "other environments have text inputs"
         prompts = reset_states(config.env)
         eval_prompts = {prompts["eval"][0].source: prompts["eval"]}
-        cluster.make(
-            {"env": partial(_simulator, config.env, loaded.base_dir, config.rollout.env_timeout_s)},
-            run_dir / "logs",
-        )
+        new_simulator = partial(_simulator, config.env, loaded.base_dir, config.rollout.env_timeout_s)
+        if reads_policy:  # which has the shapes of the simulator's observations and actions
+            cluster.make({"env": new_simulator}, run_dir / "logs")
     else:
         prompts, eval_prompts = inputs.prompts, inputs.eval.by_source()
     policy = new_policy() if reads_policy else None
     given = {
+        "new_simulator": new_simulator,
         "config": config,
         "plan": plan,
         "base_dir": loaded.base_dir,
@@ -133,6 +135,8 @@ def _build(
         weight_sync = WeightSync(groups["policy"], groups["rollout"], options, merged=merged)
     rollouts = Rollouts(groups["rollout"], prompts, weight_sync, plan.engines_in_turns)
     rollouts.sleep()
+    if inputs is None and not is_local:
+        spaces = rollouts.spaces()
     return Parts(
         config=config,
         plan=plan,

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from braid.cluster.ray import Machines, RayGroup
     from braid.training.group import ModelGroup
     from braid.training.worker import Rank
+    from braid.types import Spaces
 
 ROWS = "rows"
 """Name of the group that holds the rollout buffer, on the rollout workers' machines and without devices."""
@@ -84,13 +85,15 @@ class Cluster(ABC):
         total_steps: int,
         config: RunConfig | None = None,
         name: str | None = None,
+        spaces: Spaces | None = None,
     ) -> ModelGroup:
-        """Create a role's model on its ranks. `config` defaults to the run's, `name` to the role's."""
+        """Create a role's model on its ranks. `config` defaults to the run's, `name` to the role's; `spaces` are those of
+        a simulator in another process."""
         from braid.training.group import ModelGroup
         from braid.training.worker import make_backend
 
         config = config or self.config
-        factory = partial(make_backend, role=role, config=config, total_steps=total_steps)
+        factory = partial(make_backend, role=role, config=config, total_steps=total_steps, spaces=spaces)
         ranks = self._add(role, name or role, factory)
         return ModelGroup.of(ranks, balances=train_config(config, role).balance_ranks)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from braid.cluster.workers import Place
+from braid.cluster.workers import Factory, Place
 from braid.config.rollout import (
     AgentEnvConfig,
     ChatEnv,
@@ -22,8 +22,9 @@ from braid.config.rollout import (
 )
 from braid.config.schema import RunConfig
 from braid.envs.simulators.base import Simulator
+from braid.models.base import TrainableModel
 from braid.models.causal_lm import CausalLM
-from braid.models.roles import make_policy
+from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
@@ -54,7 +55,14 @@ _NAMES = {None: "auto", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def make_collector(
-    place: Place, *, config: RunConfig, plan: Plan, base_dir: Path, inputs: TextInputs | None, run_dir: Path
+    place: Place,
+    *,
+    config: RunConfig,
+    plan: Plan,
+    base_dir: Path,
+    inputs: TextInputs | None,
+    run_dir: Path,
+    new_simulator: Factory[Simulator] | None,
 ) -> Collector:
     """Create the collector of a rollout worker. In the driver's process a native engine reads the policy's own
     tensors, which are then not offloaded, or copies them in a pipelined run; in a separate process it has a copy of
@@ -62,10 +70,17 @@ def make_collector(
     first."""
     device, is_local = device_of(config), plan.layout.mode == "in_process"
     policy: Any = place.workers.get("policy")
-    check = None
+    check, link = None, None
     if inputs is None:
-        policy.keep_weights()
-        return simulator_collector(config, plan, base_dir, place.workers["env"], policy.model)
+        if is_local:
+            policy.keep_weights()
+            return simulator_collector(config, plan, base_dir, place.workers["env"], policy.model)
+        assert new_simulator is not None, "other environments have text inputs"
+        torch.set_num_threads(config.run.num_threads or 1)
+        simulator = new_simulator(place)
+        model: Any = make_robot_model("policy", config, simulator.spaces, device)
+        link = NativeLink(f"rollout {place.rank}", model, config.cluster.call_timeout_s, device)
+        return simulator_collector(config, plan, base_dir, simulator, model, link)
     lm: Any = policy.model if is_local and "policy" in place.workers else None
     if not is_local:
         torch.set_num_threads(config.run.num_threads or 1)
@@ -73,9 +88,9 @@ def make_collector(
         sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
         engines = start_engines(config, plan, inputs.tokenizer, sending, run_dir / "logs", first=place.rank)
         engine: RolloutEngine = as_one(engines)
-        link: WeightLink | None = LocalWeightLink(place.workers, engine) if is_local else EngineLink(engines)
+        link = LocalWeightLink(place.workers, engine) if is_local else EngineLink(engines)
     elif is_local:
-        engine, link = native_engine(config, inputs, lm, owns_weights=plan.is_pipelined), None
+        engine = native_engine(config, inputs, lm, owns_weights=plan.is_pipelined)
         if engine.shares_weights:
             policy.keep_weights()
         if config.rollout.check_weights:
@@ -111,7 +126,7 @@ class NativeLink:
     """See WeightLink. Weights are received directly into the tensors that the native engine samples with, or
     copies."""
 
-    def __init__(self, name: str, lm: CausalLM, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, name: str, lm: TrainableModel, timeout_s: float, device: torch.device) -> None:
         """`timeout_s` is the time limit per version."""
         self.names = (name,)
         self._lm, self._timeout_s, self._device = lm, timeout_s, device
@@ -226,9 +241,15 @@ def text_collector(  # noqa: PLR0913
 
 
 def simulator_collector(
-    config: RunConfig, plan: Plan, base_dir: Path, simulator: Simulator, policy: ActingPolicy
+    config: RunConfig,
+    plan: Plan,
+    base_dir: Path,
+    simulator: Simulator,
+    policy: ActingPolicy,
+    link: WeightLink | None = None,
 ) -> Collector:
-    """A collector of a simulator's episodes, sampled with the trained policy's own tensors."""
+    """A collector of a simulator's episodes, sampled with the trained policy's own tensors, or with those that `link`
+    writes to."""
     env, rollout = config.env, config.rollout
     assert isinstance(env, SimulatorEnv), "only Gymnasium simulators are implemented"
 
@@ -236,7 +257,7 @@ def simulator_collector(
         simulator,
         policy,
         retries=rollout.retries,
-        owns_weights=plan.is_pipelined,
+        owns_weights=plan.is_pipelined and link is None,
         num_stages=env.pipeline_stages,
         offloads=env.offload and env.processes > 0,
     )
@@ -270,7 +291,9 @@ def simulator_collector(
         build_scorer(config.reward, base_dir=base_dir),
         shape=_shape_of(config),
         limits=_limits(config),
-        in_background=plan.is_pipelined,
+        link=link,
+        in_background=plan.is_pipelined or link is not None,
+        spaces=simulator.spaces,
     )
 
 

@@ -16,7 +16,7 @@ from braid.cluster.workers import Pending, Ref, WorkerGroup
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, GroupMetadata, Use
 from braid.rollout.engine import NewWeights
-from braid.types import Group, Key, Prompt
+from braid.types import Group, Key, Prompt, Spaces
 
 
 class WeightSender(Protocol):
@@ -145,6 +145,11 @@ class Rollouts:
             self.workers.call(Collector.set_weights, version, when)
         else:
             self.weight_sync.send(version, when)
+
+    def spaces(self) -> Spaces:
+        """Those of the workers' simulators."""
+        (spaces,) = self.workers.start_on(0, Collector.spaces).wait()
+        return spaces
 
     def opponent_state(self) -> dict[str, Any] | None:
         """See Collector.opponent_state; it is the same on all workers."""

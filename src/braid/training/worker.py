@@ -28,7 +28,7 @@ from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.errors import ConfigError, TrainingError
 from braid.plan import longest_row
-from braid.types import Row
+from braid.types import Row, Spaces
 from braid.weights.sender import join_send, open_sender
 from braid.weights.sending import Sender, SendOptions
 
@@ -96,21 +96,28 @@ class Rank:
             self._sender.close()
 
 
-def make_backend(place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int) -> TrainingBackend:
+def make_backend(
+    place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int, spaces: Spaces | None = None
+) -> TrainingBackend:
     """Build this rank's part of a role's model, in the process of a Rank or in that of the driver. `total_steps` is
-    the length of the learning rate schedule. A reference in the process of a policy is that policy's."""
+    the length of the learning rate schedule. A reference in the process of a policy is that policy's. `spaces` are those of a simulator in another process."""
     train, device = train_config(config, role), _own_device(config)
     if train.backend == "single":
-        backend: TrainingBackend = _single(place, role, config, total_steps, device)
+        backend: TrainingBackend = _single(place, role, config, total_steps, device, spaces)
     else:
-        backend = _sharded(role, config, train, total_steps, device)
+        backend = _sharded(role, config, train, total_steps, device, spaces)
     if role == "reference" and (policy := place.workers.get("policy")) is not None:
         policy.use_reference(backend.logits)
     return backend
 
 
 def _single(
-    place: Place, role: TrainingRole, config: RunConfig, total_steps: int, device: torch.device
+    place: Place,
+    role: TrainingRole,
+    config: RunConfig,
+    total_steps: int,
+    device: torch.device,
+    spaces: Spaces | None,
 ) -> SingleBackend:
     """A model in one process, sharing what it can with the policy there."""
     from braid.models.causal_lm import CausalLM
@@ -122,7 +129,9 @@ def _single(
     lm = policy.model if policy is not None and isinstance(policy.model, CausalLM) else None
     if config.model.mlp is not None or config.model.vla is not None:
         own = None if policy is None else policy.model
-        model: TrainableModel = make_robot_model(role, config, place.workers["env"].spaces, device, own)
+        model: TrainableModel = make_robot_model(
+            role, config, spaces or place.workers["env"].spaces, device, own
+        )
     elif role == "critic":
         model = make_critic(config, device, lm)
     elif role == "reference":
@@ -133,16 +142,24 @@ def _single(
 
 
 def _sharded(
-    role: TrainingRole, config: RunConfig, train: TrainConfig, total_steps: int, device: torch.device
+    role: TrainingRole,
+    config: RunConfig,
+    train: TrainConfig,
+    total_steps: int,
+    device: torch.device,
+    spaces: Spaces | None,
 ) -> TrainingBackend:
     """This rank's part of a model, compared with the whole model's log-probs."""
     from braid.models.causal_lm import CausalLM
     from braid.models.loading import TORCH_DTYPES
-    from braid.models.roles import make_critic, make_policy, make_reference
+    from braid.models.roles import make_critic, make_policy, make_reference, make_robot_model
     from braid.models.selfcheck import PlainLogprobs
 
     from .backends.single import autocast_dtype
 
+    if spaces is not None:
+        robot = make_robot_model(role, config, spaces, torch.device("cpu"))
+        return _wrapped(robot, train, total_steps, device)
     make = {"critic": make_critic, "reference": make_reference}.get(role, make_policy)
     rank = dist.get_rank()
     model = make(config, device, rank=rank)
