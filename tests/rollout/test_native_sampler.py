@@ -217,3 +217,31 @@ def test_a_stop_string_is_found_with_the_token_that_completes_it(
 def test_a_stop_string_is_found_across_many_tokens_without_text() -> None:
     finder = StopFinder(sentence)
     assert finder.is_completed([0] * 50 + [3] + [9] * 100 + [5], ["<>"])
+
+
+def test_a_row_with_top_k_is_drawn_alike_beside_rows_of_any_kind() -> None:
+    """At a vocabulary in two stages, with and without ties at the border of the k-th token."""
+    hows = [
+        Sampling(1, top_k=20, top_p=0.9),
+        Sampling(1, top_k=20),
+        Sampling(1, top_k=50, min_p=0.1),
+        Sampling(1, top_k=700),
+        Sampling(1, top_p=0.99),
+        Sampling(1, greedy=True),
+        Sampling(1),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4 * len(hows), 5000, generator=generator)
+    logits[len(hows) : 2 * len(hows)] = (logits[len(hows) : 2 * len(hows)] * 4).round()  # many ties
+    sampler = Sampler(len(logits), 5000, torch.device("cpu"))
+    for slot in range(len(logits)):
+        sampler.put(slot, hows[slot % len(hows)], (slot,), ())
+    tokens, logprobs = sampler.sample(logits, 0)
+    for slot, row in enumerate(logits):
+        alone = Sampler(1, 5000, torch.device("cpu"))
+        alone.put(0, hows[slot % len(hows)], (slot,), ())
+        assert alone.sample(row[None], 0) == ([tokens[slot]], [logprobs[slot]])
+        exact = row.double().softmax(-1)
+        if (top_k := hows[slot % len(hows)].top_k) and slot % len(hows) in (1, 3):
+            exact[row < row.topk(top_k).values[-1]] = 0.0  # ties stay
+            assert math.exp(logprobs[slot]) == pytest.approx(exact[tokens[slot]] / exact.sum(), rel=1e-5)
