@@ -114,19 +114,17 @@ class Sampler:
         """Tokens [N, 1] at `uniforms` [N, 1], or of greedy rows `choices` [N, 1], and their probabilities [N, 1], for
         logits [N, V] divided by the temperature.
 
-        A row with a small top-k is drawn from its candidates alone, if no tie adds to them, which on a CPU takes a
-        tenth of the time. The choice depends on the row only.
+        A row with a small top-k is drawn from its candidates alone, if no tie adds to them, which on a CPU takes
+        less than half of the time at 152k tokens. The choice depends on the row only.
         """
         top_k, vocab_size = self._settings["top_k"][rows], logits.shape[1]
         most = int(np.where(top_k <= _MOST_CANDIDATES, top_k, 0).max(initial=0))
-        few = np.zeros(len(top_k), np.bool_)
-        if self._device.type == "cpu" and 0 < most < vocab_size:
-            best, ids = logits.topk(most + 1, dim=-1)
-            values, column = best.numpy(), np.arange(len(top_k))
-            is_tied = values[column, np.minimum(top_k, most)] == values[column, np.minimum(top_k, most) - 1]
-            few = (top_k > 0) & (top_k <= most) & ~is_tied
-        if not few.any():
+        if self._device.type != "cpu" or not 0 < most < vocab_size:
             return self._drawn_from(logits, choices, uniforms, rows)
+        best, ids = logits.topk(most + 1, dim=-1)
+        values, row = best.numpy(), np.arange(len(top_k))
+        border = np.minimum(top_k, most)
+        few = (top_k > 0) & (top_k <= most) & (values[row, border] != values[row, border - 1])
         tokens, probs = torch.empty_like(uniforms, dtype=torch.long), torch.empty_like(uniforms)
         for size in np.unique(top_k[few]).tolist():  # sums over as many candidates as the row has
             chosen = torch.from_numpy(np.flatnonzero(few & (top_k == size)))
