@@ -22,7 +22,7 @@ from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native import engine as engine_module
-from braid.rollout.engines.native.cache import KVCache, PrefillAttention
+from braid.rollout.engines.native.cache import KVCache, PrefillAttention, row_blocks
 from braid.training.backends.single import SingleBackend
 from braid.types import Row
 
@@ -734,3 +734,15 @@ def test_new_weights_and_sleep_forget_conversations(tiny_lm: TinyLM) -> None:
     assert engine._prefixes
     asyncio.run(engine.set_weights(1))
     assert not engine._prefixes
+
+
+def test_a_long_sequence_is_read_by_itself_and_changes_no_other(tiny_lm: TinyLM, run_all: Run) -> None:
+    lengths = np.array([40, 33, 1100, 61, 600, 700, 511, 513])
+    blocks = [((of.start, of.stop), width) for of, width in row_blocks(lengths)]
+    assert blocks == [((0, 2), 64), ((2, 3), 1120), ((3, 4), 64), ((4, 6), 704), ((6, 7), 512), ((7, 8), 544)]
+    lm = tiny_lm("gpt_oss", max_position_embeddings=2048)  # sinks and a window
+    words = random.Random(1).choices(range(2, 64), k=1100)
+    sampling = Sampling(max_new_tokens=20)
+    requests = [Request(tuple(words[:n]), sampling, (n,)) for n in (7, 30, 1100, 12, 520, 505)]
+    together = [facts(c) for c in run_all(make_engine(lm), requests)]
+    assert [facts(run_all(make_engine(lm), [r])[0]) for r in requests] == together

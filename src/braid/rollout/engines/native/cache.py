@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from braid.models.attention import LayerCall, causal_attention, softmax_with_sinks
@@ -233,17 +235,31 @@ def _attend(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink
     return softmax_with_sinks(scores + mask, sinks).to(v.dtype) @ v
 
 
+def row_blocks(lengths: NDArray[np.int64]) -> list[tuple[slice, int]]:
+    """Adjacent rows of similar length, and the `padded_length` to read for them: one long sequence does not make
+    all others read as many positions. Below 512 positions a further call costs more than it saves."""
+    sizes = [int(length - 1) // _KERNEL_BLOCK for length in lengths]
+    blocks: list[tuple[slice, int]] = []
+    start = 0
+    for _, same in itertools.groupby(sizes, key=int.bit_length):
+        stop = start + sum(1 for _ in same)
+        blocks.append((slice(start, stop), padded_length(int(lengths[start:stop].max()))))
+        start = stop
+    return blocks
+
+
 class DecodeAttention:
     """Attention of one new token in each of the first B slots to all previous tokens of its slot.
 
-    Created once per step; all shapes depend only on B and `width`, so that a step can be captured as a CUDA
+    Created once per step; all shapes depend only on B and `blocks`, so that a step can be captured as a CUDA
     graph. Query heads that share a key head are laid out along the query axis: q is [B, Hkv, G, d].
     """
 
-    def __init__(self, cache: KVCache, positions: Tensor, width: int) -> None:
-        """`positions` [B] of the new tokens, all below `width`, a `padded_length`."""
-        self._cache, self._positions, self._width = cache, positions, width
-        self._masks: dict[int | None, Tensor] = {}
+    def __init__(self, cache: KVCache, positions: Tensor, blocks: Sequence[tuple[slice, int]]) -> None:
+        """`positions` [B] of the new tokens. `blocks`: adjacent rows, and the number of positions to read for them:
+        a `padded_length` above their positions."""
+        self._cache, self._positions, self._blocks = cache, positions, blocks
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._places: dict[int, Tensor] = {}
         self._next_layer = itertools.count()
 
@@ -253,10 +269,14 @@ class DecodeAttention:
         place = self._place(heads, key.device)
         for store, new in zip(stores, (key, value), strict=True):
             store.view(-1, store.shape[3]).index_copy_(0, place, new.reshape(rows * heads, -1))
-        k, v = (store[:rows, :, : self._width] for store in stores)
-        mask = self._mask(call.sliding_window, query.dtype)
+        q = query.unflatten(1, (heads, -1))
         sinks = None if call.sinks is None else call.sinks.view(heads, -1, 1)
-        out = _attend(call, query.unflatten(1, (heads, -1)), k, v, mask, sinks)
+        outs: list[Tensor] = []
+        for block, width in self._blocks:
+            k, v = (store[block, :, :width] for store in stores)
+            mask = self._mask(block, width, call.sliding_window, query.dtype)
+            outs.append(_attend(call, q[block], k, v, mask, sinks))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
         return out.reshape(rows, query.shape[1], -1)
 
     def _place(self, heads: int, device: torch.device) -> Tensor:
@@ -266,15 +286,15 @@ class DecodeAttention:
             self._places[heads] = strips + self._positions.repeat_interleave(heads)
         return self._places[heads]
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive attention mask [B, 1, 1, width]: 0 where visible, else -inf."""
-        window = window if window is not None and window < self._width else None
-        if window not in self._masks:
-            column = torch.arange(self._width, device=self._positions.device)
-            last = self._positions[:, None]
+    def _mask(self, block: slice, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive attention mask [B, 1, 1, width] of a block: 0 where visible, else -inf."""
+        window = window if window is not None and window < width else None
+        if (block.start, window) not in self._masks:
+            column = torch.arange(width, device=self._positions.device)
+            last = self._positions[block, None]
             is_hidden = column > last
             if window is not None:
                 is_hidden |= column <= last - window
             mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
-            self._masks[window] = mask.masked_fill_(is_hidden, float("-inf"))[:, None, None]
-        return self._masks[window]
+            self._masks[block.start, window] = mask.masked_fill_(is_hidden, float("-inf"))[:, None, None]
+        return self._masks[block.start, window]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from braid.models.causal_lm import CausalLM
 
-from .cache import DecodeAttention, KVCache, padded_length, padded_rows
+from .cache import DecodeAttention, KVCache, padded_length, padded_rows, row_blocks
 
 
 @dataclass(slots=True)
@@ -34,17 +36,18 @@ class Decoder:
             return padded_rows(num_running)
         return min(self._cache.slots, padded_rows(1 << (num_running - 1).bit_length()))
 
-    def logits(self, inputs: Tensor, longest: int) -> Tensor:
-        """Logits [B, V] after the tokens `inputs[0]` at the positions `inputs[1]` [B], all below `longest`.
+    def logits(self, inputs: Tensor, lengths: NDArray[np.int64]) -> Tensor:
+        """Logits [B, V] after the tokens `inputs[0]` at the positions `inputs[1]` [B], which are those before
+        `lengths` [B].
 
         `inputs` is a CPU tensor. The next call may overwrite the result.
         """
-        width = padded_length(longest)
         if self._device.type == "cpu":
-            return self._compute(inputs, width)
+            return self._compute(inputs, row_blocks(lengths))
+        width = padded_length(int(lengths.max()))
         width = min(self._cache.length, 1 << max(8, (width - 1).bit_length()))
         if not self._has_graphs:
-            return self._compute(inputs.to(self._device), width)
+            return self._compute(inputs.to(self._device), [(slice(0, len(lengths)), width)])
         if self._generation != self._cache.generation:
             self.drop_graphs()
             self._generation = self._cache.generation
@@ -65,21 +68,21 @@ class Decoder:
             self.drop_graphs()
             self._addresses = addresses
 
-    def _compute(self, inputs: Tensor, width: int) -> Tensor:
+    def _compute(self, inputs: Tensor, blocks: list[tuple[slice, int]]) -> Tensor:
         tokens, positions = inputs
-        context = DecodeAttention(self._cache, positions, width)
+        context = DecodeAttention(self._cache, positions, blocks)
         return self._lm.logits(self._lm.hidden(tokens, positions, context))
 
     def _capture(self, inputs: Tensor, width: int) -> _Graph:
-        inputs = inputs.to(self._device)
+        inputs, blocks = inputs.to(self._device), [(slice(0, inputs.shape[1]), width)]
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._compute(inputs, width)  # libraries initialise outside of the capture
+            self._compute(inputs, blocks)  # libraries initialise outside of the capture
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
-            logits = self._compute(inputs, width)
+            logits = self._compute(inputs, blocks)
         self._graphs[inputs.shape[1], width] = captured = _Graph(graph, inputs, logits)
         return captured

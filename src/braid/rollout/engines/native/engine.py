@@ -397,9 +397,10 @@ class NativeEngine(SteppedEngine):
         num = len(self._running)
         rows = self._decoder.rows(num)
         self._tokens[num:rows] = self._positions[num:rows] = 0  # padding rows write to unused slots
-        longest = int(self._positions[:num].max()) + 1
         with self._autocast():
-            logits = self._decoder.logits(torch.from_numpy(self._slots[:2, :rows]), longest)
+            logits = self._decoder.logits(
+                torch.from_numpy(self._slots[:2, :rows]), self._positions[:rows] + 1
+            )
         self._positions[:num] += 1
         self._take(logits[:num], 0)
 

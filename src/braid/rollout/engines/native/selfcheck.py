@@ -48,7 +48,7 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
         )
         places = F.pad(torch.tensor([end + step for end in ends]), padding)
         inputs = torch.stack((tokens, places))
-        steps.append(decoder.logits(inputs, int(places.max()) + 1)[:num_rows].clone())
+        steps.append(decoder.logits(inputs, places.numpy() + 1)[:num_rows].clone())
     return list(torch.stack(steps, dim=1).log_softmax(-1).flip(0))
 
 
