@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
-from itertools import product
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from braid.errors import ConfigError
 from braid.plan import resolve
 from braid.trainer import commands
 from braid.trainer.inputs import prompt_sampler, read_inputs
-from braid.types import Action, Prompt
+from braid.types import Action, Message, Prompt
 from braid_dialects.load import Read, read_config
 
 from .conftest import IN_ONE_PROCESS, SEEDS, laid_over
@@ -265,36 +266,32 @@ TINY: dict[str, Any] = {
 
 def warm_model(
     folder: Path,
-    examples: list[dict[str, str]],
+    examples: Sequence[Mapping[str, Any]],
     template: str | None = None,
     architecture: str = "llama",
     steps: int = 60,
+    words: Sequence[str] = (),
 ) -> Path:
-    """A tiny model that has learned the answers in `examples`."""
+    """A tiny model that has learned the answers in `examples`: of prompts, or of conversations. `words` are one token
+    each."""
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
+    of_prompts = {"answer_key": None, "response_key": "response"}
+    keys = {"messages_key": "messages"} if "messages" in examples[0] else of_prompts
     sft = {
-        "data": [{"kind": "file", "path": "examples.jsonl", "answer_key": None, "response_key": "response"}],
+        "data": [{"kind": "file", "path": "examples.jsonl", **keys}],
         "steps": steps,
         "rows_per_step": 16,
         "optimizer": {"lr": 3e-3},
     }
     run = {"name": "warm", "device": "cpu", "output_dir": str(folder), "base_dir": str(folder)}
     path = folder / "warm.yaml"
-    tiny = {**TINY, "model": {"build": TINY["model"]["build"] | {"architecture": architecture}}}
+    build = TINY["model"]["build"] | {"architecture": architecture, "words": list(words)}
+    tiny = {**TINY, "model": {"build": build}}
     path.write_text(yaml.safe_dump({**tiny, "run": run, "sft": sft, "data": {"max_prompt_tokens": 700}}))
     model = commands.export(commands.sft(load_config(path)).run_dir, output=folder / "model")
     if template is not None:
         (model / "chat_template.jinja").write_text(template)
     return model
-
-
-def rounds_of(read: Read) -> list[dict[str, float]]:
-    """The metrics of a run's rounds, in which every episode was valid."""
-    lines = (commands.train(read.loaded).run_dir / "metrics.jsonl").read_text().splitlines()
-    rounds = [metrics for line in lines if "policy/grad_norm" in (metrics := json.loads(line))]
-    assert all(of["status/invalid"] == 0 for of in rounds)
-    assert all(of["policy/grad_norm"] > 0 for of in rounds)
-    return rounds
 
 
 EVALUATED = (
@@ -313,56 +310,77 @@ def learned(read: Read) -> tuple[float, float]:
     return first["mean@16"], last["mean@16"]
 
 
+MESSAGES = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+MOVES = tuple(f"<answer>{move}</answer>" for move in ("Left", "Down", "Right", "Up"))
+TEXTS = ("You play games.Turn 1: Walk to G.\nSymbols: P: you\nActions: Left, Down, Right, Up\n", "Turn ", ": Turn ",
+         " left, as ", *(f": you moved {move}{end}\n" for move in ("Left", "Down", "Right", "Up")
+                         for end in (".", ", without effect.")),
+         *(f"{above}\n{below}\n" for above in ("P_", "PO", "_P", "OP", "__", "_O", "O_") for below in ("_G", "OG", "PG")))  # fmt: skip
+"""What the lake says, and its boards."""
+
+
+def random_walk(seed: int, config: dict[str, Any], max_turns: int) -> tuple[list[Message], float]:
+    """An episode on a lake in which every move is as likely as the others, and its reward."""
+    env = Templated(
+        "frozen_lake", template=TEMPLATE, system="You play games.", max_turns=max_turns, env_kwargs=config
+    )
+    draw, messages = random.Random(seed), list(env.start(Prompt("a", "a", (), ()), seed).messages)
+    while True:
+        move = draw.choice(MOVES)
+        messages.append({"role": "assistant", "content": move})
+        step = env.step(Action(move))
+        if step.is_done or step.is_truncated:
+            return messages, step.reward
+        messages += step.messages
+
+
 @pytest.mark.slow
-def test_roll_s_frozen_lake_file_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes: a lake of 2 by 2, with two moves. The model makes random moves, 2 of 16 pairs of which reach the goal."""
+def test_roll_s_frozen_lake_file_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes: a lake of 2 by 2 with two moves, and as many turns and tokens; 25 rounds of four steps; the learning rate of
+    a tiny model, which has learned from random walks, a third of which reach the goal. Its vocabulary has a token for each
+    move, sentence and board, and a turn has one token (max_tokens_per_step).
+
+    With longer turns the model may unlearn its end token and write lists of moves, of which the first counts: advantages
+    that are clipped at 0.2 after whitening have a negative mean while few episodes succeed (policy/loss > 0 at ratio 1),
+    so that all that is sampled gets less likely. With a token for each character, or a warm-up on random walks alone, it
+    does not come to see the board in so few rounds, and moves right or down at random."""
     monkeypatch.chdir(tmp_path)
-    examples = []
-    for first, second in product(("Left", "Down", "Right", "Up"), repeat=2):
-        env = Templated("frozen_lake", template=TEMPLATE, system="You play games.", max_turns=2,
-                        env_kwargs={"size": 2, "is_slippery": False, **LAKE})  # fmt: skip
-        opening = env.start(Prompt("a", "a", (), ()), 0)
-        answers = [f"<answer>{move}</answer>" for move in (first, second)]
-        prompt = "".join(message["content"] for message in opening.messages)
-        examples.append({"prompt": prompt, "response": answers[0]})
-        step = env.step(Action(answers[0]))
-        if step.messages and not step.is_done:
-            examples.append(
-                {"prompt": prompt + answers[0] + step.messages[0]["content"], "response": answers[1]}
-            )
-    changes = {"custom_envs": {"FrozenLake": PRESET["custom_env"]["FrozenLake"]}}
-    changes["custom_envs"]["FrozenLake"] |= {
-        "env_config": PRESET["custom_env"]["FrozenLake"]["env_config"] | {"size": 2}
-    }
+    lake = PRESET["custom_env"]["FrozenLake"]
+    config = {"is_slippery": False, "size": 2, **LAKE}
+    walks = [random_walk(10**6 + i, {**config, "max_steps": 2}, 2) for i in range(2000)]
+    won, lost = ([messages for messages, reward in walks if (reward > 0) == wins] for wins in (True, False))
+    kept = [{"messages": messages} for messages in won[:150] + lost[:300]]
+    model = warm_model(tmp_path, kept, MESSAGES, words=(*MOVES, *TEXTS), steps=120)
     read = roll(
         tmp_path,
-        changes,
-        f"pretrain={warm_model(tmp_path, examples)}",
+        {"custom_envs": {"FrozenLake": lake | {"env_config": lake["env_config"] | config}}},
+        f"pretrain={model}",
         f"output_dir={tmp_path}/out",
         "max_actions_per_traj=2",
-        "max_tokens_per_step=32",
-        "sequence_length=600",
-        "max_steps=3",
-        "eval_steps=3",
+        "max_tokens_per_step=1",
+        "sequence_length=200",
+        "max_steps=25",
+        "eval_steps=25",
         "val_batch_size=96",
         "val_env_manager.tags=[FrozenLake]",
         "val_env_manager.num_groups_partition=[96]",
-        "rollout_batch_size=64",
         "actor_train.device_mapping=[0]",
         "actor_infer.device_mapping=[0]",
-        "actor_train.training_args.learning_rate=2e-4",
-        "actor_train.training_args.per_device_train_batch_size=64",
+        "actor_train.training_args.learning_rate=2e-3",
+        "actor_train.training_args.per_device_train_batch_size=32",
         "actor_train.training_args.gradient_accumulation_steps=1",
-        "braid.run.device=cpu",
-        "braid.report.console=none",
+        *EVALUATED,
         **IN_ONE_PROCESS,
     )
-    rounds = rounds_of(read)
-    assert len(rounds) == 3
-    assert all(of["rollout/turns_mean"] > 1 for of in rounds)
-    assert all(of["env/valid"] > 0.5 for of in rounds)
-    assert any(of["env/success"] > 0 for of in rounds)
-    assert "eval/FrozenLake/mean@1" in rounds[-1]
+    algorithm = read.loaded.config.algorithm
+    assert (algorithm.advantage_clip, algorithm.whiten_advantages, algorithm.reward_std) == (
+        0.2,
+        True,
+        "group",
+    )
+    first, last = learned(read)
+    assert first < 0.3, "two random moves lead to the goal at most one time in eight"
+    assert last > 0.7, "one that moves right or down at random stays below one half"
 
 
 # --- SkyRL ---
@@ -370,7 +388,6 @@ def test_roll_s_frozen_lake_file_trains(tmp_path: Path, monkeypatch: pytest.Monk
 
 SKYRL = SEEDS / "skyrl-004.yaml"
 OWN = "tests.dialects.sums.Sums"
-MESSAGES = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
 MULTI_TURN = (
     "generator.max_turns=3",
     "generator.use_conversation_multi_turn=true",

@@ -52,12 +52,13 @@ def _tokenizer(template: str, extra: Sequence[str] = ()) -> PreTrainedTokenizerF
     return tokenizer
 
 
-def _format(name: str, **settings: Any) -> ChatFormat:
+def _format(name: str, *, control: Sequence[str] = (), **settings: Any) -> ChatFormat:
+    """`control` are further control tokens."""
     spec = find_spec("trl")
     assert spec is not None, "install requirements/agents.lock"
     assert spec.origin is not None
     template = (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
-    tokenizer = _tokenizer(template, [_ENDS[name]])
+    tokenizer = _tokenizer(template, [_ENDS[name], *control])
     ends = [_id(tokenizer, _ENDS[name])]
     if name == "glm4moe":
         ends.append(_id(tokenizer, "<|observation|>"))

@@ -1,0 +1,94 @@
+"""Tokens of conversations compared with those of the package renderers, which writes the formats of published models in
+Python, without their templates."""
+
+from __future__ import annotations
+
+import string
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.models.test_chat import _ENDS, _format, _id
+from tests.models.test_tool_calls import TOOL
+
+from braid.models.chat import ChatFormat
+from braid.types import Message
+
+renderers = pytest.importorskip("renderers", reason="renderers is not installed: make test")
+
+_OF_QWEN = ("<|endoftext|>", "<tool_response>", "</tool_response>")
+_ORACLES = {
+    "qwen3": ("Qwen3", _OF_QWEN),
+    "qwen3_instruct_2507": ("Qwen3", _OF_QWEN),
+    "qwen3_vl": ("Qwen3VL", _OF_QWEN),
+    "qwen3_5_think": ("Qwen35", _OF_QWEN),
+    "nemotron_3_nano": ("Nemotron3", _OF_QWEN),
+    "glm4moe": ("GLM45", ("[gMASK]", "<sop>", "<|endoftext|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")),
+}  # fmt: skip
+"""Template -> its renderer, and the control tokens that this needs beside those of the template."""
+_WORDS = st.text(string.ascii_letters + string.digits + " \n.,:?", min_size=1, max_size=20)
+_OPENS_THINKING = ("qwen3_5_think", "nemotron_3_nano")
+_THOUGHT = "<think>\nHm.\n</think>\n\n"
+
+
+@cache
+def _pair(name: str) -> tuple[ChatFormat, Any]:
+    kind, control = _ORACLES[name]
+    chat = _format(name, control=control)
+    config = getattr(renderers, f"{kind}RendererConfig")(thinking_retention="all")
+    return chat, getattr(renderers, f"{kind}Renderer")(chat.tokenizer, config)
+
+
+@pytest.mark.parametrize("name", _ORACLES)
+@settings(max_examples=30, deadline=None)
+@given(system=st.none() | _WORDS, asked=_WORDS, has_tools=st.booleans())
+def test_an_opening_has_the_tokens_of_the_oracle(
+    name: str, system: str | None, asked: str, has_tools: bool
+) -> None:
+    chat, oracle = _pair(name)
+    messages: list[Message] = [{"role": "user", "content": asked}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    tools = [TOOL] if has_tools else []
+    expected = oracle.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+    assert chat.opening(messages, tools) == expected
+
+
+@pytest.mark.parametrize("name", _ORACLES)
+@settings(max_examples=60, deadline=None)
+@given(
+    is_thought=st.booleans(),
+    said=_WORDS,
+    replies=st.lists(_WORDS, min_size=1, max_size=3),
+    is_tool=st.booleans(),
+    is_cut=st.booleans(),
+)
+def test_a_conversation_goes_on_with_the_tokens_of_the_oracle(
+    name: str, is_thought: bool, said: str, replies: list[str], is_tool: bool, is_cut: bool
+) -> None:
+    chat, oracle = _pair(name)
+    if (
+        name == "glm4moe"
+    ):  # the package ends other turns of GLM with <|endoftext|>, which the template never writes
+        is_thought, is_cut = True, False
+    if name in _OPENS_THINKING:
+        said = _THOUGHT.removeprefix("<think>\n") + said
+    elif is_thought:
+        said = _THOUGHT + said
+    tools = [TOOL] if is_tool else []
+    before = chat.opening([{"role": "user", "content": "How much?"}], tools)
+    end = "<|observation|>" if is_tool and name == "glm4moe" else _ENDS[name]
+    sampled = chat.tokenizer.encode(said, add_special_tokens=False) + (
+        [] if is_cut else [_id(chat.tokenizer, end)]
+    )
+    messages: list[Message] = [{"role": "user", "content": replies[0]}]
+    if is_tool:
+        messages = [
+            {"role": "tool", "content": text, "name": "add", "tool_call_id": f"call0000{i}"}
+            for i, text in enumerate(replies)
+        ]
+    expected = oracle.bridge_to_next_turn(before, sampled, messages, tools=tools or None)
+    assert expected is not None
+    assert [*before, *sampled, *chat.delta(messages, tools, sampled)] == expected.token_ids
