@@ -18,7 +18,7 @@ from braid.config.model import VlaConfig
 from braid.errors import ModelError
 from braid.models.vla.actions import range_of
 from braid.models.vla.openvla import load_openvla
-from braid.models.vla.pi0 import Pi0Policy, load_pi0
+from braid.models.vla.pi0 import Pi0Policy, demonstrated, load_pi0, transition
 from braid.models.vla.policy import OpenVlaPolicy, Processor, VlaPolicy, VlaValue
 from braid.rollout.rows import group_rows
 from braid.training.packing import pack
@@ -247,6 +247,31 @@ def test_evaluation_of_pi0_is_that_of_transformers(tmp_path: Path) -> None:
     )
     expected = policy.processor.actions.unnormalize(actions[0, :2, :3].numpy())
     np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("noise", ["flow_sde", "flow_noise"])
+def test_demonstrations_of_pi0_lie_on_the_straight_way_to_the_actions(noise: Any) -> None:
+    """Denoising with the velocity that leads from the noise to the actions passes through the chain, and ends at them."""
+    config = VlaConfig(kind="pi0", noise=noise, denoise_steps=4)
+    actions = torch.randn(2000, 3, 2, generator=torch.Generator().manual_seed(1))
+    inputs = demonstrated(config, actions, torch.Generator().manual_seed(0))
+    chain, step = inputs["chain"], inputs["step"]
+    t = (1 - step / 4)[:, None, None]
+    if noise == "flow_noise":
+        assert chain.shape == (2000, 5, 3, 2)
+        velocity = chain[:, 0] - actions
+    else:
+        assert chain.shape == (2000, 2, 3, 2)
+        velocity = (chain[:, 0] - actions) / t
+        counts = step.bincount(minlength=4)
+        assert (counts > 0).all()
+        assert counts.argmax() == 0, "the first step has the least weight in the log-prob"
+    # The division by t multiplies the rounding of the subtraction by up to 4.
+    for number in range(chain.shape[1] - 1):
+        mean, _ = transition(config, chain[:, number], velocity, step + number)
+        torch.testing.assert_close(mean, chain[:, number + 1], atol=1e-5, rtol=1e-5)
+    if noise == "flow_noise":
+        torch.testing.assert_close(chain[:, -1], actions)
 
 
 @pytest.mark.parametrize("prefix", ["", "model."])

@@ -215,7 +215,7 @@ def test_an_impossible_config_is_refused_with_the_arithmetic(overrides: list[str
         ),
         (
             ["sft.data=[{kind: file, path: x, response_key: y}]"],
-            "sft: supervised fine-tuning for a simulator needs an OpenVLA policy (model.vla); remove it",
+            "sft: supervised fine-tuning for a simulator needs a vision-language-action policy (model.vla); remove it",
         ),
         (
             ["algorithm.kl_coef=0.1"],

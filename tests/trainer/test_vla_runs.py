@@ -106,14 +106,35 @@ def test_training_steps(tmp_path: Path, vla: dict[str, Any], recipe: str) -> Non
     assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
-def test_imitation_then_export(tmp_path: Path) -> None:
-    """Imitating one action makes it the likeliest; the exported folder has the trained weights."""
+def write_toy_demonstrations(folder: Path) -> None:
+    """One episode of the best action."""
     env = Toy()
     observation, _ = env.reset(seed=0)
     seen = [observation] + [env.step(np.zeros(3))[0] for _ in range(4)]
     observations = {name: np.stack([of[name] for of in seen]) for name in ("image", "state")}
     actions = np.tile(np.array([0.3, 2.0, 0.5], np.float32), (5, 1))
-    write_demonstrations(tmp_path / "data", [Demonstration(observations, actions, "push red cube")])
+    write_demonstrations(folder, [Demonstration(observations, actions, "push red cube")])
+
+
+@pytest.mark.parametrize("noise", ["flow_sde", "flow_noise"])
+def test_imitation_by_flow_matching(tmp_path: Path, noise: str) -> None:
+    """The reward of a random policy is about -5."""
+    write_toy_demonstrations(tmp_path / "data")
+    sft = {"demonstrations": "data", "steps": 100, "rows_per_step": 16, "optimizer": {"lr": 3.0e-3}}
+    vla = PI0 | {"noise": noise, "train_expert_only": False}
+    sections = {"algorithm": {"recipe": "grpo", "kl_coef": 0.0, "logprob_level": "chunk"}}
+    path = write_config(
+        tmp_path, vla, sft=sft, eval={"before": True, "sampling": {"greedy": True}}, **sections
+    )
+    outcome = commands.sft(load_config(path))
+    evals = json.loads((outcome.run_dir / "summary.json").read_text())["eval"]
+    first, last = (evals[at]["all"]["mean@1"] for at in ("first", "last"))
+    assert last > first / 3
+
+
+def test_imitation_then_export(tmp_path: Path) -> None:
+    """Imitating one action makes it the likeliest; the exported folder has the trained weights."""
+    write_toy_demonstrations(tmp_path / "data")
     sft = {"demonstrations": "data", "steps": 60, "rows_per_step": 5, "optimizer": {"lr": 3.0e-3}}
     path = write_config(tmp_path, OFT, sft=sft, eval={"before": True, "sampling": {"greedy": True}})
     outcome = commands.sft(load_config(path))

@@ -68,8 +68,10 @@ def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield "env.kind", why
     resets = "a simulator has its own reset states; remove the data"
     rewards = "reward parts score text, but a simulator computes its own rewards; remove them"
-    supervised = "supervised fine-tuning for a simulator needs an OpenVLA policy (model.vla); remove it"
-    imitates = config.sft is not None and (model.vla is None or model.vla.kind == "pi0")
+    supervised = (
+        "supervised fine-tuning for a simulator needs a vision-language-action policy (model.vla); remove it"
+    )
+    imitates = config.sft is not None and model.vla is None
     epochs = "a simulator has no prompts and so no epochs; set run.max_rounds"
     for key, is_set, why in (
         ("data.train", config.data.train, resets),

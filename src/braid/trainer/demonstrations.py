@@ -5,24 +5,30 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from braid.config.schema import RunConfig
 from braid.data.lerobot import read_demonstrations
 from braid.models.vla.actions import bins_of
 from braid.models.vla.build import make_processor
-from braid.models.vla.policy import num_positions
+from braid.models.vla.pi0 import demonstrated, read_sizes
+from braid.models.vla.policy import Processor, num_positions
 from braid.types import ActionSpace, Row, Spaces
+
+_NUM_NOISES = 8
+"""Rows of a frame for pi0, each with other noise."""
 
 
 def demonstration_rows(config: RunConfig) -> list[Row]:
-    """A row for each frame of `sft.demonstrations`: its observation, and the chunk of actions that begins there. The last
-    action of an episode is repeated where the chunk goes on. Raises DataError and ModelError."""
+    """A row for each frame of `sft.demonstrations`, several for pi0: its observation, and the chunk of actions that begins
+    there. The last action of an episode is repeated where the chunk goes on. Raises DataError and ModelError."""
     sft, vla = config.sft, config.model.vla
     assert sft is not None, "the plan checks that it is there"
     assert sft.demonstrations is not None, "the plan checks that it is there"
     assert vla is not None, "the plan checks that it is there"
-    width, rows, processor = num_positions(vla, config.algorithm.logprob_level), [], None
+    rows, processor, generator = [], None, torch.Generator().manual_seed(config.run.seed)
     for episode in read_demonstrations(Path(sft.demonstrations), "sft.demonstrations"):
         state = episode.observations.get("state")
         images = {name: of.shape[1:] for name, of in episode.observations.items() if name != "state"}
@@ -34,18 +40,38 @@ def demonstration_rows(config: RunConfig) -> list[Row]:
             processor = make_processor(config.model, spaces)
         chunk = vla.num_action_chunks
         actions = np.concatenate([episode.actions, np.repeat(episode.actions[-1:], chunk - 1, axis=0)])
-        bins = bins_of(processor.actions.normalize(actions), processor.num_bins)
-        chunks = sliding_window_view(bins, chunk, axis=0).swapaxes(1, 2)
-        for frame, chosen in enumerate(chunks):
+        chunks = (
+            sliding_window_view(processor.actions.normalize(actions), chunk, axis=0).swapaxes(1, 2).copy()
+        )
+        drawn = _inputs(config, processor, chunks, generator)
+        for frame in range(len(chunks)):
             seen = {name: of[frame] for name, of in episode.observations.items()}
             observed = processor.observe(seen, episode.instruction)
-            rows.append(
-                Row(
-                    {"bins": chosen.reshape(width, -1)},
-                    np.ones(width, np.bool_),
-                    group=len(rows),
-                    trajectory=len(rows),
-                    observations={name: values[None] for name, values in observed.items()},
+            for inputs in drawn:
+                own = {name: values[frame] for name, values in inputs.items()}
+                rows.append(
+                    Row(
+                        own,
+                        np.ones(len(next(iter(own.values()))), np.bool_),
+                        group=len(rows),
+                        trajectory=len(rows),
+                        observations={name: values[None] for name, values in observed.items()},
+                    )
                 )
-            )
     return rows
+
+
+def _inputs(
+    config: RunConfig, processor: Processor, chunks: NDArray[np.float64], generator: torch.Generator
+) -> list[dict[str, NDArray]]:
+    """The policy's inputs [S, P, ...] for normalized chunks of actions [S, H, A], drawn several times for pi0."""
+    vla, path = processor.config, config.model.path
+    assert path is not None, "the plan checks that it is there"
+    if vla.kind != "pi0":
+        width = num_positions(vla, config.algorithm.logprob_level)
+        return [{"bins": bins_of(chunks, processor.num_bins).reshape(len(chunks), width, -1)}]
+    size, wide = read_sizes(path)
+    padded = torch.zeros(len(chunks), size, wide)
+    padded[:, : chunks.shape[1], : chunks.shape[2]] = torch.from_numpy(chunks)
+    drawn = [demonstrated(vla, padded, generator) for _ in range(_NUM_NOISES)]
+    return [{name: values.unsqueeze(1).numpy() for name, values in of.items()} for of in drawn]

@@ -205,7 +205,7 @@ def _value_loss(recipe: Recipe, outputs: dict[str, Tensor], batch: PackedBatch) 
 
 def _supervised_loss(outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Diagnostics]:
     logprobs = outputs["logprobs"]
-    means = {"token_probability": logprobs.detach().exp()}
+    means = {"token_probability": logprobs.detach().clamp(max=0).exp()}  # densities may exceed 1
     return _reduced(-logprobs, batch), _diagnostics("sft", batch.mask, means)
 
 

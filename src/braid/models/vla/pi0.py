@@ -10,7 +10,7 @@ flow_noise  that of the ODE                                            of a smal
 
 Under flow_sde one step of a decision, drawn at random, is stochastic, and the decision's log-prob is that of this step.
 Under flow_noise all are; the log-prob is the mean of those of all steps and of the initial noise. Evaluation takes ODE steps
-from one fixed noise.
+from one fixed noise. Imitation is flow matching.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PI0Config, PI0ForConditionalGeneration
 
+from braid.config.model import VlaConfig
 from braid.errors import ModelError
 from braid.models.folders import check_folder, expand, read_model
 from braid.types import DecisionLevel
@@ -37,6 +38,14 @@ _DEVIATIONS = (0.08, 0.16)
 _NOISE_HIDDEN = 128
 _LEROBOT = {r"^model\.(?=paligemma_with_expert|action_|state_proj)": ""}
 """LeRobot's names of weights, as transformers expects them."""
+
+
+def read_sizes(path: str) -> tuple[int, int]:
+    """Chunk size and width of actions, from the config.json of a folder of transformers or LeRobot. Raises ModelError."""
+    check_folder(expand(path), "model.path", needs_weights=True)
+    raw = json.loads((Path(expand(path)) / "config.json").read_text())
+    default = PI0Config()
+    return raw.get("chunk_size", default.chunk_size), raw.get("max_action_dim", default.max_action_dim)
 
 
 def load_pi0(path: str, *, dtype: torch.dtype, device: torch.device) -> PI0ForConditionalGeneration:
@@ -233,18 +242,48 @@ class Pi0Policy(VlaPolicy):
 
     def _transition(self, x: Tensor, velocity: Tensor, out: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and deviation [B, C, D] of what follows `x`; see above."""
-        d = 1 / self.config.denoise_steps
-        t = (1 - step.float() * d)[:, None, None]
-        x0, x1 = x - velocity * t, x + velocity * (1 - t)
-        if self._noise_net is None:
-            # 1 - t is 0 at the first step; d takes its place
-            sigma = self.config.noise_level * (t / (1 - t).clamp(min=d)).sqrt()
-            weight, deviation = t - d - sigma.square() * d / (2 * t), sigma * math.sqrt(d)
-        else:
+        mean, deviation = transition(self.config, x, velocity, step)
+        if self._noise_net is not None:
             low, high = (math.log(bound) for bound in _DEVIATIONS)
             share = (torch.tanh(self._noise_net(out).float()) + 1) / 2
-            weight, deviation = t - d, (low + (high - low) * share).exp()
-        return x0 * (1 - (t - d)) + x1 * weight, deviation.expand_as(x)
+            deviation = (low + (high - low) * share).exp()
+        return mean, deviation.expand_as(x)
+
+
+def transition(config: VlaConfig, x: Tensor, velocity: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean [B, C, D] of what follows `x` [B, C, D] after denoising step `step` [B], and its deviation [B, 1, 1] under
+    flow_sde, 0 under flow_noise; see above."""
+    d = 1 / config.denoise_steps
+    t = (1 - step.float() * d)[:, None, None]
+    x0, x1 = x - velocity * t, x + velocity * (1 - t)
+    if config.noise == "flow_noise":
+        return x0 * (1 - (t - d)) + x1 * (t - d), torch.zeros_like(t)
+    # 1 - t is 0 at the first step; d takes its place
+    sigma = config.noise_level * (t / (1 - t).clamp(min=d)).sqrt()
+    weight = t - d - sigma.square() * d / (2 * t)
+    return x0 * (1 - (t - d)) + x1 * weight, sigma * math.sqrt(d)
+
+
+def demonstrated(config: VlaConfig, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """Inputs of Pi0Policy, one per chunk of normalized actions [B, C, D], on the straight way from random noise to the chunk.
+
+    The log-prob of such a chain is, up to a constant, minus the squared error of the velocity, with a weight for each
+    step. Under flow_sde steps are drawn with the inverse of this weight as probability, so that the expected loss is that of flow
+    matching, at the times of the steps.
+    """
+    count, num_steps = len(actions), config.denoise_steps
+    noise = torch.randn(actions.shape, generator=generator)
+    if config.noise == "flow_noise":
+        t = torch.linspace(1, 0, num_steps + 1)[:, None, None]
+        chains = actions.unsqueeze(1) * (1 - t) + noise.unsqueeze(1) * t
+        return {"chain": chains, "step": torch.zeros(count, dtype=torch.long)}
+    zero, one = torch.zeros(num_steps, 1, 1), torch.ones(num_steps, 1, 1)
+    slope, deviation = transition(config, zero, one, torch.arange(num_steps))
+    step = (deviation / slope).square().flatten().multinomial(count, replacement=True, generator=generator)
+    t = (1 - step / num_steps)[:, None, None]
+    x = actions * (1 - t) + noise * t
+    mean, _ = transition(config, x, noise - actions, step)
+    return {"chain": torch.stack([x, mean], dim=1), "step": step}
 
 
 def _log_density(x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
