@@ -15,7 +15,6 @@ from braid.config.secrets import distinct, hidden
 from braid.config.source import Written, parse_path, place, read_file
 from braid.errors import ConfigError, Problem
 from braid.plan import derive, unused_keys, why_unused
-from braid.plan.available import missing_sections
 
 from .compose import compose, merged
 from .rlinf import RLINF
@@ -99,15 +98,12 @@ def _with_refused(ledger: Sequence[Entry], problems: Sequence[Problem]) -> tuple
 
 
 def _with_unused(ledger: Sequence[Entry], config: RunConfig) -> Iterator[Entry]:
-    """Mark applied rows whose native keys nothing in a training run depends on: `unsupported` if this version
-    lacks the component that would read them, else `unused`."""
-    missing, unused = missing_sections(config), unused_keys(config, derive(config, None, "train"))
+    """Mark applied rows whose native keys nothing in a training run depends on as unused."""
+    unused = unused_keys(config, derive(config, None, "train"))
     for entry in ledger:
         if entry.disposition != "applied" or not entry.native:
             yield entry
-        elif all(reasons := [why_unused(missing, native) for native in entry.native]):
-            yield replace(entry, disposition="unsupported", note=reasons[0])
-        elif all(reasons := [why_unused(missing | unused, native) for native in entry.native]):
+        elif all(reasons := [why_unused(unused, native) for native in entry.native]):
             yield replace(entry, disposition="unused", note=reasons[0])
         else:
             yield entry

@@ -3,7 +3,8 @@
 rlinf_facts.py      properties of a file as a whole, and conditions on them
 rlinf_run.py        hydra, cluster, runner, data, reward, critic
 rlinf_algorithm.py  algorithm
-rlinf_rollout.py    rollout, inference, env, and robot policies
+rlinf_rollout.py    rollout, inference, env
+rlinf_robots.py     robot policies, and what braid lacks of robots
 rlinf_actor.py      actor
 rlinf_checks.py     constraints between keys
 """
@@ -12,19 +13,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import rlinf_actor, rlinf_agents, rlinf_algorithm, rlinf_rollout, rlinf_run
+from . import rlinf_actor, rlinf_agents, rlinf_algorithm, rlinf_robots, rlinf_rollout, rlinf_run
 from . import rlinf_facts as facts
 from .rlinf_checks import CHECKS
 from .rows import rows
 from .table import Dialect, Source, table
 
 _RULES = table(
-    rows(rlinf_run.RULES, rlinf_algorithm.RULES, rlinf_rollout.RULES, rlinf_actor.RULES, rlinf_agents.RULES)
+    rows(
+        rlinf_run.RULES,
+        rlinf_algorithm.RULES,
+        rlinf_rollout.RULES,
+        rlinf_robots.RULES,
+        rlinf_actor.RULES,
+        rlinf_agents.RULES,
+    )
 )
 _ALIASES = {
     "rollout.model_dir": "rollout.model.model_path",
     "rollout.model_arch": "rollout.model.model_type",
     "rollout.precision": "rollout.model.precision",
+    "rollout.generation_backend": "rollout.backend",
     "actor.fsdp_config.amp.enabled": "actor.fsdp_config.amp_autocast.enabled",
     "actor.fsdp_config.amp.precision": "actor.fsdp_config.amp_autocast.precision",
     "actor.fsdp_config.amp.use_grad_scaler": "actor.fsdp_config.grad_scaler.enabled",
@@ -56,6 +65,8 @@ def _base(source: Source) -> dict[str, Any]:
     whole, prompt = source["runner.seq_length"], source["data.max_prompt_length"]
     if not facts.is_robots(source) and whole is not None and prompt is not None and whole > prompt:
         native["rollout.sampling.max_new_tokens"] = whole - prompt
+    if facts.simulator(source) == "libero" and source["actor.model.model_type"] in rlinf_rollout.OPENVLA:
+        native["env.gripper"] = "open_is_one"
     return native | rlinf_run.critic_settings(source)[0]
 
 
@@ -71,7 +82,6 @@ RLINF = Dialect(
         "given": rlinf_run.given_sources,
         "kl_in": lambda s: ["algorithm.kl_in"] if s["algorithm.kl_beta"] else [],
         "scaler": lambda s: ["train.megatron"] if facts.backend(s) == "megatron" else [],
-        "env": lambda s: "env.eval" if s.at.startswith("env.eval") else "env",
     },
     checks=CHECKS,
     aliases=_ALIASES,

@@ -115,7 +115,8 @@ _ACTOR = section("actor", "train")(
 _MODEL = section("actor.model", "model")(
     to("precision", "", nullable(PRECISION), unless_null("fp32"), computed(_precision),
        note="of matrix products; weights stay fp32. fp16 uses loss scaling"),
-    to("model_path", ".path", "path"),
+    to("model_path", ".path", "path?",
+       unless(lambda s: s["actor.model.model_type"] in facts.SMALL_POLICIES, "the policy is built from sizes")),
     to("model_type", "", MODEL_TYPE, model_type),
     missing("moe_aux_loss_coeff", "set it to 0: there is no auxiliary loss for experts", default=0.0),
     ignored("{moe_router_load_balancing_type,moe_router_topk,moe_router_pre_softmax,init_method_std}",
@@ -197,7 +198,7 @@ _TOKENIZER = section("actor.tokenizer", "model")(
     to("tokenizer_model", ".tokenizer", "path"),
     to("trust_remote_code", ".trust_remote_code", "bool", _TRUST, note="here or for the model"),
     ignored("use_fast padding_side tokenizer_type", "the model folder determines the tokenizer"),
-    to("extra_vocab_size", ".vla.extra_vocab_size", "natural", ROBOTS_ONLY))
+    to("extra_vocab_size", ".vla.extra_vocab_size", "natural", ROBOTS_ONLY, facts.VLA))
 
 _MEGATRON = section("actor.megatron", "train.megatron", MEGATRON)(
     to("ddp_bucket_size", ".ddp_bucket_size", "count?", note="in parameters"),

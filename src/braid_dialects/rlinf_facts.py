@@ -7,7 +7,7 @@ import math
 from braid.plan.placement import Devices, parse_placement
 
 from .conditions import of_backend, of_engine, unless
-from .table import Source
+from .table import Convert, Source
 
 ROLES = {"actor": "policy"} | {name: name for name in ("rollout", "inference", "critic", "reward", "env")}
 """RLinf component -> role."""
@@ -120,6 +120,37 @@ def episodes(source: Source) -> int:
         needed = (source["actor.global_batch_size"] or 1) // (chunks_per_episode(source) * epochs)
         given = max(1, needed // group) * group
     return given * epochs
+
+
+def simulator(source: Source) -> str | None:
+    """Kind of the simulator; a native key takes precedence."""
+    return source.own.get("env.kind", source["env.train.env_type"])
+
+
+def of_simulator(*kinds: str) -> Convert:
+    """No effect unless the simulator is one of `kinds`."""
+    return unless(
+        lambda s: simulator(s) not in kinds,
+        lambda s: f"for {' and '.join(kinds)} only; the simulator is {simulator(s)}",
+    )
+
+
+SMALL_POLICIES = ("mlp_policy", "cnn_policy")
+VLA = unless(
+    lambda s: s["actor.model.model_type"] in SMALL_POLICIES, "for vision-language-action policies only"
+)
+
+
+def is_in_scene(source: Source) -> bool:
+    """Whether ManiSkill simulates all environments in one scene on the GPU."""
+    on_gpu = "cpu" not in (source["env.train.init_params.sim_backend"] or "auto")
+    return simulator(source) == "maniskill" and source.own.get("env.on_gpu", on_gpu)
+
+
+def shares_reset_states(source: Source) -> bool:
+    """Whether the episodes of a group begin in the same state."""
+    alone = source["env.train.group_size"] == 1 and (source["algorithm.group_size"] or 1) > 1
+    return source["env.train.use_fixed_reset_state_ids"] is not False and not alone
 
 
 def prompts(source: Source) -> int:

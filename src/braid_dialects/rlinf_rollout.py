@@ -8,31 +8,37 @@ from .conditions import needs, unless
 from .conversions import already, computed, opposite, unless_null
 from .rlinf_facts import ROBOTS_ONLY, SERVED, SGLANG, VLLM, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Source, no_effect, unsupported
-from .values import Takes, choice, list_of, nullable
+from .table import Became, Convert, Source, implied, no_effect, unsupported
+from .values import Takes, choice, nullable
 
 ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}
 """model_type of text models -> architecture in transformers."""
-VLA_KINDS = ("openvla", "openvla_oft")
+OPENVLA = ("openvla", "openvla_oft")
+_ROBOT_MODELS = {name: {"model.vla.kind": name} for name in OPENVLA} | {
+    "openpi": {"model.vla.kind": "pi0"},
+    "mlp_policy": {"model.mlp.hidden_sizes": [256, 256, 256]},
+    "cnn_policy": {"model.mlp.channels": [32, 64, 64, 64], "model.mlp.hidden_sizes": [256]},
+}
+"""model_type of a robot policy -> native keys."""
 OTHER_MODELS = (
-    "qwen2.5_vl", "qwen3_vl", "openpi", "gr00t", "dexbotic_pi", "mlp_policy", "cnn_policy", "flow_policy",
+    "qwen2.5_vl", "qwen3_vl", "gr00t", "dexbotic_pi", "dexbotic_dm0", "flow_policy", "starvla", "lingbotvla", "abot_m0",
+    "evo1", "molmoact2", "dreamzero", "openpi_rlinf", "cma",
 )  # fmt: skip
 PRECISION = Takes(
     f"one of {', '.join(facts.DTYPES)}",
     lambda v: not isinstance(v, bool) and str(v) in facts.DTYPES,
     ("fp16", "bf16", "fp32"),
 )
-MODEL_TYPE = choice(*ARCHITECTURES, *VLA_KINDS, *OTHER_MODELS)
+MODEL_TYPE = choice(*ARCHITECTURES, *_ROBOT_MODELS, *OTHER_MODELS)
 
 
 def model_type(value: str, source: Source) -> Became:
     """Convert model_type to the policy's architecture, or the kind of a robot policy."""
-    fitting = VLA_KINDS if is_robots(source) else tuple(ARCHITECTURES)
+    fitting = tuple(_ROBOT_MODELS if is_robots(source) else ARCHITECTURES)
     if value not in fitting:
         task = source["runner.task_type"]
         return unsupported(f"use one of {', '.join(fitting)} with runner.task_type={task}")
-    kind = {"model.vla.kind": value} if is_robots(source) else {"model.architecture": ARCHITECTURES[value]}
-    return Became(kind)
+    return Became(_ROBOT_MODELS[value] if is_robots(source) else {"model.architecture": ARCHITECTURES[value]})
 
 
 def _recompute(value: bool, source: Source) -> str:
@@ -69,8 +75,58 @@ def _eval_episodes(value: int | None, source: Source) -> Became:
     return Became({"env.eval_episodes": value * (source["env.eval.rollout_epoch"] or 1) * each})
 
 
-_SIMULATORS = "maniskill|libero|robotwin|isaaclab|metaworld|behavior|calvin|robocasa|realworld|habitat"
-_SUITES = choice(*(f"libero_{name}" for name in ("spatial", "object", "goal", "10", "90", "130")))
+def _trained(value: object, source: Source) -> object:
+    """Training's value of a setting that evaluation shares with it."""
+    if source.at.startswith("env.train."):
+        return value
+    key = f"env.train.{source.at.split('.', 2)[2]}"
+    trained = source[key]
+    if trained == value or not (trained or value):
+        return implied(f"evaluation has the settings of training, {key}")
+    return unsupported(f"evaluation has the settings of training, {key}={trained}; make them agree")
+
+
+def _kind(value: str, source: Source) -> object:
+    if "env.kind" in source.own:
+        return no_effect("overridden by braid.env.kind")
+    return value if value in _KINDS else unsupported(f"use one of {', '.join(_KINDS)}")
+
+
+def _suite(value: str, source: Source) -> object:
+    if facts.simulator(source) == "metaworld":
+        return unsupported("one task is trained at a time; use task_name, for example reach-v3")
+    if facts.simulator(source) != "libero":
+        return no_effect("for libero only")
+    return value if value in _LIBERO_SUITES else unsupported(f"use one of {', '.join(_LIBERO_SUITES)}")
+
+
+def _camera(side: str) -> Convert:
+    """Height or width of images; MetaWorld's are square."""
+
+    def convert(value: int, source: Source) -> Became:
+        kind = facts.simulator(source)
+        if kind == "gymnasium":
+            return no_effect("the environment determines the size of images")
+        return Became({"env.image_size" if kind == "metaworld" else f"env.camera_{side}": value})
+
+    return convert
+
+
+def _group_size(value: int, source: Source) -> object:
+    group = source["algorithm.group_size"]
+    return value if value in (1, group) else unsupported(f"set it to algorithm.group_size={group}, or to 1")
+
+
+_KINDS = ("maniskill", "libero", "metaworld")
+_SIMULATORS = (
+    "maniskill|libero|robotwin|isaaclab|metaworld|behavior|calvin|robocasa|realworld|habitat|maniskill_rlt|libero_pro|"
+    "libero_plus|robocasa365|frankasim|opensora_wm|wan_wm|genesis|embodichain|roboverse|d4rl|polaris"
+)
+_LIBERO_SUITES = tuple(f"libero_{name}" for name in ("spatial", "object", "goal", "10", "90", "130"))
+_SUITES = choice(*_LIBERO_SUITES, *(f"metaworld_{name}" for name in ("50", "45_ind", "45_ood")))
+_BACKENDS = {"gpu": True, "cuda": True, "physx_cuda": True, "auto": True, "cpu": False, "physx_cpu": False}
+_TRAINED: Convert = _trained
+_MANISKILL = facts.of_simulator("maniskill")
 _OF_ACTOR = unless(
     lambda s: is_robots(s) and s.has("actor.model.model_path"),
     "the robot policy is set by actor.model.model_path",
@@ -137,50 +193,56 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     to("print_outputs", "rollout.print_outputs", "bool"),
     # robots
     always("enable_offload", "an engine shares the trainer's weights, or sleeps in between", "bool"),
-    to("pipeline_stage_num", "env.pipeline_stages", "count", ROBOTS_ONLY),
+    to("pipeline_stage_num", "env.pipeline_stages", "count", ROBOTS_ONLY,
+       unless(facts.is_in_scene, "the environments of a scene on the GPU step together")),
     to("sampling_params.temperature_train", "rollout.sampling.temperature", "positive", ROBOTS_ONLY),
     to("sampling_params.max_new_tokens", "rollout.sampling.max_new_tokens", "count", ROBOTS_ONLY),
     missing("sampling_params.temperature_eval", "use actor.model.do_sample for evaluation"),
     missing("enable_torch_compile", "use braid.train.compile=true"),
     ignored("{collect_transitions,collect_prev_infos}", "trajectories are always complete"))
 
-_ENV = section("env.{train,eval}", "{env}", ROBOTS_ONLY)(
-    to("env_type", "env.kind", _SIMULATORS,
-       lambda v, _: v if v in ("maniskill", "libero") else unsupported("use maniskill or libero"), _as_trained),
-    to("task_name init_params.id", "env.task", "text", needs("env.train.env_type", "maniskill"), _as_trained),
-    to("task_suite_name", "env.suite", _SUITES, needs("env.train.env_type", "libero"), _as_trained),
+_ENV = section("env.{train,eval}", "env", ROBOTS_ONLY)(
+    to("env_type", ".kind", _SIMULATORS, _kind, _as_trained),
+    to("task_name init_params.id", ".task", "text", facts.of_simulator("maniskill", "metaworld"), _as_trained),
+    to("task_suite_name", ".suite", _SUITES, _suite, _as_trained),
+    to("ignore_terminations", ".ignore_terminations", "bool", _TRAINED),
+    to("max_episode_steps init_params.max_episode_steps", ".max_episode_steps", "count", _TRAINED,
+       note="in env steps, not action chunks"),
+    to("use_rel_reward", ".relative_reward", "bool", _TRAINED),
+    to("reward_coef", ".reward_scale", "positive", _TRAINED),
+    to("reward_mode", ".reward_mode", {"raw": None, "only_success": "success", "default": "put_on"}, _MANISKILL,
+       _TRAINED, default="default", note="without it: 0.1 for a grasp, 0.1 for a long one, 1 for success"),
+    to("init_params.{obs_mode,control_mode}", "env.*", "text?", _MANISKILL, _TRAINED),
+    to("init_params.sim_backend", ".on_gpu", _BACKENDS, _MANISKILL, _TRAINED, default="auto"),
+    to("init_params.sim_config.{sim_freq,control_freq}", ".kwargs.sim_config.*", "count", _MANISKILL, _TRAINED),
+    to("init_params.sensor_configs.shader_pack", ".kwargs.sensor_configs.*", "text", _MANISKILL, _TRAINED),
+    to("init_params.{obj_set,use_multiple_plates}", ".kwargs.*", "any", _MANISKILL, _TRAINED),
+    to("init_params.{camera_heights,sensor_configs.height}", "", "count", _TRAINED, _camera("height")),
+    to("init_params.{camera_widths,sensor_configs.width}", "", "count", _TRAINED, _camera("width")),
+    always("init_params.num_envs", "set by total_num_envs", "count?"),
+    ignored("init_params.{render_mode,render_backend}", "videos and images are rendered where they are asked for"),
+    always("is_eval", "training and evaluation are told apart by env.train and env.eval", "bool"),
+    ignored("seed", "reset states follow from braid.run.seed, which is actor.seed"),
+    missing("wrap_obs_mode", "use simple: states are one vector", default="simple"),
+    missing("reset_gripper_open", "set it to true: LIBERO's episodes begin with an open gripper",
+            facts.of_simulator("libero"), default=True),
+    missing("use_step_penalty", "rewards are the simulator's", default=False),
+    ignored("video_cfg.fps", "see braid.env.video.frames_per_s"))
+
+_TRAIN_ENV = section("env.train", "env", ROBOTS_ONLY)(
     to("auto_reset", ".auto_reset", "bool", note="at the end of an action chunk"),
-    to("ignore_terminations", ".ignore_terminations", "bool"),
-    to("use_fixed_reset_state_ids", ".fixed_reset_states", "bool", note="a group shares its reset state"),
-    to("max_episode_steps", ".max_episode_steps", "count", note="in env steps, not action chunks"),
-    to("use_rel_reward", ".relative_reward", "bool"),
-    to("reward_coef", ".reward_scale", "positive"),
-    to("seed", ".seed", "natural"),
-    to("group_size", ".group_size", "count"),
+    to("use_fixed_reset_state_ids", ".fixed_reset_states", "bool", computed(facts.shares_reset_states),
+       note="a group shares its reset state"),
+    to("group_size", ".fixed_reset_states", "count", _group_size, computed(facts.shares_reset_states),
+       note="environments with the same reset state: algorithm.group_size, or 1 for none"),
+    ignored("video_cfg.{save_video,info_on_video,video_base_dir}", "videos are of evaluations: env.eval.video_cfg"))
+
+_EVAL_ENV = section("env.eval", "env", ROBOTS_ONLY)(
+    always("auto_reset", "env.eval_episodes has the number of episodes", "bool"),
+    always("{use_fixed_reset_state_ids,group_size}", "every evaluation has the same reset states, each once", "any"),
     to("video_cfg.save_video", ".video.save", "bool"),
     to("video_cfg.info_on_video", ".video.overlay", "bool"),
-    to("video_cfg.video_base_dir", ".video.dir", "path"),
-    to("init_params.camera_heights", ".camera_height", "count"),
-    to("init_params.camera_widths", ".camera_width", "count"))
-
-_VLA = section("actor.model", "model.vla", ROBOTS_ONLY)(
-    to("action_dim", ".action_dim", "count"),
-    to("num_action_chunks", ".num_action_chunks", "count", note="actions of one answer"),
-    to("use_proprio", ".use_proprio", "bool"),
-    to("unnorm_key", ".unnorm_key", "text?"),
-    to("value_type", ".value_level", {"chunk_level": "chunk", "action_level": "action"}),
-    to("val_micro_batch_size", ".eval_batch_rows", "count", note="not read by RLinf"),
-    to("center_crop", ".center_crop", "bool"),
-    to("do_sample", ".greedy", "bool", opposite, note="in evaluation; training always samples"),
-    to("add_qkv_bias", ".qkv_bias", "bool", note="checked against the folder"),
-    to("vocab_size", ".vocab_size", "count", note="action tokens are counted backwards from it"),
-    to("hidden_size", ".hidden_size", "count", note="input of the value head"),
-    to("policy_setup", ".policy_setup", "text"),
-    to("image_size", ".image_size", list_of("count", length=2), note="height and width"),
-    to("num_images_in_input", ".num_images", "count"),
-    always("add_value_head", "there is a value head whenever values are learned", "bool"),
-    to("implement_version", ".form", {"rlinf": "rlinf", "official": "official"}),
-    missing("use_film", "use a policy without FiLM"))
+    to("video_cfg.video_base_dir", ".video.dir", "path"))
 
 RULES = rows(
     _INFERENCE,
@@ -197,6 +259,7 @@ RULES = rows(
        note="times rollout_epoch, and with auto_reset the episodes of max_steps_per_rollout_epoch"),
     always("env.eval.{rollout_epoch,max_steps_per_rollout_epoch}", "env.eval_episodes has them", "count"),
     _ENV,
-    _VLA,
+    _TRAIN_ENV,
+    _EVAL_ENV,
 )
 # fmt: on

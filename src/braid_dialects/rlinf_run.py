@@ -245,7 +245,7 @@ _RUNNER = section("runner")(
     to("experiment_name", "run.name", "text", folder_name),
     to("output_dir", "run.output_dir", "path"),
     to("only_eval", "run.eval_only", "bool"),
-    to("max_prompt_length", "model.vla.max_prompt_tokens", "count", ROBOTS_ONLY),
+    to("max_prompt_length", "model.vla.max_prompt_tokens", "count", ROBOTS_ONLY, facts.VLA),
     always("weight_sync_interval", "weights are synced after every round", choice(1)),
     missing("overlap_env_bootstrap", "use env.pipeline_stages to overlap simulation and policy"),
     missing("use_training_pipeline", "the update always starts when the round is complete"))

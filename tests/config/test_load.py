@@ -212,7 +212,7 @@ def test_a_mandatory_value_can_be_set(tmp_path: Path) -> None:
         ),
         (
             "group_size=4",
-            "group_size: unknown key in this section, did you mean env.group_size or rollout.group_size? [override]",
+            "group_size: unknown key in this section, did you mean rollout.group_size? [override]",
         ),
         ("run.zzz=4", "run.zzz: unknown key; the keys of this section are name, output_dir, seed, device"),
     ],
@@ -285,15 +285,15 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ("eval=null", "eval: is empty; remove it, or set it to a mapping with keys before, every_rounds"),
         (
             "env.kind=tool",
-            "env: kind: 'tool' is not one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero",
+            "env: kind: 'tool' is not one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero, robosuite",
         ),
         (
             "env={max_turns: 3}",
-            "env: missing `kind`; set it to one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero [override]",
+            "env: missing `kind`; set it to one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero, robosuite [override]",
         ),
         (
             "env=tools",
-            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero [override]",
+            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero, robosuite [override]",
         ),
         (
             "data.train=x",

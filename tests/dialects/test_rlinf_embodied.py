@@ -13,6 +13,7 @@ from braid.errors import ConfigError
 from braid_dialects.load import Read, read_config
 
 SEED = Path(__file__).parent / "seeds" / "rlinf-embodied-003.yaml"
+LONG = ("env.train.max_episode_steps=80", "env.eval.max_episode_steps=80")
 LIBERO = ("env@env.train=libero_10", "env@env.eval=libero_10")
 
 
@@ -32,12 +33,8 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
     found = config()
     env = found.env
     assert isinstance(env, ManiskillEnv)
-    assert (env.task, env.max_episode_steps, env.group_size, env.seed) == (
-        "PutCarrotOnPlateInScene-v1",
-        10,
-        2,
-        0,
-    )
+    assert (env.task, env.max_episode_steps) == ("PutCarrotOnPlateInScene-v1", 10)
+    assert (env.reward_mode, env.gripper, env.on_gpu) == ("put_on", "open_is_one", True)
     assert (env.auto_reset, env.ignore_terminations, env.fixed_reset_states) == (False, False, True)
     assert (env.relative_reward, env.reward_scale) == (True, 5.0)
     assert (env.video.save, env.video.overlay, env.video.dir) == (
@@ -46,9 +43,7 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
         "../results/grpo-1.5b/video/train",
     )
     assert (env.camera_height, env.camera_width) == (256, 256)
-    assert (env.offload, env.pipeline_stages, env.num_envs) == (True, 2, 160)
-    assert env.eval is not None
-    assert env.eval.max_episode_steps == 10
+    assert (env.offload, env.pipeline_stages, env.num_envs) == (True, 1, 160)
     assert (found.train.backend, found.rollout.engine) == ("fsdp", "native")
     vla = found.model.vla
     assert vla is not None
@@ -59,7 +54,7 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
         "bridge_orig",
     )
     assert (vla.value_level, vla.greedy, vla.image_size, vla.num_images) == ("chunk", True, (224, 224), 1)
-    assert (vla.center_crop, vla.use_proprio, vla.policy_setup) == (True, False, "widowx_bridge")
+    assert (vla.center_crop, vla.use_proprio) == (True, False)
     assert (vla.vocab_size, vla.extra_vocab_size, vla.hidden_size, vla.max_prompt_tokens) == (
         32000,
         421,
@@ -86,11 +81,9 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
     assert found.reward.parts == ()
 
 
-def test_keys_of_the_simulator_are_unsupported_and_text_keys_say_why_they_have_no_effect() -> None:
+def test_no_key_is_unsupported_and_text_keys_say_why_they_have_no_effect() -> None:
     ledger = read().ledger
-    for entry in ledger:
-        is_of_env = bool(entry.native) and all(key.startswith("env.") for key in entry.native)
-        assert (entry.disposition == "unsupported") == is_of_env, entry.path
+    assert not [entry.path for entry in ledger if entry.disposition == "unsupported"]
     unused = {entry.path for entry in ledger if entry.disposition == "unused"}
     assert {f"algorithm.{name}_type" for name in ("reward", "entropy")} <= unused
     found = notes()
@@ -102,7 +95,8 @@ def test_keys_of_the_simulator_are_unsupported_and_text_keys_say_why_they_have_n
 def test_another_preset_is_another_simulator() -> None:
     env = config(*LIBERO).env
     assert isinstance(env, LiberoEnv)
-    assert (env.suite, env.group_size, env.max_episode_steps) == ("libero_10", 1, 10)
+    assert (env.suite, env.gripper, env.max_episode_steps) == ("libero_10", "open_is_one", 10)
+    assert not env.fixed_reset_states, "the preset's group_size is 1, that of the algorithm 2"
 
 
 @pytest.mark.parametrize(
@@ -110,11 +104,11 @@ def test_another_preset_is_another_simulator() -> None:
     [
         # null: one optimizer batch of 160 chunks; episodes of 10 steps are one chunk of 8 each, so 160 simulators
         ([], 80, 1),
-        (["env.train.max_episode_steps=80"], 8, 1),
+        ([*LONG], 8, 1),
         # 64 simulators * 80 // 8 chunks = 640 = 4 batches of 160
-        (["env.train.max_episode_steps=80", "env.train.total_num_envs=64"], 32, 4),
+        ([*LONG, "env.train.total_num_envs=64"], 32, 4),
         (
-            ["env.train.max_episode_steps=80", "env.train.total_num_envs=64", "algorithm.rollout_epoch=2"],
+            [*LONG, "env.train.total_num_envs=64", "algorithm.rollout_epoch=2"],
             64,
             8,
         ),
@@ -137,7 +131,7 @@ def test_several_episodes_of_each_simulator_in_a_round() -> None:
         "env.eval.auto_reset=true",
         "env.eval.total_num_envs=10",
         "env.eval.rollout_epoch=3",
-        "env.eval.max_episode_steps=80",
+        *LONG,
         "env.eval.max_steps_per_rollout_epoch=160",
     )
     env = found.env
@@ -194,11 +188,16 @@ def test_old_log_probs_are_the_rollouts_by_default(tmp_path: Path) -> None:
             ["env.eval.task_name=Other-v1"],
             "evaluation must use the simulator and task of training, env.train.task_name=PutCarrot",
         ),
-        (["env.train.env_type=robotwin"], "is not supported: use maniskill or libero"),
+        (["env.train.env_type=robotwin"], "is not supported: use one of maniskill, libero, metaworld"),
         (
-            ["actor.model.model_type=openpi"],
-            "is not supported: use one of openvla, openvla_oft with runner.task_type=embodied",
+            ["actor.model.model_type=gr00t"],
+            "is not supported: use one of openvla, openvla_oft, openpi, mlp_policy, cnn_policy with runner.task_type=embodied",
         ),
+        (
+            ["env.eval.ignore_terminations=true"],
+            "evaluation has the settings of training, env.train.ignore_terminations=False; make them agree",
+        ),
+        (["env.train.group_size=8"], "set it to algorithm.group_size=2, or to 1"),
         (["actor.model.image_size=[224]"], "is not a list of 2, each an integer >= 1"),
     ],
 )
@@ -207,3 +206,87 @@ def test_settings_that_differ_from_training_or_are_missing_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(*overrides)
+
+
+def test_keys_of_maniskill_s_scene() -> None:
+    env = config(
+        "env.train.init_params.sim_backend=cpu",
+        "env.train.init_params.obs_mode=rgb",
+        "env.train.init_params.control_mode=pd_joint_delta_pos",
+        "env.train.init_params.sim_config.sim_freq=100",
+        "env.train.init_params.sensor_configs.shader_pack=minimal",
+        "env.train.reward_mode=only_success",
+        "actor.model.policy_setup=panda-ee-dpos",
+    ).env
+    assert isinstance(env, ManiskillEnv)
+    assert (env.on_gpu, env.obs_mode, env.control_mode) == (False, "rgb", "pd_joint_delta_pos")
+    assert env.kwargs == {"sim_config": {"sim_freq": 100}, "sensor_configs": {"shader_pack": "minimal"}}
+    assert (env.reward_mode, env.gripper, env.pipeline_stages) == ("success", "signed", 2)
+
+
+def test_openpi_s_keys_are_those_of_pi0() -> None:
+    of = "actor.model.openpi."
+    overrides = [
+        "actor.model.model_type=openpi",
+        "actor.model.num_action_chunks=5",
+        f"{of}config_name=pi0_libero",
+        f"{of}num_steps=3",
+        f"{of}noise_method=flow_noise",
+        f"{of}joint_logprob=true",
+        f"{of}train_expert_only=true",
+        f"{of}detach_critic_input=true",
+        f"{of}use_dsrl=false",
+    ]
+    vla = config(*overrides).model.vla
+    assert vla is not None
+    assert (vla.kind, vla.denoise_steps, vla.noise, vla.train_expert_only) == ("pi0", 3, "flow_noise", True)
+    for override, words in (
+        (f"{of}config_name=pi05_libero", "pi0.5 is not supported"),
+        (f"{of}joint_logprob=false", "set it to true for noise_method=flow_noise"),
+        (f"{of}noise_method=reinflow", "use flow_sde or flow_noise"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            read(*overrides, override)
+
+
+def test_small_policies_are_built_from_sizes() -> None:
+    found = config(
+        "actor.model.model_type=mlp_policy",
+        "actor.model.is_lora=false",
+        "env.train.init_params.obs_mode=state",
+    ).model
+    assert (found.path, found.vla) == (None, None)
+    assert found.mlp is not None
+    assert (found.mlp.hidden_sizes, found.mlp.num_action_chunks) == ((256, 256, 256), 8)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("algorithm.replay_buffer.cache_size=200", "SAC and other replay methods are not supported"),
+        ("actor.model.add_q_head=true", "SAC and other replay methods are not supported"),
+        ("actor.model.embodiment_tag=libero_sim", "GR00T is not supported"),
+        ("env.train.use_spacemouse=true", "real robots are not supported"),
+        ("env.train.task_config.task_name=adjust_bottle", "for a simulator that is not supported"),
+        ("runner.ckpt_path=/path/to/ckpt.pt", "use a Hugging Face folder"),
+    ],
+)
+def test_what_is_out_of_scope_is_unsupported_with_a_sentence(override: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        read(override)
+
+
+def test_syncing_and_the_rollout_s_own_model_change_nothing() -> None:
+    found = {
+        entry.path: entry.disposition
+        for entry in read(
+            "weight_syncer.type=patch",
+            "weight_syncer.patch.init_sync.enabled=true",
+            "rollout.model.action_dim=7",
+            "env.train.is_eval=false",
+        ).ledger
+    }
+    assert found["weight_syncer.type"] == found["weight_syncer.patch.init_sync.enabled"] == "no effect"
+    assert found["rollout.model.action_dim"] == "no effect"
+    assert found["env.train.is_eval"] == "implied"
+    assert read("rollout.generation_backend=huggingface").loaded.config.rollout.engine == "native"

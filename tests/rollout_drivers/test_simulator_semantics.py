@@ -20,9 +20,8 @@ from braid.algorithms.recipes import Recipe
 from braid.config.load import load_config
 from braid.config.model import MlpSpec
 from braid.config.rollout import GymnasiumEnv, SimulatorEnv
-from braid.envs.simulators.base import reset_prompts
+from braid.envs.simulators.base import AS_IT_IS, EpisodeRules, reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
-from braid.envs.simulators.rules import AS_IT_IS, EpisodeRules
 from braid.errors import ConfigError
 from braid.models.mlp import MlpPolicy
 from braid.rollout.drivers.simulators import SimulatorDriver

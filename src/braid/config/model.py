@@ -85,8 +85,6 @@ class VlaConfig(Section):
     normalization: Literal["quantiles", "bounds", "mean_std"] | None = None
     """Statistics of actions and states that correspond to -1 and 1: the quantiles of 1 and 99 %, the bounds (ALOHA), or
     one standard deviation from the mean. null: mean_std for pi0, else quantiles."""
-    policy_setup: str = "widowx_bridge"
-    """Control mode of the robot."""
     image_size: tuple[PositiveInt, PositiveInt] | None = None
     """Image height and width, in pixels; if set, checked against the checkpoint."""
     num_images: PositiveInt = 1

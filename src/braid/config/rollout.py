@@ -346,6 +346,12 @@ class GymnasiumEnv(SimulatorEnv):
     relative to the config's folder, a gymnasium.Env or a function that makes one."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of gymnasium.make, or of the class or function."""
+    rescale_actions: bool = False
+    """Rescale actions from [-1, 1] to the bounds of the environment's, such as PushT's pixels."""
+    vectorized: bool = False
+    """Make one VectorEnv per process, with gymnasium.make_vec or a class or function of your own that takes `num_envs`, instead
+    of separate environments. It must take a list of seeds, one per environment. Unless its auto-reset mode is DISABLED,
+    its episodes begin together."""
 
 
 class MetaworldEnv(SimulatorEnv):
@@ -370,68 +376,75 @@ class MetaworldEnv(SimulatorEnv):
     """Render shadows, reflections, sky and antialiasing, as MetaWorld does; on a CPU twelve times slower."""
 
 
-class RobotSettings(Section):
-    """Settings of a robot simulator, for training or evaluation."""
-
-    num_envs: PositiveInt | None = None
-    """Total number of environments over all workers; one per trajectory of a round when null."""
-    max_episode_steps: PositiveInt = 80
-    """Maximum env steps, after which an episode is truncated."""
-    auto_reset: bool = False
-    """Start a new episode when one ends, at the end of its action chunk."""
-    ignore_terminations: bool = False
-    """End episodes only at max_episode_steps."""
-    fixed_reset_states: bool = True
-    """Keep each environment's reset state within a round, so that a group shares one."""
-    relative_reward: bool = True
-    """Use the change of the simulator's reward since the previous env step as the reward of an env step."""
-    reward_scale: float = 5.0
-    """Factor on the simulator's reward."""
-    group_size: PositiveInt | None = None
-    """Environments that share a reset state; rollout.group_size when null."""
-    seed: NonNegativeInt = 0
-    """Offset added to the run's seed for reset states."""
+class _CameraEnv(SimulatorEnv):
     camera_height: PositiveInt = 256
     """Height of camera images, in pixels."""
     camera_width: PositiveInt = 256
     """Width of camera images, in pixels."""
-    video: VideoConfig = VideoConfig()
-    """Videos of evaluation episodes."""
 
 
-class _RobotEnv(SimulatorEnv):
-    max_episode_steps: PositiveInt = 80  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
-    """Maximum env steps, after which an episode is truncated."""
-    group_size: PositiveInt | None = None
-    """Environments that share a reset state; rollout.group_size when null."""
-    seed: NonNegativeInt = 0
-    """Offset added to the run's seed for reset states."""
-    camera_height: PositiveInt = 256
-    """Height of camera images, in pixels."""
-    camera_width: PositiveInt = 256
-    """Width of camera images, in pixels."""
-    eval: RobotSettings | None = None
-    """Settings for evaluation; those of training when null."""
-
-
-class ManiskillEnv(_RobotEnv):
-    """ManiSkill."""
+class ManiskillEnv(_CameraEnv):
+    """ManiSkill: tasks of robot arms in SAPIEN (extra `maniskill`). Needs a Vulkan device."""
 
     kind: Literal["maniskill"]
-    """The simulator ManiSkill (extra `maniskill`)."""
+    """A task of ManiSkill."""
     task: str
     """Registered name of the task, for example PutCarrotOnPlateInScene-v1."""
+    obs_mode: str | None = None
+    """Observations, in ManiSkill's words: state, rgb, ...; the task's default when null."""
+    control_mode: str | None = None
+    """Controller of the robot, in ManiSkill's words; the task's default when null."""
+    reward_mode: str | None = None
+    """Rewards: success, 1 while the task is fulfilled; put_on, 0.1 for a grasp of the object and 0.1 for one of five steps
+    besides; or in ManiSkill's words normalized_dense, dense, sparse, none. The task's default when null."""
+    on_gpu: bool = False
+    """Simulate all environments of a process in one scene on the GPU; false: each in a scene of its own on the CPU."""
+    gripper: Literal["signed", "open_is_one"] = "signed"
+    """Meaning of the last number of an action: signed, as in the simulator, opens the gripper if it is positive;
+    open_is_one, as in OpenVLA's data, if it is above 0.5."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of ManiSkill's environment, such as sim_config."""
 
 
-class LiberoEnv(_RobotEnv):
-    """LIBERO."""
+class LiberoEnv(_CameraEnv):
+    """LIBERO: language-conditioned tasks of a Panda arm (extra `libero`). Its assets come from the Hub."""
 
     kind: Literal["libero"]
-    """The simulator LIBERO (extra `libero`)."""
+    """A task suite of LIBERO."""
     suite: Literal[
         "libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90", "libero_130"
     ] = "libero_10"
-    """Task suite."""
+    """Task suite. The seed of a reset is the number of its initial state, modulo their number: those of the first task, of
+    the second, ..."""
+    task_ids: tuple[NonNegativeInt, ...] | None = None
+    """Numbers of the suite's tasks to use; null for all."""
+    max_episode_steps: PositiveInt = 512  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
+    """Maximum env steps, after which an episode is truncated."""
+    gripper: Literal["signed", "open_is_one"] = "signed"
+    """Meaning of the last number of an action: signed, as in the simulator, closes the gripper if it is positive;
+    open_is_one, as in OpenVLA's data, opens it if it is above 0.5."""
+
+
+class RobosuiteEnv(SimulatorEnv):
+    """robosuite: manipulation tasks in MuJoCo (extra `robosuite`)."""
+
+    kind: Literal["robosuite"]
+    """A task of robosuite."""
+    task: str
+    """Name of the task, for example Lift."""
+    robots: tuple[str, ...] = ("Panda",)
+    """Names of the robots."""
+    max_episode_steps: PositiveInt = 200  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
+    """Maximum env steps, after which an episode is truncated."""
+    cameras: dict[str, str] = Field(default_factory=dict)
+    """Images of the observations: name -> camera (agentview, frontview, robot0_eye_in_hand, ...). With cameras the state is only
+    the robots'."""
+    camera_height: PositiveInt = 128
+    """Height of camera images, in pixels."""
+    camera_width: PositiveInt = 128
+    """Width of camera images, in pixels."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of robosuite.make, such as controller_configs."""
 
 
 EnvConfig = Annotated[
@@ -442,7 +455,8 @@ EnvConfig = Annotated[
     | GymnasiumEnv
     | MetaworldEnv
     | ManiskillEnv
-    | LiberoEnv,
+    | LiberoEnv
+    | RobosuiteEnv,
     Field(discriminator="kind"),
 ]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from braid.config.reward import ModelReward
-from braid.config.rollout import MetaworldEnv, SimulatorEnv
+from braid.config.rollout import LiberoEnv, ManiskillEnv, MetaworldEnv, RobosuiteEnv, SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 
@@ -18,9 +18,15 @@ from .parallel import served_engine
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 
-_SIMULATORS = ("maniskill", "libero")
 _PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
 """Training backend -> the package it imports, installed by the extra of the backend's name."""
+_SIMULATORS = {
+    MetaworldEnv: "metaworld",
+    ManiskillEnv: "mani_skill",
+    LiberoEnv: "libero",
+    RobosuiteEnv: "robosuite",
+}
+"""Environment -> the package it imports, installed by the extra of its kind's name."""
 
 
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -47,22 +53,11 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     for key, train in train_sections(config, plan):
         if train.backend == "megatron":
             yield from _not_in_megatron(config, key, train)
-    for section, why in missing_sections(config).items():
-        yield ("env.kind" if section == "env" else section), why
     computes_in_fp32 = config.model.dtype == "fp32" and config.train.autocast == "none"
     if config.model.attention == "flash_attention_2" and computes_in_fp32:
         why = "flash_attention_2 needs bf16 or fp16, but this run computes in fp32"
         yield "model.attention", f"{why}; set model.dtype or train.autocast to bf16, or model.attention=auto"
     yield from _missing_devices(config, plan)
-
-
-def missing_sections(config: RunConfig) -> dict[str, str]:
-    """Config section that only unavailable parts read -> what is available instead."""
-    missing, why = {}, "not implemented in this version"
-    if config.env.kind in _SIMULATORS:
-        use = "use gymnasium, metaworld or a text environment"
-        missing["env"] = f"the simulator {config.env.kind} is {why}; {use}"
-    return missing
 
 
 def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -80,8 +75,8 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         )
         instead = f"set rollout.{engine}.servers, or set it to native"
         needed.append(("rollout.engine", engine, install, instead))
-    if isinstance(config.env, MetaworldEnv):
-        needed.append(("env.kind", "metaworld", "'braid-rl[metaworld]'", "use another environment"))
+    if (package := _SIMULATORS.get(type(config.env))) is not None:
+        needed.append(("env.kind", package, f"'braid-rl[{config.env.kind}]'", "use another environment"))
     if isinstance(config.env, SimulatorEnv) and config.env.video.save:
         needed.append(("env.video.save", "av", "'braid-rl[video]'", "set it to false"))
     for key, package, install, is_used in (

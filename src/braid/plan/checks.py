@@ -91,6 +91,8 @@ def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if stages > 1 and config.env.processes == 0:
         why = "environments in the run's own process are not stepped while the policy acts"
         yield "env.pipeline_stages", f"{why}; set env.processes to 1 or more, or this to 1"
+    if stages > 1 and (getattr(config.env, "vectorized", False) or getattr(config.env, "on_gpu", False)):
+        yield "env.pipeline_stages", "the environments of a VectorEnv or a scene step together; set it to 1"
     if stages > config.env.num_envs:
         yield (
             "env.pipeline_stages",

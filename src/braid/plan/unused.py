@@ -404,7 +404,6 @@ def _vla(config: RunConfig, _: Plan) -> _Unused:
     vla = config.model.vla
     if vla is None:
         return
-    yield "the environment's actions are in its own space", "model.vla.policy_setup"
     yield (
         "the checkpoint determines it",
         "model.vla.{extra_vocab_size,hidden_size,qkv_bias} model.architecture",

@@ -160,16 +160,19 @@ def _build(
 def _simulator(env: SimulatorEnv, base_dir: Path, timeout_s: float, _: Place) -> Simulator:
     from braid.envs.simulators.gymnasium import GymnasiumSimulator
     from braid.envs.simulators.processes import SimulatorProcesses
+    from braid.envs.simulators.vector import VectorSimulator
 
-    env_id, kwargs = environment_of(env)[1:]
+    of = environment_of(env)
     if not env.processes:
-        return GymnasiumSimulator(env_id, env.num_envs, kwargs, base_dir=base_dir, rules=rules_of(env))
+        make = VectorSimulator if of.is_vectorized else GymnasiumSimulator
+        return make(of.id, env.num_envs, of.kwargs, base_dir=base_dir, rules=rules_of(env))
     return SimulatorProcesses(
-        env_id,
+        of.id,
         env.num_envs,
-        kwargs,
+        of.kwargs,
         base_dir=base_dir,
         rules=rules_of(env),
+        is_vectorized=of.is_vectorized,
         num_processes=env.processes,
         timeout_s=timeout_s,
     )

@@ -12,14 +12,22 @@ from transformers import PreTrainedTokenizerBase
 
 from braid.config.data import covers
 from braid.config.load import Loaded
-from braid.config.rollout import AgentEnvConfig, EnvConfig, GymnasiumEnv, MetaworldEnv, SimulatorEnv
+from braid.config.rollout import (
+    AgentEnvConfig,
+    EnvConfig,
+    GymnasiumEnv,
+    LiberoEnv,
+    ManiskillEnv,
+    MetaworldEnv,
+    RobosuiteEnv,
+    SimulatorEnv,
+)
 from braid.config.schema import RunConfig
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
 from braid.data.worked import ExampleSet, load_examples
 from braid.envs.agents.build import kind_of
-from braid.envs.simulators.base import reset_prompts
-from braid.envs.simulators.rules import EpisodeRules
+from braid.envs.simulators.base import EpisodeRules, reset_prompts
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
 from braid.plan import Verb, policy_size
@@ -32,6 +40,7 @@ from .conversations import chat_format
 
 NUM_RESET_STATES = 2**12
 """Number of reset states in an epoch of a simulator."""
+_ADAPTERS = "braid.envs.simulators.adapters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,19 +116,49 @@ def _own_tasks(env: EnvConfig) -> dict[str, PromptSet]:
     return prompts
 
 
-def environment_of(env: SimulatorEnv) -> tuple[str, str, dict[str, Any]]:
-    """Name of a simulator's environments, the registered id, class or function that makes them, and its arguments."""
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What makes the environments of a simulator: their name, the registered id, class or function, its arguments, and
+    whether it makes a VectorEnv."""
+
+    name: str
+    id: str
+    kwargs: dict[str, Any]
+    is_vectorized: bool = False
+
+
+def environment_of(env: SimulatorEnv) -> Environment:
+    own = env.model_dump(exclude={"kind", *SimulatorEnv.model_fields})
+    own["max_episode_steps"] = env.max_episode_steps
     if isinstance(env, MetaworldEnv):
-        own = env.model_dump(exclude={"kind", *SimulatorEnv.model_fields})
-        own["max_episode_steps"] = env.max_episode_steps
-        return env.task, "braid.envs.simulators.adapters.metaworld.MetaWorld", own
+        return Environment(env.task, f"{_ADAPTERS}.metaworld.MetaWorld", own)
+    if isinstance(env, ManiskillEnv):
+        return _maniskill(env)
+    if isinstance(env, RobosuiteEnv):
+        return Environment(env.task, f"{_ADAPTERS}.robosuite.Robosuite", own)
+    if isinstance(env, LiberoEnv):
+        return Environment(env.suite, f"{_ADAPTERS}.libero.Libero", own)
     assert isinstance(env, GymnasiumEnv), "there are no others"
-    return env.id, env.id, env.kwargs
+    return Environment(env.id, env.id, env.kwargs, env.vectorized)
+
+
+def _maniskill(env: ManiskillEnv) -> Environment:
+    size = {"height": env.camera_height, "width": env.camera_width}
+    modes = {name: getattr(env, name) for name in ("obs_mode", "control_mode", "reward_mode")}
+    own = {name: mode for name, mode in modes.items() if mode is not None}
+    own |= {"task": env.task, "max_episode_steps": env.max_episode_steps, "gripper": env.gripper}
+    own |= {**env.kwargs, "sensor_configs": size | env.kwargs.get("sensor_configs", {})}
+    if env.video.save:
+        own = {"render_mode": "rgb_array", **own}
+    if env.on_gpu:
+        own["ignore_terminations"] = env.ignore_terminations
+    form = "ManiSkillBatch" if env.on_gpu else "ManiSkill"
+    return Environment(env.task, f"{_ADAPTERS}.maniskill.{form}", own, env.on_gpu)
 
 
 def reset_states(env: SimulatorEnv) -> dict[Use, list[Prompt]]:
     """Prompts of a simulator: its reset states."""
-    name, *_ = environment_of(env)
+    name = environment_of(env).name
     return {
         "train": reset_prompts(name, NUM_RESET_STATES, _seeds(env.reset_seeds)),
         "eval": reset_prompts(name, env.eval_episodes, _seeds(env.eval_reset_seeds)),
@@ -132,7 +171,14 @@ def _seeds(given: int | Sequence[int] | None) -> Sequence[int] | None:
 
 def rules_of(env: SimulatorEnv) -> EpisodeRules:
     """The rules of a simulator's episodes."""
-    return EpisodeRules(env.max_episode_steps, env.ignore_terminations, env.relative_reward, env.reward_scale)
+    is_in_scene = isinstance(env, ManiskillEnv) and env.on_gpu
+    return EpisodeRules(
+        env.max_episode_steps,
+        env.ignore_terminations and not is_in_scene,
+        env.relative_reward,
+        env.reward_scale,
+        isinstance(env, GymnasiumEnv) and env.rescale_actions,
+    )
 
 
 def check_sources(loaded: Loaded, inputs: TextInputs) -> None:

@@ -58,6 +58,20 @@ class Tick:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class EpisodeRules:
+    """Rules that hold for environments of any origin; see config.rollout.SimulatorEnv. `max_episode_steps` is None for the environment's own limit."""
+
+    max_episode_steps: int | None = None
+    ignore_terminations: bool = False
+    relative_reward: bool = False
+    reward_scale: float = 1.0
+    rescale_actions: bool = False
+
+
+AS_IT_IS = EpisodeRules()
+
+
 class Simulator(Protocol):
     """E environments with the same spaces."""
 
@@ -66,6 +80,11 @@ class Simulator(Protocol):
 
     @property
     def spaces(self) -> Spaces: ...
+
+    @property
+    def resets_together(self) -> bool:
+        """Whether a reset ends the episodes of all slots."""
+        ...
 
     def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
         """Start a new episode in each given slot, from its seed. Same seed and actions give the same

@@ -38,9 +38,9 @@ from braid.errors import BraidError, ConfigError, EnvError, Problem
 from braid.processes import descendants, end_with, kill, kill_group
 from braid.types import Spaces
 
-from .base import Tick
+from .base import AS_IT_IS, EpisodeRules, Tick
 from .gymnasium import GymnasiumSimulator
-from .rules import AS_IT_IS, EpisodeRules
+from .vector import VectorSimulator
 
 logger = logging.getLogger(__name__)
 
@@ -65,13 +65,14 @@ class SimulatorProcesses:
         *,
         base_dir: Path = Path(),
         rules: EpisodeRules = AS_IT_IS,
+        is_vectorized: bool = False,
         num_processes: int = 1,
         timeout_s: float,
     ) -> None:
         """Each call, and the start of a process, has to end within `timeout_s` (rollout.env_timeout_s). Raises
         ConfigError like GymnasiumSimulator, and EnvError if a process cannot be started."""
         self.timeout_s = timeout_s
-        environment = _pickled(env_id, kwargs or {}, base_dir, rules)
+        environment = _pickled(env_id, kwargs or {}, base_dir, rules, is_vectorized)
         count = min(num_processes, num_envs)
         bounds = [number * num_envs // count for number in range(count + 1)]
         self._processes = [
@@ -82,6 +83,7 @@ class SimulatorProcesses:
             raise errors[0]
         self.num_envs = num_envs
         self.spaces: Spaces = self._processes[0].spaces
+        self.resets_together = self._processes[0].resets_together
 
     def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
         return self.begin_reset(seeds, filmed)()
@@ -201,6 +203,7 @@ class _Process:
         self.lost: dict[int, str] = {}
         self.spaces: Any = None
         self.images: Mapping[str, NDArray[np.uint8]] = {}
+        self.resets_together = False
         self._env_id, self._environment = env_id, environment
         self._process: subprocess.Popen[bytes] | None = None
         self._number = self._first = 0  # of the last request, and of the start
@@ -212,7 +215,7 @@ class _Process:
         return self._process is not None
 
     def start(self, timeout_s: float) -> None:
-        """Start the process. The answer is its spaces."""
+        """Start the process. The answer is its `spaces` and `resets_together`."""
         ours, theirs = socket.socketpair()
         # A process that stops in the middle of a message must not block this one for ever.
         limit = struct.pack("ll", math.ceil(min(timeout_s, _LONGEST_S)), 0)
@@ -238,7 +241,7 @@ class _Process:
 
     def started(self) -> None:
         """Wait for the start. Raises like `answer`."""
-        self.spaces = self.answer(self._first)
+        self.spaces, self.resets_together = self.answer(self._first)
         self.images = _shared_images(self._memory, self.spaces, len(self.slots))
 
     def ask(self, method: str, *arguments: object, timeout_s: float) -> int:
@@ -319,12 +322,12 @@ class _Process:
         return process.wait()
 
 
-def _pickled(env_id: str, kwargs: Mapping[str, Any], base_dir: Path, rules: EpisodeRules) -> bytes:
+def _pickled(env_id: str, kwargs: Mapping[str, Any], *given: object) -> bytes:
     """The environment for a child process, with its registration here, which may be that of a script or notebook."""
     name = env_id.split("-v")[0]
     specs = {key: spec for key, spec in gymnasium.registry.items() if key.split("-v")[0] == name}
     try:
-        return pickle.dumps(CloudpickleWrapper((dict(kwargs), specs, base_dir, rules)))  # pyright: ignore[reportArgumentType]
+        return pickle.dumps(CloudpickleWrapper((dict(kwargs), specs, *given)))  # pyright: ignore[reportArgumentType]
     except Exception as error:
         why = f"{env_id} cannot be sent to another process ({error}); set it to 0"
         raise ConfigError([Problem("env.processes", why, "env")]) from error
@@ -382,17 +385,18 @@ def _received(connection: Connection) -> bytes | None:
 
 
 def _made(env_id: str, num_envs: int, environment: bytes) -> tuple[Any, GymnasiumSimulator | None]:
-    """The simulator, after its spaces; or an error and None."""
+    """The simulator, after its spaces and whether it resets together; or an error and None."""
     try:
-        kwargs, specs, base_dir, rules = pickle.loads(environment).fn
+        kwargs, specs, base_dir, rules, is_vectorized = pickle.loads(environment).fn
         gymnasium.registry.update(specs)
-        simulator = GymnasiumSimulator(env_id, num_envs, kwargs, base_dir=base_dir, rules=rules)
+        make = VectorSimulator if is_vectorized else GymnasiumSimulator
+        simulator = make(env_id, num_envs, kwargs, base_dir=base_dir, rules=rules)
     except ConfigError as error:
         return error, None
     except Exception as error:
         traceback.print_exc()
         return EnvError(f"{env_id} cannot be created: {type(error).__name__}: {error}"), None
-    return simulator.spaces, simulator
+    return (simulator.spaces, simulator.resets_together), simulator
 
 
 if __name__ == "__main__":

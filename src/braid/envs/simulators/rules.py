@@ -1,28 +1,16 @@
-"""Rules of episodes that hold for environments of any origin: their time limit, their end, and their rewards."""
+"""Environments under the rules of episodes (base.EpisodeRules)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import gymnasium
 
-
-@dataclass(frozen=True, slots=True)
-class EpisodeRules:
-    """See config.rollout.SimulatorEnv. `max_episode_steps` is None for the environment's own limit."""
-
-    max_episode_steps: int | None = None
-    ignore_terminations: bool = False
-    relative_reward: bool = False
-    reward_scale: float = 1.0
-
-
-AS_IT_IS = EpisodeRules()
+from .base import EpisodeRules
 
 
 class RuledEnv(gymnasium.Wrapper):
-    """An environment under EpisodeRules, except for the time limit: the reward of env step t is scale * r_t, or
+    """An environment under EpisodeRules, except for time limit and actions: the reward of env step t is scale * r_t, or
     scale * (r_t - r_{t-1}) if relative, with r_0 = 0."""
 
     def __init__(self, env: gymnasium.Env, rules: EpisodeRules) -> None:

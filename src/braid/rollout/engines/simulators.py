@@ -157,6 +157,8 @@ class SimulatorEngine(SteppedEngine):
 
     def _start(self, stage: _Stage) -> bool:
         """Begin to reset the stage's free slots for waiting episodes, if there are any."""
+        if self._running and self._simulator.resets_together:
+            return False
         started: dict[int, Episode] = {}
         for slot in stage.slots:
             is_next = self._waiting and (self._waiting[0].attempt or not self._is_draining)

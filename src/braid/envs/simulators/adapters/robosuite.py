@@ -1,0 +1,114 @@
+"""robosuite: manipulation tasks of several robots in MuJoCo (Zhu et al. 2020, arXiv 2009.12293; package robosuite, 1.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from braid.errors import ConfigError, Problem, suggest
+
+
+class Robosuite(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
+    """One task, such as Lift. The seed of a reset alone decides the places of objects: robosuite draws them from numpy's
+    global generator, which has the seed during a reset, and its own state again after it.
+
+    The state [N] is the robots' and, without cameras, the objects'. Rewards are dense.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012  # Gymnasium's
+
+    def __init__(
+        self,
+        task: str,
+        *,
+        robots: Sequence[str] = ("Panda",),
+        max_episode_steps: int = 200,
+        cameras: Mapping[str, str] | None = None,
+        camera_height: int = 128,
+        camera_width: int = 128,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`cameras`: name of the image -> robosuite's camera (agentview, frontview, robot0_eye_in_hand, ...). Raises
+        ConfigError for a missing package, task, robot or camera."""
+        try:
+            robosuite = import_module("robosuite")
+        except ImportError as error:
+            why = f"robosuite cannot be imported ({error}); run: pip install 'braid-rl[robosuite]'"
+            raise ConfigError([Problem("env.kind", why, "env")]) from error
+        if task not in robosuite.ALL_ENVIRONMENTS:
+            why = f"robosuite has no task {task!r}{suggest(task, robosuite.ALL_ENVIRONMENTS)}"
+            raise ConfigError([Problem("env.task", why, "env")])
+        if wrong := [robot for robot in robots if robot not in robosuite.ALL_ROBOTS]:
+            why = f"robosuite has no robot {wrong[0]!r}{suggest(wrong[0], robosuite.ALL_ROBOTS)}"
+            raise ConfigError([Problem("env.robots", why, "env")])
+        self._cameras, self._limit = dict(cameras or {}), max_episode_steps
+        given = {
+            "has_offscreen_renderer": bool(self._cameras),
+            "use_camera_obs": bool(self._cameras),
+            "use_object_obs": not self._cameras,
+            "reward_shaping": True,
+            "ignore_done": True,
+            **(
+                {"camera_names": list(self._cameras.values()), "camera_heights": camera_height}
+                if cameras
+                else {}
+            ),
+            **({"camera_widths": camera_width} if cameras else {}),
+            **(kwargs or {}),
+        }
+        try:
+            with _seeded(0):
+                self._env = robosuite.make(task, robots=list(robots), has_renderer=False, **given)
+                seen = self._observed(self._env.reset())
+        except (TypeError, ValueError, ImportError) as error:
+            why = f"{task} does not accept {given}: {error}"
+            raise ConfigError([Problem("env.cameras" if cameras else "env.kwargs", why, "env")]) from error
+        self.observation_space = spaces.Dict(
+            {
+                name: spaces.Box(0, 255, of.shape, np.uint8)
+                if name in self._cameras
+                else spaces.Box(-np.inf, np.inf, of.shape, np.float32)
+                for name, of in seen.items()
+            }
+        )
+        self.action_space = spaces.Box(*(of.astype(np.float32) for of in self._env.action_spec))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ARG002
+        super().reset(seed=seed)
+        with _seeded(seed):
+            seen = self._env.reset()
+        self._count = 0
+        return self._observed(seen), {"success": False}
+
+    def step(self, action: NDArray[np.float32]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        seen, reward, _, _ = self._env.step(action)
+        self._count += 1
+        said = {"success": bool(self._env._check_success())}
+        return self._observed(seen), float(reward), False, self._count >= self._limit, said
+
+    def close(self) -> None:
+        self._env.close()
+
+    def _observed(self, seen: Mapping[str, NDArray]) -> dict[str, Any]:
+        """Images come upside down, as OpenGL has them."""
+        images = {name: np.ascontiguousarray(seen[f"{of}_image"][::-1]) for name, of in self._cameras.items()}
+        states = [of for name, of in seen.items() if name.endswith(("_proprio-state", "object-state"))]
+        return {**images, "state": np.concatenate(states, dtype=np.float32)}
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    """numpy's global generator with a seed, and afterwards as before."""
+    state = np.random.get_state()  # noqa: NPY002  # robosuite's own
+    np.random.seed(seed)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        np.random.set_state(state)  # noqa: NPY002

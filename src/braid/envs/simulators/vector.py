@@ -1,0 +1,177 @@
+"""A Gymnasium VectorEnv as a simulator: environments that step together, such as those of one scene on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.wrappers.vector import RescaleAction
+from numpy.typing import NDArray
+
+from braid.errors import ConfigError, Problem
+
+from .base import AS_IT_IS, EpisodeRules, Tick
+from .gymnasium import GymnasiumSimulator, make_env, unit_bounds
+
+
+class VectorSimulator(GymnasiumSimulator):
+    """A VectorEnv of `num_envs` environments. See base.Simulator, and GymnasiumSimulator for spaces.
+
+    Its auto-reset mode decides how its ends are read. DISABLED: the environments are reset by `reset_mask`. SAME_STEP: the
+    last observation of an episode is in `final_obs`. NEXT_STEP: the step after an end is ignored. In the last two,
+    environments reset themselves without a seed, so that episodes begin together (`resets_together`), in a
+    reset of all of them with seeds of their own. `step` needs an action for every running episode. An exception fails
+    all episodes.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        num_envs: int,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        base_dir: Path = Path(),
+        rules: EpisodeRules = AS_IT_IS,
+    ) -> None:
+        """`env_id` is an id with gymnasium.make_vec, or names what makes a VectorEnv from `num_envs` and `kwargs`. Raises
+        ConfigError like GymnasiumSimulator."""
+        if rules.ignore_terminations:
+            why = "the environments of a VectorEnv end by themselves; set it to false, or env.vectorized to false"
+            raise ConfigError([Problem("env.ignore_terminations", why, "env")])
+        given = {**(kwargs or {}), "num_envs": num_envs}
+        self._make_vector = partial(make_env, gymnasium.make_vec, env_id, given, base_dir)
+        self._env_id, self._rules, self.num_envs, self._filmed = env_id, rules, num_envs, set()
+        vector = self._vector = self._new()
+        mode = self._mode = vector.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
+        self.resets_together = mode is not AutoresetMode.DISABLED
+        self._read_spaces(env_id, vector.single_observation_space, vector.single_action_space)
+        self._is_over = np.ones(num_envs, np.bool_)  # by the environment's own count
+        self._steps = np.zeros(num_envs, np.int64)
+        self._before = np.zeros(num_envs)
+
+    def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
+        self._filmed = self._filmed.difference(seeds).union(filmed)
+        mask = np.isin(np.arange(self.num_envs), list(seeds))
+        options = None if self.resets_together else {"reset_mask": mask}
+        tick = Tick.empty(self.num_envs, self.spaces, 0, self.image_memory)
+        try:
+            each: Any = [seeds.get(slot, 0) for slot in range(self.num_envs)]
+            observations, _ = self._vector.reset(seed=each, options=options)
+            self._is_over[mask | self.resets_together] = False
+            self._steps[mask], self._before[mask] = 0, 0.0
+            for slot in seeds:
+                observation = self._of(slot, observations)
+                if self._has_instruction:
+                    tick.instructions[slot] = observation["instruction"]
+                self._observe(slot, observation, tick)
+            self._add_frames(tick, seeds, observations)
+        except Exception as error:
+            self._fail(tick, seeds, error)
+        return tick
+
+    def step(self, actions: Mapping[int, NDArray]) -> Tick:
+        num_actions = max(map(len, actions.values()), default=0)
+        tick = Tick.empty(self.num_envs, self.spaces, num_actions, self.image_memory)
+        live = dict(actions)
+        try:
+            for number in range(num_actions):
+                live = self._step_all(number, live, tick)
+        except Exception as error:
+            self._fail(tick, actions, error)
+        return tick
+
+    def close(self) -> None:
+        self._vector.close()
+
+    def _step_all(self, number: int, live: Mapping[int, NDArray], tick: Tick) -> dict[int, NDArray]:
+        """One env step; returns the actions of the episodes that go on."""
+        if not live:
+            return {}
+        if self._mode is AutoresetMode.DISABLED and self._is_over.any():
+            any_seeds: Any = [0] * self.num_envs
+            self._vector.reset(seed=any_seeds, options={"reset_mask": self._is_over.copy()})
+            self._is_over[:] = False
+        given = {slot: self._to_action(chunk[number]) for slot, chunk in live.items()}
+        idle = next(iter(given.values()))
+        batch = np.stack([given.get(slot, idle) for slot in range(self.num_envs)])
+        observations, rewards, is_terminated, is_truncated, info = self._vector.step(batch)
+        self._is_over |= is_terminated | is_truncated
+        self._steps += 1
+        is_late = self._steps >= (self._rules.max_episode_steps or np.inf)
+        self._add_frames(tick, live, observations)
+        on = {}
+        for slot, chunk in live.items():
+            scaled = self._rules.reward_scale * float(rewards[slot])
+            reward = scaled - self._before[slot] if self._rules.relative_reward else scaled
+            self._before[slot] = scaled
+            tick.rewards[slot, number], tick.num_executed[slot] = reward, number + 1
+            observation, success = self._of(slot, observations), _success(info, slot)
+            is_over = is_terminated[slot] or is_truncated[slot]
+            if is_over and self._mode is AutoresetMode.SAME_STEP:
+                observation, success = info["final_obs"][slot], _success(info["final_info"], slot)
+            tick.success[slot, number] = success
+            tick.is_terminated[slot] = is_terminated[slot]
+            tick.is_truncated[slot] = not is_terminated[slot] and (is_truncated[slot] or is_late[slot])
+            self._observe(slot, observation, tick)
+            self._check_finite(slot, tick)
+            if not (is_over or is_late[slot] or slot in tick.failures):
+                on[slot] = chunk
+        return on
+
+    def _of(self, slot: int, batch: Any) -> Any:
+        """One environment's part of a batch of observations."""
+        return _part(self._vector.single_observation_space, slot, batch)
+
+    def _add_frames(self, tick: Tick, slots: Collection[int], observations: Any) -> None:
+        """A picture of each environment that is filmed."""
+        if not (filmed := self._filmed.intersection(slots)):
+            return
+        images = next(iter(self.spaces.images), None)
+        of = None
+        if images is None and self._vector.render_mode == "rgb_array":
+            of = self._vector.render()
+        elif images is not None:
+            of = observations[images] if self._is_dict else observations
+        for slot in filmed:
+            self._add_frame(slot, None if of is None else of[slot], tick)
+
+    def _new(self) -> VectorEnv:
+        vector = self._make_vector()
+        if not isinstance(vector, VectorEnv):
+            why = f"{type(vector).__name__} is not a gymnasium.vector.VectorEnv; set env.vectorized to false"
+            raise ConfigError([Problem("env.id", why, "env")])
+        if self._rules.rescale_actions:
+            vector = RescaleAction(vector, *unit_bounds(self._env_id, vector.single_action_space))
+        return vector
+
+    def _fail(self, tick: Tick, slots: Collection[int], error: Exception) -> None:
+        """All episodes have failed; a new VectorEnv takes the place of this one."""
+        if isinstance(error, ConfigError):
+            raise error
+        tick.failures.update(dict.fromkeys(slots, f"{type(error).__name__}: {error}"))
+        with suppress(Exception):
+            self._vector.close()
+        self._vector = self._new()
+        self._is_over[:] = True
+
+
+def _part(space: spaces.Space, slot: int, batch: Any) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {name: _part(of, slot, batch[name]) for name, of in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_part(of, slot, values) for of, values in zip(space.spaces, batch, strict=True))
+    return batch[slot]
+
+
+def _success(info: Mapping[str, Any], slot: int) -> float:
+    for name in ("success", "is_success"):
+        if name in info and (f"_{name}" not in info or info[f"_{name}"][slot]):
+            return float(info[name][slot])
+    return np.nan

@@ -1,0 +1,77 @@
+"""RLinf's embodied file runs with a tiny policy: in MetaWorld by its own keys, and on the tabletop by braid's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.models.vla_checkpoints import tiny_raw, tiny_tokenizer
+from tests.needs import needs
+
+from braid.models.vla.openvla import Checkpoint, OpenVla, save_openvla
+from braid.trainer import commands
+from braid_dialects.load import read_config
+
+from .conftest import IN_ONE_PROCESS, SEEDS
+
+pytestmark = pytest.mark.slow
+METAWORLD = [
+    *(
+        f"env.{use}.{key}"
+        for use in ("train", "eval")
+        for key in ("env_type=metaworld", "task_name=reach-v3")
+    ),
+    "braid.env.cameras={image: corner4}",
+]
+TABLETOP = [
+    "braid.env.kind=gymnasium",
+    f"braid.env.id={Path(__file__).parents[2]}/examples/tabletop.py:Tabletop",
+]
+
+
+def write_checkpoint(folder: Path, action_dim: int) -> None:
+    bounds = {"q01": [-1.0] * action_dim, "q99": [1.0] * action_dim, "mask": [True] * action_dim}
+    checkpoint = replace(Checkpoint.parse(tiny_raw(), "test"), statistics={"bridge_orig": {"action": bounds}})
+    save_openvla(OpenVla(checkpoint).state_dict(), checkpoint, tiny_tokenizer(), folder)
+
+
+@pytest.mark.parametrize(
+    ("simulator", "action_dim", "adv_type"),
+    [
+        pytest.param(METAWORLD, 4, "grpo", marks=needs("metaworld"), id="metaworld"),
+        pytest.param(TABLETOP, 3, "gae", id="tabletop"),
+    ],
+)
+def test_two_rounds(
+    simulator: list[str], action_dim: int, adv_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "model", action_dim)
+    sizes = [
+        f"actor.model.{key}"
+        for key in (
+            f"model_path={tmp_path}/model", f"action_dim={action_dim}", "num_action_chunks=5", "image_size=[24, 24]",
+            "vocab_size=296", "precision=fp32", "attn_implementation=sdpa", "lora_rank=2", "lora_path=null",
+            "implement_version=rlinf",
+        )
+    ]  # fmt: skip
+    overrides = [
+        *simulator, *sizes, f"actor.tokenizer.tokenizer_model={tmp_path}/model", "runner.output_dir=results",
+        "runner.max_epochs=2", "actor.global_batch_size=8", f"algorithm.adv_type={adv_type}",
+        "env.train.total_num_envs=4", "env.eval.total_num_envs=2",
+        *(f"env.{use}.init_params.camera_{side}=32" for use in ("train", "eval") for side in ("heights", "widths")),
+        "braid.run.device=cpu", "braid.report.console=none",
+    ]  # fmt: skip
+    read = read_config(SEEDS / "rlinf-embodied-003.yaml", overrides, dialect="rlinf", **IN_ONE_PROCESS)
+    assert not [entry.path for entry in read.ledger if entry.disposition == "unsupported"]
+    run_dir = commands.train(read.loaded).run_dir
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rounds = [line for line in lines if "policy/ratio_mean" in line]
+    assert len(rounds) >= 2
+    assert rounds[0]["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert all("env/success_once" in line for line in rounds)
+    evals = json.loads((run_dir / "summary.json").read_text())["eval"]
+    assert set(evals) >= {"first", "last"}, evals
+    assert list((tmp_path / "results").rglob("*.mp4"))

@@ -1,0 +1,79 @@
+"""LIBERO's tables, initial states and shapes, from its wheel; its episodes need assets that it lacks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.needs import needs
+
+from braid.config.rollout import LiberoEnv
+from braid.envs.simulators.adapters import libero
+from braid.envs.simulators.adapters.libero import CAMERAS, Libero, axis_angle, tasks
+from braid.envs.simulators.gymnasium import GymnasiumSimulator
+from braid.errors import ConfigError
+from braid.trainer.inputs import environment_of, rules_of
+from braid.types import ActionSpace, Spaces
+
+with_libero = needs("libero")
+
+
+@with_libero
+@pytest.mark.parametrize(
+    ("suite", "count"),
+    [
+        ("libero_spatial", 10),
+        ("libero_object", 10),
+        ("libero_goal", 10),
+        ("libero_10", 10),
+        ("libero_90", 90),
+    ],
+)
+def test_a_suite_has_its_tasks_with_an_instruction_a_file_and_fifty_initial_states(
+    suite: str, count: int
+) -> None:
+    found = tasks(suite)
+    assert len(found) == count
+    for task in found:
+        assert task.bddl.is_file()
+        assert task.instruction.replace(" ", "_") in task.name
+        assert "SCENE" not in task.instruction
+        assert len(task.states()) == 50
+        assert task.states().ndim == 2
+
+
+@with_libero
+def test_all_suites_together_have_130_tasks() -> None:
+    assert len({task.name for task in tasks("libero_130")}) == 130
+
+
+@with_libero
+def test_missing_assets_are_named_with_their_folder() -> None:
+    with pytest.raises(ConfigError, match=r"env\.kind: LIBERO's assets are not in /.*/libero/assets"):
+        Libero("libero_10")
+
+
+@with_libero
+def test_spaces_and_reset_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the simulation."""
+    monkeypatch.setattr(libero, "_check_assets", lambda: None)
+    env = LiberoEnv(kind="libero", suite="libero_goal", task_ids=(1, 4), camera_height=32, camera_width=48)
+    of = environment_of(env)
+    simulator = GymnasiumSimulator(of.id, 1, of.kwargs, rules=rules_of(env))
+    assert simulator.spaces == Spaces(8, ActionSpace("continuous", 7), dict.fromkeys(CAMERAS, (32, 48, 3)))
+    made = Libero("libero_goal", task_ids=(1, 4))
+    assert [task.name for task in made.tasks] == [tasks("libero_goal")[i].name for i in (1, 4)]
+    assert made._ends.tolist() == [50, 100]
+    with pytest.raises(ConfigError, match=r"env\.task_ids: libero_goal has 10 tasks, from 0 to 9"):
+        Libero("libero_goal", task_ids=[10])
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libero, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"env\.kind: LIBERO is not installed; run: pip install"):
+        tasks("libero_10")
+
+
+@pytest.mark.parametrize(("axis", "angle"), [((1, 0, 0), 0.5), ((0, 0.6, 0.8), 3.0), ((0, 0, 1), 0.0)])
+def test_rotations_are_an_axis_times_an_angle(axis: tuple[float, ...], angle: float) -> None:
+    quaternion = np.array([*(np.array(axis) * np.sin(angle / 2)), np.cos(angle / 2)])
+    np.testing.assert_allclose(axis_angle(quaternion), np.array(axis) * angle, atol=1e-12)

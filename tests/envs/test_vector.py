@@ -1,0 +1,135 @@
+"""Gymnasium's VectorEnvs: each auto-reset mode is read as what it means."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.envs.counting import HOT
+
+from braid.config.model import MlpSpec
+from braid.envs.simulators.base import EpisodeRules, reset_prompts
+from braid.envs.simulators.processes import SimulatorProcesses
+from braid.envs.simulators.vector import VectorSimulator
+from braid.errors import ConfigError
+from braid.models.mlp import MlpPolicy
+from braid.rollout.drivers.simulators import SimulatorDriver
+from braid.rollout.engines.simulators import SimulatorEngine
+
+MODES = ("disabled", "same_step", "next_step")
+
+
+def simulator_of(mode: str, num_envs: int = 2, **options: Any) -> VectorSimulator:
+    return VectorSimulator(f"tests.envs.counting.{mode}", num_envs, **options)
+
+
+@pytest.fixture(params=MODES)
+def simulator(request: pytest.FixtureRequest) -> Iterator[VectorSimulator]:
+    with closing(simulator_of(request.param)) as made:
+        yield made
+
+
+def chunk(*values: float) -> Any:
+    return np.array(values, np.float32)[:, None]
+
+
+def test_an_end_inside_a_chunk_keeps_its_own_last_observation(simulator: VectorSimulator) -> None:
+    tick = simulator.reset({0: 5, 1: 6})
+    assert tick.observations["state"].tolist() == [[5, 0], [6, 0]]
+    simulator.step({0: chunk(0.5), 1: chunk(0.25)})
+    tick = simulator.step({0: chunk(0.5, 0.5, 0.9), 1: chunk(0.25, 0.25, 0.9)})
+    assert not tick.failures
+    assert tick.observations["state"].tolist() == [[5, 3], [6, 3]]
+    assert tick.num_executed.tolist() == [2, 2], "actions after the end are not executed"
+    assert tick.rewards.tolist() == [[0.5, 0.5, 0.0], [0.25, 0.25, 0.0]]
+    assert (tick.is_terminated.tolist(), tick.is_truncated.tolist()) == ([True, False], [False, True])
+    assert tick.success[:, :2].tolist() == [[0, 1], [0, 1]]
+
+
+def test_the_next_episode_begins_with_its_own_seed(simulator: VectorSimulator) -> None:
+    for seeds in ({0: 5, 1: 6}, {0: 8, 1: 9}):
+        assert simulator.reset(seeds).observations["state"].tolist() == [[s, 0] for s in seeds.values()]
+        tick = simulator.step({slot: chunk(0.1, 0.1) for slot in seeds})
+        assert tick.observations["state"].tolist() == [[s, 2] for s in seeds.values()]
+        simulator.step({slot: chunk(0.1, 0.1) for slot in seeds})
+
+
+def test_without_automatic_resets_a_slot_starts_while_others_go_on() -> None:
+    with closing(simulator_of("disabled")) as simulator:
+        assert not simulator.resets_together
+        simulator.reset({0: 5, 1: 6})
+        simulator.step({0: chunk(0.1), 1: chunk(0.1)})
+        assert simulator.reset({1: 9}).observations["state"][1].tolist() == [9, 0]
+        tick = simulator.step({0: chunk(0.1, 0.1), 1: chunk(0.1, 0.1)})
+        assert tick.observations["state"].tolist() == [[5, 3], [9, 2]]
+        tick = simulator.step({1: chunk(0.1)})
+        assert tick.observations["state"][1].tolist() == [9, 3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_plays_the_same_episodes(mode: str) -> None:
+    """Ten episodes in three slots, in lock step or not."""
+    with closing(simulator_of(mode, 3)) as simulator:
+        engine = SimulatorEngine(simulator, MlpPolicy(MlpSpec(), simulator.spaces, seed=0), retries=0)
+        driver = SimulatorDriver(engine, seed=1)
+        (prompt,) = reset_prompts("counting", 1)
+        group = asyncio.run(driver.group(prompt, 10, (0,)))
+        for trajectory in group.trajectories:
+            steps = trajectory.env_steps
+            assert steps is not None
+            assert steps.observations["state"][:, 1].tolist() == [0, 1, 2, 3]
+            assert len(set(steps.observations["state"][:, 0])) == 1, (
+                "the group's seed, in the last observation too"
+            )
+            assert trajectory.metrics["success_at_end"] == 1.0
+
+
+def test_an_exception_fails_all_episodes_and_the_next_reset_makes_a_new_one(
+    simulator: VectorSimulator,
+) -> None:
+    simulator.reset({0: 5, 1: 6})
+    tick = simulator.step({0: chunk(0.5), 1: chunk(HOT)})
+    assert tick.failures == dict.fromkeys((0, 1), "RuntimeError: the motor is hot")
+    assert simulator.reset({0: 7, 1: 8}).observations["state"].tolist() == [[7, 0], [8, 0]]
+    assert not simulator.step({0: chunk(0.5), 1: chunk(0.5)}).failures
+
+
+def test_rules_of_episodes_hold() -> None:
+    rules = EpisodeRules(max_episode_steps=2, relative_reward=True, reward_scale=2.0)
+    with closing(simulator_of("disabled", rules=rules)) as simulator:
+        simulator.reset({0: 5, 1: 6})
+        tick = simulator.step({0: chunk(0.5, 0.25, 0.0), 1: chunk(0.0, 0.5, 0.0)})
+        assert tick.rewards.tolist() == [[1.0, -0.5, 0.0], [0.0, 1.0, 0.0]]
+        assert tick.is_truncated.tolist() == [True, True]
+        assert tick.num_executed.tolist() == [2, 2]
+    with pytest.raises(ConfigError, match=r"env\.ignore_terminations: .*env\.vectorized"):
+        simulator_of("disabled", rules=EpisodeRules(2, ignore_terminations=True))
+
+
+def test_in_processes_too() -> None:
+    with closing(
+        SimulatorProcesses(
+            "tests.envs.counting.same_step", 4, is_vectorized=True, num_processes=2, timeout_s=60
+        )
+    ) as simulator:
+        assert simulator.resets_together
+        seen = simulator.reset({slot: slot for slot in range(4)}).observations["state"]
+        assert seen.tolist() == [[slot, 0] for slot in range(4)]
+        tick = simulator.step({slot: chunk(0.5, 0.5, 0.5, 0.5) for slot in range(4)})
+        assert tick.observations["state"].tolist() == [[slot, 3] for slot in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "message"),
+    [
+        ("tests.envs.counting.Counting", r"env\.kwargs: .*num_envs"),
+        ("CartPole-v7", r"env\.id: .*'CartPole-v7'"),
+    ],
+)
+def test_what_makes_no_vector_is_refused(env_id: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        VectorSimulator(env_id, 2)
