@@ -18,12 +18,16 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from examples.tabletop import Tabletop, expert
 from safetensors import safe_open
 from tests.forks import CONTEXT
+from tests.models.vla_checkpoints import tiny_openvla
 
 from braid.config.load import load_config
+from braid.data.lerobot import Demonstration, write_demonstrations
 from braid.report.names import describe
 from braid.trainer import commands
 
@@ -155,6 +159,39 @@ def test_a_killed_run_of_a_simulator_equals_the_uninterrupted_one(
         "algorithm": {"recipe": "ppo", "kl_coef": 0.0},
     }
     _check_killed(tmp_path, config, 4)
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_a_vision_language_action_policy_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Imitation of demonstrations, then GRPO, on the tabletop."""
+    tiny_openvla(tmp_path / "model")
+    _demonstrate(tmp_path / "demonstrations")
+    config: dict[str, Any] = {name: CONFIG[name] for name in ("eval", "checkpoint", "report", "train")}
+    config |= {
+        "run": CONFIG["run"] | {"max_rounds": 10},
+        "model": {
+            "path": str(tmp_path / "model"),
+            "vla": {"kind": "openvla_oft", "form": "rlinf", "action_dim": 3, "num_action_chunks": 4},
+        },
+        "env": {
+            "kind": "gymnasium", "id": f"{EXAMPLES}/tabletop.py:Tabletop", "kwargs": {"max_episode_steps": 8},
+            "num_envs": 4, "eval_episodes": 4,
+        },
+        "sft": {"demonstrations": str(tmp_path / "demonstrations"), "steps": 3, "rows_per_step": 8},
+        "rollout": {"prompts_per_round": 2, "group_size": 4},
+        "algorithm": {"recipe": "grpo", "kl_coef": 0.0},
+    }  # fmt: skip
+    _check_killed(tmp_path, config, 4)
+
+
+def _demonstrate(folder: Path) -> None:
+    """Two frames of the tabletop's expert."""
+    env = Tabletop()
+    seen, action = env.reset(seed=0)[0], expert(env)
+    after = env.step(action)[0]
+    observations = {name: np.stack([seen[name], after[name]]) for name in ("image", "state")}
+    actions = np.stack([action, expert(env)])
+    write_demonstrations(folder, [Demonstration(observations, actions, env.instruction)])
 
 
 def _check_killed(tmp_path: Path, config: Mapping[str, Any], num_kills: int) -> None:
