@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import resource
 import statistics
 import tempfile
 import time
@@ -39,7 +40,7 @@ from braid.trainer import commands
 from braid.types import Group, Spaces
 
 ROUND = """
-run: {name: shares, max_rounds: 4, num_threads: 1, device: cpu, seed: 0}
+run: {name: shares, max_rounds: 3, num_threads: 1, device: cpu, seed: 0}
 model: {mlp: {hidden_sizes: [64, 64]}}
 env: {kind: metaworld, task: button-press-v3, max_episode_steps: 50, num_envs: 10, processes: 0}
 rollout: {prompts_per_round: 10, group_size: 1}
@@ -92,20 +93,18 @@ def shares() -> None:
             tempfile.TemporaryDirectory() as folder,
             timers.on(MetaWorld, "step", "physics"),
             timers.on(MetaWorld, "reset", "physics"),
-            timers.on(MetaWorld, "_image", "rendering"),
+            timers.on(MetaWorld, "_observed", "rendering"),
             timers.on(MlpPolicy, "act", "policy"),
         ):
             path = Path(folder) / "run.yaml"
             path.write_text(ROUND)
             commands.train(load_config(path, [f"run.output_dir={folder}", *overrides]))
             (metrics,) = Path(folder).glob("*/metrics.jsonl")
-            rounds = [json.loads(line) for line in metrics.read_text().splitlines()]
-        updates = sum(
-            of.get(name, 0.0)
-            for of in rounds
-            for name in ("time/update_policy_s", "time/update_critic_s", "time/values_s")
-        )
-        whole = sum(of["time/round_s"] for of in rounds if "time/round_s" in of)
+            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        rounds = [of for of in lines if "time/rollout_s" in of]  # the first line is the start
+        names = ("time/update_s", "time/compute_advantages_s")
+        updates = sum(of.get(name, 0.0) for of in rounds for name in names)
+        whole = sum(of["time/round_s"] for of in rounds)
         parts = {**timers.seconds, "update": updates}
         parts["other"] = whole - sum(parts.values())
         shown = ", ".join(f"{name} {100 * of / whole:.0f} %" for name, of in parts.items())
@@ -155,8 +154,14 @@ class Trivial:
         return Acted(actions, {"actions": actions}, np.zeros((count, 1), np.float32))
 
 
-def play(simulator: Simulator, policy: Trivial, num_episodes: int, num_stages: int = 1) -> float:
-    """Env steps per second of whole episodes."""
+def play(
+    simulator: Simulator,
+    policy: Trivial,
+    num_episodes: int,
+    num_stages: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Env steps per second of whole episodes, by `clock`."""
     engine = SimulatorEngine(simulator, policy, retries=0, num_stages=num_stages)
     driver = SimulatorDriver(engine, seed=0)
 
@@ -165,9 +170,9 @@ def play(simulator: Simulator, policy: Trivial, num_episodes: int, num_stages: i
         prompts = reset_prompts("bench", num_episodes)
         return list(await asyncio.gather(*(driver.group(p, 1, (0, i)) for i, p in enumerate(prompts))))
 
-    start = time.perf_counter()
+    start = clock()
     played = asyncio.run(groups())
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     steps = sum(
         t.env_steps.num_executed.sum() for g in played for t in g.trajectories if t.env_steps is not None
     )
@@ -205,11 +210,16 @@ BARE: Mapping[str, tuple[str, dict[str, Any], int]] = {
 """Environment, its arguments, and episodes per measurement."""
 
 
+def cpu_s() -> float:
+    """CPU time of this process and of children that have ended."""
+    return sum(sum(resource.getrusage(of)[:2]) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
 def bare(env_id: str, kwargs: Mapping[str, Any], num_episodes: int, num_envs: int = 8) -> float:
-    """Env steps per second of environments that are stepped in turn, with the same action."""
+    """Env steps per CPU second of environments that are stepped in turn, with the same action."""
     simulator = GymnasiumSimulator(env_id, num_envs, kwargs)
     envs, action, steps = simulator._envs, np.zeros(simulator.spaces.actions.size, np.float32), 0
-    start = time.perf_counter()
+    start = cpu_s()
     for episode in range(0, num_episodes, num_envs):
         for slot, env in enumerate(envs):
             env.reset(seed=episode + slot)
@@ -219,24 +229,21 @@ def bare(env_id: str, kwargs: Mapping[str, Any], num_episodes: int, num_envs: in
                 *_, is_truncated, _ = env.step(action)
                 is_over = is_over or is_truncated
                 steps += 1
-    seconds = time.perf_counter() - start
+    seconds = cpu_s() - start
     simulator.close()
     return steps / seconds
 
 
-def overhead(repeats: int = 5) -> None:
-    """Rates of the engine with a policy that does nothing, as shares of the bare environment's, in turn."""
+def overhead(repeats: int = 3) -> None:
+    """Env steps per CPU second of the engine with a policy that does nothing, as shares of the bare environment's, in
+    turn. Processes that compute at the same time count in full."""
     for title, (env_id, kwargs, num_episodes) in BARE.items():
         rates: defaultdict[str, list[float]] = defaultdict(list)
         for _ in range(repeats):
             rates["bare"].append(bare(env_id, kwargs, num_episodes))
             with closing(GymnasiumSimulator(env_id, 8, kwargs)) as here:
-                rates["in this process"].append(play(here, Trivial(here.spaces), num_episodes))
-            with closing(SimulatorProcesses(env_id, 8, kwargs, timeout_s=60)) as apart:
-                rates["in one process"].append(play(apart, Trivial(apart.spaces), num_episodes))
-            with closing(SimulatorProcesses(env_id, 8, kwargs, timeout_s=60)) as apart:
-                rates["the same, two stages"].append(play(apart, Trivial(apart.spaces), num_episodes, 2))
-        print(f"{title}: bare {statistics.median(rates['bare']):.0f} env steps/s")
+                rates["in this process"].append(play(here, Trivial(here.spaces), num_episodes, clock=cpu_s))
+        print(f"{title}: bare {statistics.median(rates['bare']):.0f} env steps per CPU second")
         for name, of in list(rates.items())[1:]:
             print(f"    {name}: {show([a / b for a, b in zip(of, rates['bare'], strict=True)])}")
 

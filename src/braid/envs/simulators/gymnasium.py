@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,11 @@ class GymnasiumSimulator:
             self._state = spaces.Dict(left) if left else None
         if self._state is not None and not self._state.is_np_flattenable:
             raise _refused("id", f"unsupported observation space of {env_id}: {seen} cannot be flattened")
+        self._flat = partial(_flat, self._state)
+        if isinstance(self._state, spaces.Dict) and len(self._state.spaces) == 1:
+            ((name, only),) = self._state.spaces.items()  # the usual case, without the general way's 20 us
+            if isinstance(only, spaces.Box) and only.shape is not None and len(only.shape) == 1:
+                self._flat = itemgetter(name)
         state_size = 0 if self._state is None else spaces.flatdim(self._state)
         actions, self._to_action = _actions(env_id, acted)
         self._is_dict = isinstance(seen, spaces.Dict)
@@ -134,10 +140,7 @@ class GymnasiumSimulator:
                 raise ValueError(f"{name} is {image.dtype} {image.shape}, but its space is uint8 {shape}")
             tick.observations[name][slot] = image
         if self._state is not None:
-            given = observation
-            if isinstance(self._state, spaces.Dict):
-                given = {name: observation[name] for name in self._state.spaces}
-            tick.observations["state"][slot] = np.asarray(spaces.flatten(self._state, given))
+            tick.observations["state"][slot] = self._flat(observation)
 
     def _film(self, slot: int, observation: Any, tick: Tick, env: gymnasium.Env) -> None:
         if slot not in self._filmed:
@@ -153,6 +156,13 @@ class GymnasiumSimulator:
         if not (isinstance(frame, np.ndarray) and frame.dtype == np.uint8 and frame.ndim == 3):
             raise EnvError("no picture for env.video: set env.kwargs.render_mode=rgb_array, or save to false")
         tick.frames.setdefault(slot, []).append(frame[..., :3])
+
+
+def _flat(space: spaces.Space | None, observation: Any) -> NDArray[Any]:
+    assert space is not None, "there is a state"
+    if isinstance(space, spaces.Dict):
+        observation = {name: observation[name] for name in space.spaces}
+    return np.asarray(spaces.flatten(space, observation))
 
 
 def _is_image(space: spaces.Space) -> bool:
@@ -208,10 +218,13 @@ def _actions(env_id: str, space: spaces.Space) -> tuple[ActionSpace, Callable[[N
     if isinstance(space, spaces.Discrete):
         return ActionSpace("discrete", int(space.n)), lambda action: int(space.start + action)
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        size = int(np.prod(space.shape))
-        return ActionSpace("continuous", size), lambda action: np.clip(
-            action.reshape(space.shape), space.low, space.high
-        ).astype(space.dtype)
+        size, low, high = int(np.prod(space.shape)), space.low, space.high
+
+        def clipped(action: NDArray) -> NDArray:  # as np.clip, which takes five times as long
+            bounded = np.minimum(np.maximum(action.reshape(space.shape), low), high)
+            return bounded.astype(space.dtype, copy=False)
+
+        return ActionSpace("continuous", size), clipped
     raise _refused(
         "id", f"unsupported action space of {env_id}: {space}; supported are Discrete, and Box of floats"
     )
