@@ -16,6 +16,7 @@ OWN: dict[str, tuple[Any, ...]] = {
     "env_class": ("gsm8k", "aime"),
     "filter_args": ({"threshold_down": 0.1, "threshold_up": 0.9}, {"threshold_down": 0.2}, {"std_threshold": 0.0}),
     "filters": ([{"enabled": True}], [{"enabled": True, "ratio_high": 1.5}], [{"enabled": False}]),
+    "policy_setup": ("widowx_bridge", "panda-ee-dpos"),
     "precision": ("fp16", "bf16", "fp32"),
     "resume_path": ("a/global_step_10", "b/step_20", None),
     "sequence_length": (4096, 8192, None),
