@@ -10,6 +10,7 @@ from tests.rounding import assert_near, rounding
 from tests.rows import rows_of
 
 from braid.config.model import MlpSpec
+from braid.errors import ConfigError
 from braid.models.batch import PackedBatch
 from braid.models.mlp import MlpPolicy, MlpValue
 from braid.training.packing import pack
@@ -59,6 +60,38 @@ def test_acting_and_training_give_the_same_logprobs(actions: ActionSpace) -> Non
     )  # fp32 rounding
     assert out["logprobs"][39] == 0
     assert out["entropy"][39] == 0
+
+
+@pytest.mark.parametrize("level", ["token", "action", "chunk"])
+def test_binned_actions_are_values_from_minus_1_to_1_with_the_same_logprobs_in_training(
+    level: DecisionLevel,
+) -> None:
+    spec = MlpSpec(hidden_sizes=(16,), num_bins=5, num_action_chunks=3)
+    policy = MlpPolicy(spec, Spaces(4, KINDS[1]), seed=0, level=level)
+    torch.nn.init.normal_(
+        policy.module.get_parameter("head.weight"), generator=torch.Generator().manual_seed(0)
+    )
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(20, 4)).astype(np.float32)
+    acted = policy.act({"state": states}, rng.random((20, policy.num_uniforms)))
+    assert acted.actions.shape == (20, 3, 2)
+    assert set(np.unique(acted.actions)) == {-1.0, -0.5, 0.0, 0.5, 1.0}
+    each = acted.logprobs.shape[1]
+    assert each == {"token": 6, "action": 3, "chunk": 1}[level]
+    flat = acted.inputs["actions"].reshape(20 * each, *acted.inputs["actions"].shape[2:])
+    batch = replace(
+        _batch(states, flat, np.ones(20 * each, np.bool_)),
+        observed=torch.arange(20).repeat_interleave(each),
+        decision=torch.arange(20).repeat_interleave(each),
+    )
+    out = policy.forward(batch, frozenset({"logprobs", "entropy"}))
+    assert_near(out["logprobs"].detach(), torch.from_numpy(acted.logprobs.flatten()), rounding(16))
+    assert (out["entropy"] <= log(5) * 6 / each + 1e-6).all()
+
+
+def test_discrete_actions_cannot_be_binned() -> None:
+    with pytest.raises(ConfigError, match=r"model\.mlp\.num_bins.*discrete already"):
+        MlpPolicy(MlpSpec(num_bins=5), Spaces(4, KINDS[0]), seed=0)
 
 
 def test_each_observation_is_read_once_however_many_positions_it_has() -> None:

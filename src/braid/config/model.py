@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -64,6 +64,9 @@ class MlpSpec(Section):
     none."""
     num_action_chunks: PositiveInt = 1
     """Actions per chunk: the policy decides on this many at a time."""
+    num_bins: Annotated[int, Field(ge=2)] | None = None
+    """Continuous actions as a choice among this many values for each component, evenly spaced from -1 to 1; other bounds need
+    env.rescale_actions. null: a Gaussian."""
 
 
 class VlaConfig(Section):
@@ -78,8 +81,6 @@ class VlaConfig(Section):
     """Dimensions of one action."""
     num_action_chunks: PositiveInt = 8
     """Actions per chunk, the output of one forward pass of the policy."""
-    value_level: Literal["chunk", "action"] = "chunk"
-    """Whether the value head predicts one value per chunk, or one per action."""
     unnorm_key: str | None = None
     """Data set whose statistics are used to unnormalize actions; the checkpoint's only one when null."""
     normalization: Literal["quantiles", "bounds", "mean_std"] | None = None

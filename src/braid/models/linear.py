@@ -31,7 +31,7 @@ def cpu_products() -> str:
     is_slow_in_mkl = torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() != "GenuineIntel"
     if not (has_onednn and is_slow_in_mkl):
         return "mkl"
-    _log.info("float32 products of large linear layers are oneDNN's: MKL does not use this CPU's AVX-512")
+    _log.info("large float32 linear layers use oneDNN, because MKL does not use this CPU's AVX-512")
     return "onednn"
 
 

@@ -30,7 +30,8 @@ class MlpPolicy(TrainableModel):
 
     Discrete actions: categorical distributions with the outputs as logits. Continuous actions: independent
     Gaussians with the outputs as means, and standard deviations that are parameters independent of the
-    observation. A position of a row is a component of an action (`level` token), an action, or a chunk.
+    observation; or, with `num_bins`, for each component a categorical distribution over evenly spaced values from -1
+    to 1. A position of a row is a component of an action (`level` token), an action, or a chunk.
     """
 
     def __init__(
@@ -39,10 +40,15 @@ class MlpPolicy(TrainableModel):
         """Initializes weights as random orthogonal matrices, with a small last layer so that the initial
         policy is close to uniform (Andrychowicz et al. 2021, section 3.2)."""
         self._chunk, self._size = spec.num_action_chunks, spaces.actions.size
-        self._is_discrete = spaces.actions.kind == "discrete"
+        self._is_discrete, self._num_bins = spaces.actions.kind == "discrete", spec.num_bins
+        if self._is_discrete and self._num_bins:
+            why = "the environment's actions are discrete already; remove it"
+            raise ConfigError([Problem("model.mlp.num_bins", why, "model")])
+        self._is_categorical = self._is_discrete or self._num_bins is not None
         self._level = "action" if level is None or (level == "token" and self._is_discrete) else level
-        self._net = self.module = _Net(spec, spaces, self._chunk * self._size, head_gain=0.01, seed=seed)
-        if not self._is_discrete:
+        width = self._chunk * self._size * (self._num_bins or 1)
+        self._net = self.module = _Net(spec, spaces, width, head_gain=0.01, seed=seed)
+        if not self._is_categorical:
             self._net.register_parameter("log_std", nn.Parameter(torch.zeros(self._size)))
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
@@ -57,7 +63,8 @@ class MlpPolicy(TrainableModel):
             if self._level == "action":
                 head = head[index, unit]
             else:
-                head, log_std = head.flatten(1)[index, unit], log_std[unit % self._size]
+                head = head.flatten(1, 2)[index, unit]
+                log_std = log_std if self._is_categorical else log_std[unit % self._size]
         computed = {
             "logprobs": lambda: self._logprobs(head, log_std, batch.inputs["actions"]),
             "entropy": lambda: self._entropy(head, log_std),
@@ -97,19 +104,22 @@ class MlpPolicy(TrainableModel):
             inputs, logprobs = actions, each if self._is_discrete else each.sum(-1)
         else:
             inputs, logprobs = actions.flatten(1), each.flatten(1)
+        if self._num_bins:
+            actions = actions * (2 / (self._num_bins - 1)) - 1
         return Acted(actions.cpu().numpy(), {"actions": inputs.cpu().numpy()}, logprobs.cpu().numpy())
 
     def _head(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """[K, ...] -> [K, H, A]"""
-        return self._net(observations).unflatten(-1, (self._chunk, self._size))
+        """[K, ...] -> [K, H, A], or [K, H, A, num_bins]."""
+        bins = () if self._num_bins is None else (self._num_bins,)
+        return self._net(observations).unflatten(-1, (self._chunk, self._size, *bins))
 
     @property
     def _log_std(self) -> Tensor:
-        return self._net.head.bias[:0] if self._is_discrete else self._net.log_std
+        return self._net.head.bias[:0] if self._is_categorical else self._net.log_std
 
     def _draw(self, head: Tensor, uniforms: Tensor | None) -> Tensor:
-        if self._is_discrete:
-            return choose(head, uniforms)
+        if self._is_categorical:
+            return choose(head, None if uniforms is None else uniforms.view(head.shape[:-1]))
         if uniforms is None:
             return head
         tiny = torch.finfo(torch.float64).tiny
@@ -118,14 +128,14 @@ class MlpPolicy(TrainableModel):
 
     def _logprobs(self, head: Tensor, log_std: Tensor, actions: Tensor) -> Tensor:
         """Those of discrete actions, or of each component of a continuous one."""
-        if self._is_discrete:
+        if self._is_categorical:
             return head.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
         scaled = (actions - head) / log_std.exp()
         return -0.5 * (scaled.square() + math.log(2 * math.pi)) - log_std
 
     def _entropy(self, head: Tensor, log_std: Tensor) -> Tensor:
         """See `_logprobs`."""
-        if self._is_discrete:
+        if self._is_categorical:
             logprobs = head.log_softmax(-1)
             return -(logprobs.exp() * logprobs).sum(-1)
         return (0.5 + 0.5 * math.log(2 * math.pi) + log_std).expand_as(head)

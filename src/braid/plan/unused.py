@@ -408,7 +408,6 @@ def _vla(config: RunConfig, _: Plan) -> _Unused:
         "the checkpoint determines it",
         "model.vla.{extra_vocab_size,hidden_size,qkv_bias} model.architecture",
     )
-    yield "values are those of algorithm.reward_level", "model.vla.value_level"
     yield "a robot policy does not write text", "model.{chat_template,eos_token_id,pad_token_id}"
     yield (
         "its modules compute attention and log-probs themselves",
