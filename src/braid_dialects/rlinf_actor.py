@@ -157,6 +157,7 @@ _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
 
 _OPTIMIZER = section("actor.optim", "train.optimizer")(
     to("optimizer", ".kind", {"adam": "adamw", "sgd": "sgd"}, note="adam has decoupled weight decay (AdamW)"),
+    missing("critic_warmup_steps", "use algorithm.critic_warmup_steps, in rounds", default=0),
     always("{bf16,fp16}", "set by actor.model.precision, which must not contradict it", "bool?"),
     to("lr", ".lr", "positive"),
     to("value_lr", ".value_lr", "positive", note="of a value head in the policy"),

@@ -239,6 +239,7 @@ RULES = section("algorithm", "algorithm")(
     to("auto_reset", "env.auto_reset", "bool", ROBOTS_ONLY, overridden("env.train.auto_reset")),
     to("ignore_terminations", "env.ignore_terminations", "bool", ROBOTS_ONLY,
        overridden("env.train.ignore_terminations")),
+    to("reward_coef", "env.reward_scale", "positive", ROBOTS_ONLY, overridden("env.train.reward_coef")),
     to("bootstrap_type", ".bootstrap", {"standard": "truncated", "always": "always"}, ROBOTS_ONLY, VALUES,
        note="always: the return of an episode goes on with its last state's value also where the task has ended"))
 # fmt: on

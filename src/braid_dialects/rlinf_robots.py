@@ -21,6 +21,12 @@ def _is_joint(value: bool, source: Source) -> Became:
     return unsupported("set it to true for noise_method=flow_noise, and to false for flow_sde")
 
 
+def _value_type(value: str, source: Source) -> Became:
+    if value == (source["algorithm.reward_type"] or "chunk_level"):
+        return implied("there is a value for each reward: algorithm.reward_type")
+    return unsupported("there is a value for each reward; make it agree with algorithm.reward_type")
+
+
 _PI0 = needs("actor.model.model_type", "openpi")
 _CNN = needs("actor.model.model_type", "cnn_policy")
 _REPLAY = "SAC and other replay methods are not supported; use adv_type=gae with loss_type=actor_critic"
@@ -37,7 +43,7 @@ _MODEL = section("actor.model", "model.vla", ROBOTS_ONLY)(
     to("action_dim", ".action_dim", "count", VLA),
     to("use_proprio", ".use_proprio", "bool", VLA),
     to("unnorm_key", ".unnorm_key", "text?", VLA),
-    to("value_type", ".value_level", {"chunk_level": "chunk", "action_level": "action"}, VLA),
+    to("value_type", "", "chunk_level|action_level", VLA, _value_type),
     to("val_micro_batch_size", ".eval_batch_rows", "count", VLA, note="not read by RLinf"),
     to("center_crop", ".center_crop", "bool", VLA),
     to("do_sample", ".greedy", "bool", VLA, opposite, note="in evaluation; training always samples"),

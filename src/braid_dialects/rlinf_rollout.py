@@ -75,6 +75,26 @@ def _eval_episodes(value: int | None, source: Source) -> Became:
     return Became({"env.eval_episodes": value * (source["env.eval.rollout_epoch"] or 1) * each})
 
 
+def _ordered(value: bool, source: Source) -> object:
+    """use_ordered_reset_state_ids of evaluations: their first reset states, in order and each once."""
+    if not value:
+        return implied("the reset states of evaluations are random, and the same in every evaluation")
+    if (num_envs := source["env.eval.total_num_envs"]) is None:
+        return unsupported("set env.eval.total_num_envs, the number of reset states")
+    return Became({"env.eval_reset_seeds": _eval_episodes(num_envs, source).native["env.eval_episodes"]})
+
+
+def _one_state(value: int | None, source: Source) -> Became:
+    """specific_reset_id: one reset state for all episodes."""
+    if value is None:
+        return no_effect("reset states are drawn from all")
+    if source.at.startswith("env.train."):
+        return Became({"env.reset_seeds": [value]})
+    num_envs = source["env.eval.total_num_envs"]
+    count = 1 if num_envs is None else _eval_episodes(num_envs, source).native["env.eval_episodes"]
+    return Became({"env.eval_reset_seeds": [value] * count})
+
+
 def _trained(value: object, source: Source) -> object:
     """Training's value of a setting that evaluation shares with it."""
     if source.at.startswith("env.train."):
@@ -208,6 +228,7 @@ _ENV = section("env.{train,eval}", "env", ROBOTS_ONLY)(
     to("ignore_terminations", ".ignore_terminations", "bool", _TRAINED),
     to("max_episode_steps init_params.max_episode_steps", ".max_episode_steps", "count", _TRAINED,
        note="in env steps, not action chunks"),
+    to("specific_reset_id", "", "natural?", _one_state),
     to("use_rel_reward", ".relative_reward", "bool", _TRAINED),
     to("reward_coef", ".reward_scale", "positive", _TRAINED),
     to("reward_mode", ".reward_mode", {"raw": None, "only_success": "success", "default": "put_on"}, _MANISKILL,
@@ -233,6 +254,8 @@ _TRAIN_ENV = section("env.train", "env", ROBOTS_ONLY)(
     to("auto_reset", ".auto_reset", "bool", note="at the end of an action chunk"),
     to("use_fixed_reset_state_ids", ".fixed_reset_states", "bool", computed(facts.shares_reset_states),
        note="a group shares its reset state"),
+    missing("use_ordered_reset_state_ids",
+            "set braid.env.reset_seeds to the number of reset states and braid.data.shuffle to false", default=False),
     to("group_size", ".fixed_reset_states", "count", _group_size, computed(facts.shares_reset_states),
        note="environments with the same reset state: algorithm.group_size, or 1 for none"),
     ignored("video_cfg.{save_video,info_on_video,video_base_dir}", "videos are of evaluations: env.eval.video_cfg"))
@@ -240,6 +263,7 @@ _TRAIN_ENV = section("env.train", "env", ROBOTS_ONLY)(
 _EVAL_ENV = section("env.eval", "env", ROBOTS_ONLY)(
     always("auto_reset", "env.eval_episodes has the number of episodes", "bool"),
     always("{use_fixed_reset_state_ids,group_size}", "every evaluation has the same reset states, each once", "any"),
+    to("use_ordered_reset_state_ids", "", "bool", _ordered),
     to("video_cfg.save_video", ".video.save", "bool"),
     to("video_cfg.info_on_video", ".video.overlay", "bool"),
     to("video_cfg.video_base_dir", ".video.dir", "path"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -53,7 +54,7 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
         8,
         "bridge_orig",
     )
-    assert (vla.value_level, vla.greedy, vla.image_size, vla.num_images) == ("chunk", True, (224, 224), 1)
+    assert (vla.greedy, vla.image_size, vla.num_images) == (True, (224, 224), 1)
     assert (vla.center_crop, vla.use_proprio) == (True, False)
     assert (vla.vocab_size, vla.extra_vocab_size, vla.hidden_size, vla.max_prompt_tokens) == (
         32000,
@@ -139,6 +140,31 @@ def test_several_episodes_of_each_simulator_in_a_round() -> None:
     assert (env.auto_reset, env.max_steps_per_rollout, env.num_envs) == (True, 160, 64)
     assert found.rollout.prompts_per_round == 64 * 2 // 2
     assert env.eval_episodes == 10 * 3 * 2
+
+
+def test_reset_states_in_order_or_a_single_one() -> None:
+    in_order = config("env.eval.use_ordered_reset_state_ids=true", "env.eval.total_num_envs=20").env
+    assert isinstance(in_order, ManiskillEnv)
+    assert in_order.eval_reset_seeds == 20
+    one = config(
+        "env.train.specific_reset_id=3", "env.eval.specific_reset_id=3", "env.eval.total_num_envs=2"
+    ).env
+    assert isinstance(one, ManiskillEnv)
+    assert (one.reset_seeds, one.eval_reset_seeds) == ((3,), (3, 3))
+    with pytest.raises(ConfigError, match=r"env\.reset_seeds"):
+        config("env.train.use_ordered_reset_state_ids=true")
+    with pytest.raises(ConfigError, match=r"total_num_envs"):
+        config("env.eval.use_ordered_reset_state_ids=true")
+
+
+def test_a_factor_on_rewards_is_the_presets_or_the_algorithms(tmp_path: Path) -> None:
+    assert "env.train.reward_coef" in notes("algorithm.reward_coef=2.0")["algorithm.reward_coef"]
+    shutil.copytree(SEED.parent, tmp_path, dirs_exist_ok=True)
+    for preset in (tmp_path / "env").glob("*.yaml"):
+        preset.write_text(preset.read_text().replace("reward_coef: 5.0\n", ""))
+    found = read_config(tmp_path / SEED.name, ["algorithm.reward_coef=2.0"]).loaded.config.env
+    assert isinstance(found, ManiskillEnv)
+    assert found.reward_scale == 2.0
 
 
 def test_gae_adds_a_value_head() -> None:
