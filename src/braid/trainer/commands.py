@@ -72,6 +72,9 @@ PASSING = (EngineError, EnvError, RolloutError, OSError)
 config or training: a restart may succeed (run.max_restarts). So it may after a worker died or hung."""
 _LONGEST_PAUSE_S = 60.0
 
+_COUNTED = {"token": "action tokens", "action": "env steps", "chunk": "decisions"}
+"""algorithm.logprob_level of a robot policy -> what a position of its rows is, of which the console shows the number."""
+
 
 def train(loaded: Loaded, cluster: RayCluster | None = None, *, sinks: Sequence[Sink] = ()) -> Outcome:
     """`braid train`: reinforcement learning, after the supervised warm-up if the config has one. With
@@ -236,7 +239,9 @@ def _run_in_folder(
             reporter.decode = inputs.decode
             reporter.count_data(train=inputs.train, eval=inputs.eval, sft=inputs.examples)
         else:
-            console.counted = "env steps"
+            vla = config.model.vla
+            own = "action" if vla is None else "chunk" if vla.kind == "pi0" else "token"
+            console.counted = _COUNTED[config.algorithm.logprob_level or own]
         with _told(reporter, store):
             new_parts = partial(build.build, loaded, plan, inputs, reporter, store, cluster)
             grace_s = 0.0 if verb == "eval" else config.run.stop_within_s
