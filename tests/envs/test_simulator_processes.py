@@ -21,7 +21,7 @@ from braid.envs.simulators import processes
 from braid.envs.simulators.base import Tick, reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.simulators.processes import SimulatorProcesses
-from braid.errors import ConfigError, EnvError
+from braid.errors import ConfigError
 from braid.models.mlp import MlpPolicy
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engines.simulators import SimulatorEngine
@@ -30,7 +30,7 @@ from braid.types import Status, Trajectory
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 UNRULY = "tests.envs.unruly:Unruly-v0"
-LATE_S = 1.0
+LATE_S = 3.0
 """The deadline where an environment hangs; others have to answer within it."""
 
 
@@ -270,10 +270,9 @@ def test_an_environment_that_cannot_be_created_is_the_same_config_problem(
     assert apart.value.problems == here.value.problems
 
 
-def test_other_failures_of_a_start_name_the_environment(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(EnvError, match=r"nowhere:Env-v0 cannot be created: ModuleNotFoundError: .*'nowhere'"):
+def test_other_failures_of_a_start_name_the_environment() -> None:
+    with pytest.raises(ConfigError, match=r"env\.id: nowhere:Env-v0 needs a module that is not installed"):
         SimulatorProcesses("nowhere:Env-v0", 1, timeout_s=LIMIT_S)
-    assert "Traceback" in capfd.readouterr().err
     with pytest.raises(ConfigError, match=r"env\.processes: CartPole-v1 cannot be sent to another process"):
         SimulatorProcesses("CartPole-v1", 1, {"lock": threading.Lock()}, timeout_s=LIMIT_S)
 

@@ -210,6 +210,7 @@ class Fragile:
     """Two slots; episodes fail at their second step as often as the last decimal digit of their seed says."""
 
     num_envs = 2
+    resets_together = False
     spaces = Spaces(1, ActionSpace("discrete", 2))
 
     def __init__(self, num_failures: int) -> None:

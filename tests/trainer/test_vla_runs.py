@@ -175,7 +175,7 @@ def test_adapters_are_trained_alone_and_merged_on_export(tmp_path: Path) -> None
         ("sft={demonstrations: nowhere}", "", "not a LeRobot data set"),
         ("env={kind: single_turn}", "model.vla", "text environment"),
         ("sft={data: []}", "sft.demonstrations", "LeRobot folder"),
-        ("train.backend=fsdp2", "train.backend", "a robot policy trains in one process"),
+        ("train.backend=megatron", "train.backend", "megatron trains language models only"),
         ("algorithm.kl_coef=0.1", "algorithm.kl_coef", "no reference model"),
     ],
 )

@@ -59,7 +59,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not uses_onednn(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _Linear.apply(x, weight, bias)
+        # of two dimensions: for more, oneDNN's result is a view, which autograd forbids to change in place
+        return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], -1)
     return _onednn(x, weight, bias)
 
 
@@ -92,9 +93,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         return (
             _onednn(grad, weight.t(), None) if wants_x else None,
-            _onednn(grads.t(), rows.t(), None) if wants_weight else None,
-            grads.sum(0) if wants_bias else None,
+            _onednn(grad.t(), x.t(), None) if wants_weight else None,
+            grad.sum(0) if wants_bias else None,
         )
