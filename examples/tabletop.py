@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 SIZE = 64
 """Pixels of the square image; the table is the unit square."""
 STEP, REACH, BLOCK, PLATE = 0.08, 0.05, 0.05, 0.11
-"""Longest move of an env step per axis, distance at which a block can be grasped, half a block's side, a plate's radius."""
+"""Longest move of an env step per axis, distance at which a block can be grasped by default, half a block's side, a plate's radius."""
 COLORS = {
     "red": (220, 50, 40),
     "green": (50, 160, 60),
@@ -47,14 +47,17 @@ class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self,
         num_blocks: int = 3,
         num_plates: int = 2,
+        num_colors: int = len(COLORS),
         reward: Literal["shaped", "sparse"] = "shaped",
         images: bool = True,
         max_episode_steps: int = 50,
+        reach: float = REACH,
         render_mode: str | None = "rgb_array",
     ) -> None:
         """`shaped`: a success is worth 1, and so is each length of the table by which what remains to move becomes
-        shorter. Without `images` the state also has the places of the block and the plate, for small networks."""
+        shorter. Colors are the first `num_colors`. Without `images` the state also has the places of the block and the plate, for small networks."""
         self.num_blocks, self.num_plates, self.max_episode_steps = num_blocks, num_plates, max_episode_steps
+        self.num_colors, self.reach = num_colors, reach
         self.reward, self.images, self.render_mode = reward, images, render_mode
         text = spaces.Text(60, charset=string.ascii_lowercase + " ")
         state = spaces.Box(0.0, 1.0, (4 if images else 8,), np.float32)
@@ -69,8 +72,8 @@ class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         places = self._places(self.num_blocks + self.num_plates + 1)
         self.plates, self.blocks = places[: self.num_plates], places[self.num_plates : -1]
         self.gripper, self.is_closed, self.held = places[-1].copy(), False, -1
-        self.plate_colors = self.np_random.permutation(len(COLORS))[: self.num_plates]
-        self.block_colors = self.np_random.permutation(len(COLORS))[: self.num_blocks]
+        self.plate_colors = self.np_random.permutation(self.num_colors)[: self.num_plates]
+        self.block_colors = self.np_random.permutation(self.num_colors)[: self.num_blocks]
         self.block, self.plate = map(int, self.np_random.integers((self.num_blocks, self.num_plates)))
         block, plate = _NAMES[self.block_colors[self.block]], _NAMES[self.plate_colors[self.plate]]
         self.instruction = f"put the {block} block on the {plate} plate"
@@ -86,7 +89,7 @@ class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
             self.held = -1
         elif self.held < 0:
             far = np.linalg.norm(self.blocks - self.gripper, axis=1)
-            self.held = int(far.argmin()) if far.min() < REACH else -1
+            self.held = int(far.argmin()) if far.min() < self.reach else -1
         on_plate = np.linalg.norm(self.blocks[self.block] - self.plates[self.plate]) < PLATE - BLOCK / 2
         is_success = bool(on_plate and not self.is_closed)
         before, self._left = self._left, self._distance()
