@@ -71,19 +71,18 @@ def make_collector(
     device, is_local = device_of(config), plan.layout.mode == "in_process"
     policy: Any = place.workers.get("policy")
     check, link = None, None
+    if not is_local:
+        torch.set_num_threads(config.run.num_threads or 1)
     if inputs is None:
         if is_local:
             policy.keep_weights()
             return simulator_collector(config, plan, base_dir, place.workers["env"], policy.model)
         assert new_simulator is not None, "other environments have text inputs"
-        torch.set_num_threads(config.run.num_threads or 1)
         simulator = new_simulator(place)
         model: Any = make_robot_model("policy", config, simulator.spaces, device)
         link = NativeLink(f"rollout {place.rank}", model, config.cluster.call_timeout_s, device)
         return simulator_collector(config, plan, base_dir, simulator, model, link)
     lm: Any = policy.model if is_local and "policy" in place.workers else None
-    if not is_local:
-        torch.set_num_threads(config.run.num_threads or 1)
     if config.rollout.engine != "native":
         sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
         engines = start_engines(config, plan, inputs.tokenizer, sending, run_dir / "logs", first=place.rank)

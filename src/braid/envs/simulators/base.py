@@ -60,13 +60,20 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """Rules that hold for environments of any origin; see config.rollout.SimulatorEnv. `max_episode_steps` is None for the environment's own limit."""
+    """Rules that hold for environments of any origin; see config.rollout.SimulatorEnv. `max_episode_steps` is None for the
+    environment's own limit."""
 
     max_episode_steps: int | None = None
     ignore_terminations: bool = False
     relative_reward: bool = False
     reward_scale: float = 1.0
     rescale_actions: bool = False
+
+    def reward(self, given: float, before: float) -> tuple[float, float]:
+        """The reward of an env step: scale * r_t, or scale * (r_t - r_{t-1}) if relative, with r_0 = 0. Then scale * r_t,
+        which is `before` of the next env step."""
+        scaled = self.reward_scale * given
+        return scaled - before if self.relative_reward else scaled, scaled
 
 
 AS_IT_IS = EpisodeRules()

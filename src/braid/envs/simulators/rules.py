@@ -10,8 +10,7 @@ from .base import EpisodeRules
 
 
 class RuledEnv(gymnasium.Wrapper):
-    """An environment under EpisodeRules, except for time limit and actions: the reward of env step t is scale * r_t, or
-    scale * (r_t - r_{t-1}) if relative, with r_0 = 0."""
+    """An environment under EpisodeRules, except for time limit and actions."""
 
     def __init__(self, env: gymnasium.Env, rules: EpisodeRules) -> None:
         super().__init__(env)
@@ -24,8 +23,6 @@ class RuledEnv(gymnasium.Wrapper):
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
         observation, reward, is_terminated, is_truncated, info = super().step(action)
-        of = self._rules
-        scaled = of.reward_scale * float(reward)
-        reward = scaled - self._before if of.relative_reward else scaled
-        self._before = scaled
-        return observation, reward, is_terminated and not of.ignore_terminations, is_truncated, info
+        reward, self._before = self._rules.reward(float(reward), self._before)
+        is_terminated = is_terminated and not self._rules.ignore_terminations
+        return observation, reward, is_terminated, is_truncated, info

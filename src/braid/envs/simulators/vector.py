@@ -108,9 +108,7 @@ class VectorSimulator(GymnasiumSimulator):
         self._add_frames(tick, live, observations)
         on = {}
         for slot, chunk in live.items():
-            scaled = self._rules.reward_scale * float(rewards[slot])
-            reward = scaled - self._before[slot] if self._rules.relative_reward else scaled
-            self._before[slot] = scaled
+            reward, self._before[slot] = self._rules.reward(float(rewards[slot]), self._before[slot])
             tick.rewards[slot, number], tick.num_executed[slot] = reward, number + 1
             observation, success = self._of(slot, observations), _success(info, slot)
             is_over = is_terminated[slot] or is_truncated[slot]

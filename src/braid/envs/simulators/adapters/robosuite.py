@@ -49,20 +49,17 @@ class Robosuite(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
             why = f"robosuite has no robot {wrong[0]!r}{suggest(wrong[0], robosuite.ALL_ROBOTS)}"
             raise ConfigError([Problem("env.robots", why, "env")])
         self._cameras, self._limit = dict(cameras or {}), max_episode_steps
-        given = {
+        given: dict[str, Any] = {
             "has_offscreen_renderer": bool(self._cameras),
             "use_camera_obs": bool(self._cameras),
             "use_object_obs": not self._cameras,
             "reward_shaping": True,
             "ignore_done": True,
-            **(
-                {"camera_names": list(self._cameras.values()), "camera_heights": camera_height}
-                if cameras
-                else {}
-            ),
-            **({"camera_widths": camera_width} if cameras else {}),
-            **(kwargs or {}),
         }
+        if cameras:
+            given["camera_names"] = list(cameras.values())
+            given |= {"camera_heights": camera_height, "camera_widths": camera_width}
+        given |= kwargs or {}
         try:
             with _seeded(0):
                 self._env = robosuite.make(task, robots=list(robots), has_renderer=False, **given)
