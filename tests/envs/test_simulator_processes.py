@@ -159,7 +159,7 @@ def test_a_hanging_environment_fails_its_process_s_episodes_and_no_others(
 ) -> None:
     sleeper = psutil.Process(int(_step(unruly, _0=SPAWN).rewards[0, 0]))
     tick = _late_step(unruly, _0=HANG, _2=GO_ON, _3=GO_ON)
-    why = f"{UNRULY}: step took longer than 1 s (rollout.env_timeout_s)"
+    why = f"{UNRULY}: step took longer than {LATE_S:g} s (rollout.env_timeout_s)"
     assert tick.failures == {0: why}
     assert why in caplog.text
     assert tick.observations["state"][2:, 0].tolist() == [1, 1]

@@ -40,6 +40,10 @@ Settings = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    connect(
+        ClusterConfig(), num_processes=1
+    )  # one of this process, with a secret, may have been there before
+    disconnect()
     cluster = Cluster(initialize_head=True, head_node_args={**_SIZE, "include_dashboard": False})
     try:
         cluster.add_node(**_SIZE)

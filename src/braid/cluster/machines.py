@@ -88,20 +88,23 @@ def leave() -> None:
     """Leave the cluster, if connected; one that `connect` started is stopped with all its processes."""
     if ray.is_initialized():
         ray.shutdown()
-    if _secrets:
-        _secrets.clear()
-        os.environ.pop(_SECRET)
-        _forget_secret()
+    if _added:
+        for name in _added:
+            os.environ.pop(name, None)
+        _added.clear()
+        _read_secret()
 
 
-_SECRET = "RAY_AUTH_TOKEN"  # environment variable
-_secrets: list[str] = []
-"""Secret of the cluster that this process started, at most one."""
+_SECRET, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"  # environment variables
+_added: set[str] = set()
+"""Those of the two that the cluster which this process started has added. Ray adds the second, and another cluster
+without a secret could not be started or joined while it is set."""
 
 
-def _forget_secret() -> None:
-    """Have Ray read its secret again, which it otherwise reads once. Older versions of Ray have no secret."""
+def _read_secret() -> None:
+    """Have Ray read both again, which it otherwise reads once. Older versions of Ray have no secret."""
     if (loader := getattr(_raylet, "AuthenticationTokenLoader", None)) is not None:
+        getattr(_raylet, "Config").initialize("")  # noqa: B009  # not in its stub
         loader.instance().reset_cache()
 
 
@@ -110,9 +113,9 @@ def _start(num_processes: int, timeout_s: float, caught: Sequence[int]) -> None:
     passed, or a signal was `caught`."""
     if not {_SECRET, f"{_SECRET}_PATH"} & os.environ.keys():
         # Otherwise Ray keeps one in the home folder, which may be missing or not writable.
-        _secrets.append(secrets.token_hex(32))
-        os.environ[_SECRET] = _secrets[0]
-        _forget_secret()
+        _added.update({_SECRET, _MODE} - os.environ.keys())
+        os.environ[_SECRET] = secrets.token_hex(32)
+        _read_secret()
     begin = time.monotonic()
     for attempt in range(1, _START_ATTEMPTS + 1):
         try:
