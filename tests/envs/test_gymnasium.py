@@ -8,7 +8,9 @@ import pytest
 
 from braid.envs.simulators.base import reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
-from braid.errors import ConfigError
+from braid.envs.simulators.processes import SimulatorProcesses
+from braid.envs.simulators.vector import make_simulator
+from braid.errors import ConfigError, EnvError
 from braid.types import ActionSpace, Spaces
 
 
@@ -83,8 +85,8 @@ def test_a_failure_stays_in_its_slot_and_the_slot_can_be_reset() -> None:
     simulator.reset({0: 0, 1: 0, 2: 0})
     tick = simulator.step({0: np.array([0]), 1: np.array([1]), 2: np.array([2])})
     assert tick.rewards[0] == 1.0
-    assert tick.failures[1] == "RuntimeError: the motor is hot"
-    assert "reward [nan]" in tick.failures[2]
+    assert tick.failures[1].startswith("RuntimeError: the motor is hot (test_gymnasium.py:")
+    assert tick.failures[2] == "the reward [nan] is not finite"
     simulator.reset({1: 0})
     assert simulator.step({1: np.array([0])}).observations["state"][1].argmax() == 1
 
@@ -102,6 +104,93 @@ def test_an_environment_that_cannot_be_created_is_a_config_problem(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         GymnasiumSimulator(env_id, 1, kwargs)
+
+
+class Wrong(gymnasium.Env):
+    """Its first observation, its last one, or the result of a method is not what its space or Gymnasium says."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {
+            "camera": gymnasium.spaces.Box(0, 255, (4, 4, 3), np.uint8),
+            "joints": gymnasium.spaces.Box(-1, 1, (3,), np.float32),
+            "instruction": gymnasium.spaces.Text(9),
+        }
+    )
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, reset: Any = None, step: Any = None, seen: Any = None) -> None:
+        self._reset, self._step, self._seen = reset, step, {} if seen is None else seen
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self._observed(self._seen) if self._reset is None else self._reset
+
+    def step(self, action: int) -> Any:
+        return (self._observed({})[0], 0.0, False, False, {}) if self._step is None else self._step
+
+    def _observed(self, other: Any) -> Any:
+        right = {"camera": np.zeros((4, 4, 3), np.uint8), "joints": np.zeros(3), "instruction": "push"}
+        return ({**right, **other} if isinstance(other, dict) else other), {}
+
+
+_SEEN = "{camera: uint8 (4, 4, 3), joints: float64 (3,), instruction: str}"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"seen": {"joints": np.zeros(1)}}, _SEEN.replace("(3,)", "(1,)")),
+        ({"seen": {"joints": 0.5}}, _SEEN.replace("float64 (3,)", "float")),
+        ({"seen": {"joints": np.zeros((1, 3))}}, _SEEN.replace("(3,)", "(1, 3)")),
+        ({"seen": {"joints": "abc"}}, _SEEN.replace("float64 (3,)", "str")),
+        ({"seen": {"camera": np.zeros((4, 5, 3), np.uint8)}}, _SEEN.replace("(4, 4, 3)", "(4, 5, 3)")),
+        ({"seen": {"camera": np.zeros((4, 4, 3))}}, _SEEN.replace("uint8", "float64")),
+        ({"seen": {"camera": None}}, _SEEN.replace("uint8 (4, 4, 3)", "NoneType")),
+        ({"seen": {"instruction": None}}, _SEEN.replace(": str", ": NoneType")),
+        ({"seen": np.zeros(3)}, "the observation float64 (3,) does not fit its space {camera: uint8 (4, 4, 3),"),
+        ({"seen": {"joints": np.full(3, np.inf)}}, "the observation [inf inf inf] is not finite"),
+        ({"reset": np.zeros(3)}, "reset returned float64 (3,), not (observation, info)"),
+        ({"step": (np.zeros(3), 0.0, False, {})}, "step returned (float64 (3,), float, bool, {}), not (obs"),
+        ({"step": (0, np.zeros(2), False, False, {})}, "step returned (int, float64 (2,), bool, bool, {}), not"),
+        ({"step": (0, 1.0, False, False, None)}, "step returned (int, float, bool, bool, NoneType), not"),
+        ({"step": (0, 1.0, False, False, {"success": "yes"})}, "could not convert string to float: 'yes'"),
+        ({"step": (0, 1.0, False, False, {})}, "the observation int does not fit its space {camera: uint8 (4, 4, 3),"),
+    ],
+)  # fmt: skip
+def test_what_an_environment_returns_has_to_fit_its_spaces(wrong: dict[str, Any], message: str) -> None:
+    simulator = GymnasiumSimulator("tests.envs.test_gymnasium.Wrong", 1, wrong)
+    tick = simulator.reset({0: 0})
+    if not tick.failures:
+        tick = simulator.step({0: np.array([0])})
+    assert message in tick.failures[0]
+
+
+@pytest.mark.parametrize("joints", [np.zeros((3, 2)), np.zeros(6), np.zeros((2, 1))])
+def test_an_array_of_the_right_size_and_another_shape_is_wrong_too(joints: Any) -> None:
+    simulator = GymnasiumSimulator("tests.envs.test_gymnasium.Flat", 1, {"joints": joints})
+    assert "does not fit its space" in simulator.reset({0: 0}).failures[0]
+
+
+class Flat(Faulty):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2, 3), np.float32)  # pyright: ignore[reportAssignmentType]
+
+    def __init__(self, joints: Any) -> None:
+        self._joints = joints
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return self._joints, {}
+
+
+class Broken(Faulty):
+    def __init__(self) -> None:
+        raise OSError("no arm at /dev/ttyUSB0")
+
+
+def test_an_environment_that_raises_when_it_is_made_is_named() -> None:
+    why = r"test_gymnasium\.Broken cannot be created: OSError: no arm at /dev/ttyUSB0 \(test_gymnasium\.py:\d+\)"
+    with pytest.raises(EnvError, match=why):
+        make_simulator("tests.envs.test_gymnasium.Broken", 1)
+    with pytest.raises(EnvError, match=why):
+        SimulatorProcesses("tests.envs.test_gymnasium.Broken", 1, timeout_s=60)
 
 
 class _Arms(Faulty):

@@ -93,7 +93,10 @@ def test_an_exception_fails_all_episodes_and_the_next_reset_makes_a_new_one(
 ) -> None:
     simulator.reset({0: 5, 1: 6})
     tick = simulator.step({0: chunk(0.5), 1: chunk(HOT)})
-    assert tick.failures == dict.fromkeys((0, 1), "RuntimeError: the motor is hot")
+    assert {why.partition(" (counting.py:")[0] for why in tick.failures.values()} == {
+        "RuntimeError: the motor is hot"
+    }
+    assert list(tick.failures) == [0, 1]
     assert simulator.reset({0: 7, 1: 8}).observations["state"].tolist() == [[7, 0], [8, 0]]
     assert not simulator.step({0: chunk(0.5), 1: chunk(0.5)}).failures
 

@@ -158,23 +158,20 @@ def _build(
 
 
 def _simulator(env: SimulatorEnv, base_dir: Path, timeout_s: float, _: Place) -> Simulator:
-    from braid.envs.simulators.gymnasium import GymnasiumSimulator
     from braid.envs.simulators.processes import SimulatorProcesses
-    from braid.envs.simulators.vector import VectorSimulator
+    from braid.envs.simulators.vector import make_simulator
 
     of = environment_of(env)
-    if not env.processes:
-        make = VectorSimulator if of.is_vectorized else GymnasiumSimulator
-        return make(of.id, env.num_envs, of.kwargs, base_dir=base_dir, rules=rules_of(env))
-    return SimulatorProcesses(
+    make: Callable[..., Simulator] = make_simulator
+    if env.processes:
+        make = partial(SimulatorProcesses, num_processes=env.processes, timeout_s=timeout_s)
+    return make(
         of.id,
         env.num_envs,
         of.kwargs,
         base_dir=base_dir,
         rules=rules_of(env),
         is_vectorized=of.is_vectorized,
-        num_processes=env.processes,
-        timeout_s=timeout_s,
     )
 
 

@@ -115,10 +115,9 @@ def check_valid(parts: Parts, groups: Sequence[Group]) -> None:
         metrics.add(f"invalid/{boundary.split()[0]}", count)
     limit = config.rollout.max_invalid_fraction
     if invalid > limit * len(trajectories):
-        common = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
         raise RolloutError(
             f"{invalid} of {len(trajectories)} trajectories of round {parts.progress.round} are invalid, above "
-            f"rollout.max_invalid_fraction={limit:g}; most common: {common}"
+            f"rollout.max_invalid_fraction={limit:g}; most common: {_most_common(reasons)}"
         )
 
 
@@ -129,9 +128,15 @@ def report_sampling(parts: Parts, selection: Selection, groups: Sequence[Group])
     _report_groups(parts, groups)
     _report_selection(parts, selection)
     if selection.reasons["invalid"] == len(groups):
+        reasons = Counter(t.reason for group in groups for t in group.trajectories if not t.is_valid)
         raise TrainingError(
-            f"round {parts.progress.round} has nothing to train on: all its trajectories are invalid"
+            f"round {parts.progress.round} has nothing to train on: all its trajectories are invalid; most common: "
+            f"{_most_common(reasons)}"
         )
+
+
+def _most_common(reasons: Counter[str]) -> str:
+    return "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
 
 
 def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from braid.errors import ConfigError, Problem
 from braid.types import Prompt, Spaces
 
 
@@ -118,6 +119,11 @@ class Overlapping(Simulator, Protocol):
     def begin_step(self, actions: Mapping[int, NDArray]) -> Callable[[], Tick]:
         """Begin a `step`; see `begin_reset`."""
         ...
+
+
+def refused(key: str, why: str) -> ConfigError:
+    """The error of a key of the section env."""
+    return ConfigError([Problem(f"env.{key}", why, "env")])
 
 
 def reset_prompts(name: str, count: int, seeds: Sequence[int] | None = None) -> list[Prompt]:

@@ -17,11 +17,12 @@ from gymnasium import spaces
 from gymnasium.wrappers import RescaleAction, TimeLimit
 from numpy.typing import NDArray
 
-from braid.errors import ConfigError, EnvError, Problem, suggest
+from braid.children import as_env_error
+from braid.errors import EnvError, suggest
 from braid.functions import load_function
 from braid.types import ActionSpace, Spaces
 
-from .base import AS_IT_IS, EpisodeRules, Tick
+from .base import AS_IT_IS, EpisodeRules, Tick, refused
 from .rules import RuledEnv
 
 
@@ -56,6 +57,7 @@ class GymnasiumSimulator:
         self._read_spaces(env_id, self._envs[0].observation_space, self._envs[0].action_space)
 
     def _read_spaces(self, env_id: str, seen: spaces.Space, acted: spaces.Space) -> None:
+        self._seen = seen
         parts = dict(seen.spaces) if isinstance(seen, spaces.Dict) else {"image": seen}
         images: dict[str, Any] = {name: space.shape for name, space in parts.items() if _is_image(space)}
         self._has_instruction = isinstance(parts.get("instruction"), spaces.Text)
@@ -65,13 +67,15 @@ class GymnasiumSimulator:
             left = {name: space for name, space in parts.items() if name not in taken}
             self._state = spaces.Dict(left) if left else None
         if self._state is not None and not self._state.is_np_flattenable:
-            raise _refused("id", f"unsupported observation space of {env_id}: {seen} cannot be flattened")
-        self._flat = partial(_flat, self._state)
-        if isinstance(self._state, spaces.Dict) and len(self._state.spaces) == 1:
-            ((name, only),) = self._state.spaces.items()  # the usual case, without the general way's 20 us
-            if isinstance(only, spaces.Box) and only.shape is not None and len(only.shape) == 1:
-                self._flat = itemgetter(name)
+            raise refused("id", f"unsupported observation space of {env_id}: {seen} cannot be flattened")
         state_size = 0 if self._state is None else spaces.flatdim(self._state)
+        self._flat: Callable[[Any], Any] = partial(_flat, self._state)
+        only, of = self._state, lambda observation: observation
+        if isinstance(only, spaces.Dict) and len(only.spaces) == 1:
+            ((name, only),) = only.spaces.items()
+            of = itemgetter(name)
+        if isinstance(only, spaces.Box) and only.shape == (state_size,):
+            self._flat = of  # the usual case, without the general way's 20 us
         actions, self._to_action = _actions(env_id, acted)
         self._is_dict = isinstance(seen, spaces.Dict)
         self.image_memory: Mapping[str, NDArray[np.uint8]] | None = None
@@ -97,60 +101,77 @@ class GymnasiumSimulator:
         for slot, call in calls.items():
             try:
                 call(tick)
-            except Exception as error:
-                tick.failures[slot] = f"{type(error).__name__}: {error}"
-            else:
-                self._check_finite(slot, tick)
-            if slot in tick.failures:
-                with suppress(Exception):
-                    self._envs[slot].close()
-                self._envs[slot] = self._make()
+            except (Exception, SystemExit) as error:
+                tick.failures[slot] = str(as_env_error(error))
+        check_finite(calls, tick)
+        for slot in tick.failures:
+            with suppress(Exception):
+                self._envs[slot].close()
+            self._envs[slot] = self._make()
         return tick
 
-    def _check_finite(self, slot: int, tick: Tick) -> None:
-        numbers = [tick.rewards[slot], tick.observations.get("state", tick.rewards)[slot]]
-        if not all(np.isfinite(of).all() for of in numbers):
-            tick.failures[slot] = f"reward {numbers[0]} or observation {numbers[1]} is not finite"
-
     def _reset(self, slot: int, seed: int, tick: Tick) -> None:
-        observation, _ = self._envs[slot].reset(seed=seed)
-        if self._has_instruction:
-            tick.instructions[slot] = observation["instruction"]
-        self._observe(slot, observation, tick)
-        self._film(slot, observation, tick, self._envs[slot])
+        given = self._envs[slot].reset(seed=seed)
+        if not (isinstance(given, tuple) and len(given) == 2):
+            raise EnvError(f"reset returned {_outline(given)}, not (observation, info)")
+        self._begin(slot, given[0], tick)
+        self._film(slot, given[0], tick)
 
     def _step(self, slot: int, actions: NDArray, tick: Tick) -> None:
         observation: Any = None
         for number, action in enumerate(actions):
-            observation, reward, is_terminated, is_truncated, info = self._envs[slot].step(
-                self._to_action(action)
-            )
-            tick.rewards[slot, number], tick.num_executed[slot] = reward, number + 1
-            tick.success[slot, number] = float(info.get("success", info.get("is_success", math.nan)))
-            tick.is_terminated[slot], tick.is_truncated[slot] = is_terminated, is_truncated
-            self._film(slot, observation, tick, self._envs[slot])
+            given: Any = self._envs[slot].step(self._to_action(action))
+            try:
+                observation, reward, is_terminated, is_truncated, info = given
+                tick.rewards[slot, number], tick.num_executed[slot] = reward, number + 1
+                tick.success[slot, number] = info.get("success", info.get("is_success", math.nan))
+                tick.is_terminated[slot], tick.is_truncated[slot] = is_terminated, is_truncated
+            except (TypeError, ValueError, AttributeError) as error:
+                right = "(observation, reward, is_terminated, is_truncated, info)"
+                raise EnvError(f"step returned {_outline(given)}, not {right}: {error}") from error
+            self._film(slot, observation, tick)
             if is_terminated or is_truncated:
                 break
         self._observe(slot, observation, tick)
 
-    def _observe(self, slot: int, observation: Any, tick: Tick) -> None:
-        for name, shape in self.spaces.images.items():
-            image = observation[name] if self._is_dict else observation
-            if image.shape != shape or image.dtype != np.uint8:
-                raise ValueError(f"{name} is {image.dtype} {image.shape}, but its space is uint8 {shape}")
-            tick.observations[name][slot] = image
-        if self._state is not None:
-            tick.observations["state"][slot] = self._flat(observation)
+    def _begin(self, slot: int, observation: Any, tick: Tick) -> None:
+        """Store the first observation of an episode, with its instruction."""
+        self._observe(slot, observation, tick)
+        if self._has_instruction:
+            tick.instructions[slot] = observation.get("instruction")
+            if not isinstance(tick.instructions[slot], str):
+                raise self._misfit(observation)
 
-    def _film(self, slot: int, observation: Any, tick: Tick, env: gymnasium.Env) -> None:
-        if slot not in self._filmed:
-            return
+    def _observe(self, slot: int, observation: Any, tick: Tick) -> None:
+        """Store an observation. Raises EnvError if it does not fit its space."""
+        try:
+            for name, shape in self.spaces.images.items():
+                image = observation[name] if self._is_dict else observation
+                if image.shape != shape or image.dtype != np.uint8:
+                    raise self._misfit(observation)
+                tick.observations[name][slot] = image
+            if self._state is not None:
+                state = self._flat(observation)
+                if np.shape(state) != (self.spaces.state_size,):  # numpy would repeat a single number
+                    raise self._misfit(observation)
+                tick.observations["state"][slot] = state
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise self._misfit(observation) from error
+
+    def _misfit(self, observation: Any) -> EnvError:
+        return EnvError(
+            f"the observation {_outline(observation)} does not fit its space {_outline(self._seen)}"
+        )
+
+    def _film(self, slot: int, observation: Any, tick: Tick) -> None:
+        if slot in self._filmed:
+            self._add_frame(slot, self._picture(observation, self._envs[slot]), tick)
+
+    def _picture(self, observation: Any, env: Any) -> Any:
+        """The first image of an observation, or else what the environment renders; None if it renders nothing."""
         for name in self.spaces.images:
-            frame = observation[name] if self._is_dict else observation
-            break
-        else:
-            frame = env.render() if env.render_mode == "rgb_array" else None
-        self._add_frame(slot, frame, tick)
+            return observation[name] if self._is_dict else observation
+        return env.render() if env.render_mode == "rgb_array" else None
 
     def _add_frame(self, slot: int, frame: Any, tick: Tick) -> None:
         if not (isinstance(frame, np.ndarray) and frame.dtype == np.uint8 and frame.ndim == 3):
@@ -158,11 +179,48 @@ class GymnasiumSimulator:
         tick.frames.setdefault(slot, []).append(frame[..., :3])
 
 
+def check_finite(slots: Collection[int], tick: Tick) -> None:
+    """Rewards or observations that are not finite are failures of their slots."""
+    for name, values in (("reward", tick.rewards), ("observation", tick.observations.get("state"))):
+        if values is None or np.isfinite(values).all():
+            continue
+        for slot in slots:
+            if slot not in tick.failures and not np.isfinite(values[slot]).all():
+                tick.failures[slot] = f"the {name} {values[slot]} is not finite"
+
+
+def _outline(value: Any) -> str:
+    """The types and shapes of a value, or of a space's values."""
+    if isinstance(value, spaces.Text):
+        return "str"
+    if isinstance(value, spaces.Dict | spaces.Tuple):
+        value = value.spaces
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {_outline(of)}" for name, of in value.items()) + "}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(_outline, value)) + ")"
+    if isinstance(value, spaces.Space) and not isinstance(value, spaces.Box):
+        return str(value)
+    return f"{value.dtype} {value.shape}" if hasattr(value, "dtype") else type(value).__name__
+
+
 def _flat(space: spaces.Space | None, observation: Any) -> NDArray[Any]:
+    """The vector of an observation. Raises ValueError if it does not fit its space."""
     assert space is not None, "there is a state"
     if isinstance(space, spaces.Dict):
         observation = {name: observation[name] for name in space.spaces}
+    if not _fits(space, observation):
+        raise ValueError
     return np.asarray(spaces.flatten(space, observation))
+
+
+def _fits(space: spaces.Space, value: Any) -> bool:
+    """Like `contains`, but the numbers of a Box may be out of its bounds, or of another type."""
+    if isinstance(space, spaces.Dict):
+        return all(_fits(of, value[name]) for name, of in space.spaces.items())
+    if isinstance(space, spaces.Tuple):
+        return all(_fits(of, part) for of, part in zip(space.spaces, value, strict=True))
+    return np.shape(value) == space.shape if isinstance(space, spaces.Box) else space.contains(value)
 
 
 def _is_image(space: spaces.Space) -> bool:
@@ -190,14 +248,14 @@ def make_env(registered: Callable[..., Any], env_id: str, kwargs: Mapping[str, A
             return load_function(env_id, base_dir=base_dir, key="env.id", allows_class=True)(**kwargs)
         return registered(env_id, **kwargs)
     except gymnasium.error.DependencyNotInstalled as error:
-        raise _refused("id", f"{env_id} needs a package that is not installed: {error}") from error
+        raise refused("id", f"{env_id} needs a package that is not installed: {error}") from error
     except gymnasium.error.Error as error:
         near = suggest(env_id, gymnasium.registry)
-        raise _refused("id", f"Gymnasium cannot make {env_id!r}{near}: {error}") from error
+        raise refused("id", f"Gymnasium cannot make {env_id!r}{near}: {error}") from error
     except ModuleNotFoundError as error:
-        raise _refused("id", f"{env_id} needs a module that is not installed: {error}") from error
+        raise refused("id", f"{env_id} needs a module that is not installed: {error}") from error
     except TypeError as error:
-        raise _refused("kwargs", f"{env_id} does not accept {dict(kwargs)}: {error}") from error
+        raise refused("kwargs", f"{env_id} does not accept {dict(kwargs)}: {error}") from error
 
 
 def _is_path(env_id: str) -> bool:
@@ -208,7 +266,7 @@ def _is_path(env_id: str) -> bool:
 def unit_bounds(env_id: str, space: spaces.Space) -> tuple[NDArray, NDArray]:
     """[-1, 1] in the shape of a Box."""
     if not isinstance(space, spaces.Box) or not space.is_bounded():
-        raise _refused("rescale_actions", f"the actions of {env_id} have no bounds: {space}; set it to false")
+        raise refused("rescale_actions", f"the actions of {env_id} have no bounds: {space}; set it to false")
     one = np.ones(space.shape, space.dtype)
     return -one, one
 
@@ -225,10 +283,6 @@ def _actions(env_id: str, space: spaces.Space) -> tuple[ActionSpace, Callable[[N
             return bounded.astype(space.dtype, copy=False)
 
         return ActionSpace("continuous", size), clipped
-    raise _refused(
+    raise refused(
         "id", f"unsupported action space of {env_id}: {space}; supported are Discrete, and Box of floats"
     )
-
-
-def _refused(key: str, message: str) -> ConfigError:
-    return ConfigError([Problem(f"env.{key}", message, "env")])

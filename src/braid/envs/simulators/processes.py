@@ -20,7 +20,6 @@ import struct
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -34,13 +33,14 @@ import numpy as np
 from gymnasium.vector.utils import CloudpickleWrapper
 from numpy.typing import NDArray
 
+from braid.children import as_env_error
 from braid.errors import BraidError, ConfigError, EnvError, Problem
 from braid.processes import descendants, end_with, kill, kill_group
 from braid.types import Spaces
 
 from .base import AS_IT_IS, EpisodeRules, Tick
 from .gymnasium import GymnasiumSimulator
-from .vector import VectorSimulator
+from .vector import make_simulator
 
 logger = logging.getLogger(__name__)
 
@@ -389,13 +389,13 @@ def _made(env_id: str, num_envs: int, environment: bytes) -> tuple[Any, Gymnasiu
     try:
         kwargs, specs, base_dir, rules, is_vectorized = pickle.loads(environment).fn
         gymnasium.registry.update(specs)
-        make = VectorSimulator if is_vectorized else GymnasiumSimulator
-        simulator = make(env_id, num_envs, kwargs, base_dir=base_dir, rules=rules)
-    except ConfigError as error:
+        simulator = make_simulator(
+            env_id, num_envs, kwargs, base_dir=base_dir, rules=rules, is_vectorized=is_vectorized
+        )
+    except BraidError as error:
         return error, None
     except Exception as error:
-        traceback.print_exc()
-        return EnvError(f"{env_id} cannot be created: {type(error).__name__}: {error}"), None
+        return EnvError(f"{env_id} cannot be sent to a process: {as_env_error(error)}"), None
     return (simulator.spaces, simulator.resets_together), simulator
 
 

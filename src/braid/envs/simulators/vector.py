@@ -15,10 +15,11 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import RescaleAction
 from numpy.typing import NDArray
 
-from braid.errors import ConfigError, Problem
+from braid.children import as_env_error
+from braid.errors import BraidError, ConfigError, EnvError
 
-from .base import AS_IT_IS, EpisodeRules, Tick
-from .gymnasium import GymnasiumSimulator, make_env, unit_bounds
+from .base import AS_IT_IS, EpisodeRules, Tick, refused
+from .gymnasium import GymnasiumSimulator, check_finite, make_env, unit_bounds
 
 
 class VectorSimulator(GymnasiumSimulator):
@@ -44,7 +45,7 @@ class VectorSimulator(GymnasiumSimulator):
         ConfigError like GymnasiumSimulator."""
         if rules.ignore_terminations:
             why = "the environments of a VectorEnv end by themselves; set it to false, or env.vectorized to false"
-            raise ConfigError([Problem("env.ignore_terminations", why, "env")])
+            raise refused("ignore_terminations", why)
         given = {**(kwargs or {}), "num_envs": num_envs}
         self._make_vector = partial(make_env, gymnasium.make_vec, env_id, given, base_dir)
         self._env_id, self._rules, self.num_envs, self._filmed = env_id, rules, num_envs, set()
@@ -67,13 +68,11 @@ class VectorSimulator(GymnasiumSimulator):
             self._is_over[mask | self.resets_together] = False
             self._steps[mask], self._before[mask] = 0, 0.0
             for slot in seeds:
-                observation = self._of(slot, observations)
-                if self._has_instruction:
-                    tick.instructions[slot] = observation["instruction"]
-                self._observe(slot, observation, tick)
-            self._add_frames(tick, seeds, observations)
-        except Exception as error:
+                self._begin(slot, self._of(slot, observations), tick)
+            self._film_all(seeds, observations, tick)
+        except (Exception, SystemExit) as error:
             self._fail(tick, seeds, error)
+        check_finite(seeds, tick)
         return tick
 
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
@@ -83,8 +82,9 @@ class VectorSimulator(GymnasiumSimulator):
         try:
             for number in range(num_actions):
                 live = self._step_all(number, live, tick)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._fail(tick, actions, error)
+        check_finite(actions, tick)
         return tick
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class VectorSimulator(GymnasiumSimulator):
         self._is_over |= is_terminated | is_truncated
         self._steps += 1
         is_late = self._steps >= (self._rules.max_episode_steps or np.inf)
-        self._add_frames(tick, live, observations)
+        self._film_all(live, observations, tick)
         on = {}
         for slot, chunk in live.items():
             reward, self._before[slot] = self._rules.reward(float(rewards[slot]), self._before[slot])
@@ -118,8 +118,7 @@ class VectorSimulator(GymnasiumSimulator):
             tick.is_terminated[slot] = is_terminated[slot]
             tick.is_truncated[slot] = not is_terminated[slot] and (is_truncated[slot] or is_late[slot])
             self._observe(slot, observation, tick)
-            self._check_finite(slot, tick)
-            if not (is_over or is_late[slot] or slot in tick.failures):
+            if not (is_over or is_late[slot]):
                 on[slot] = chunk
         return on
 
@@ -127,37 +126,49 @@ class VectorSimulator(GymnasiumSimulator):
         """One environment's part of a batch of observations."""
         return _part(self._vector.single_observation_space, slot, batch)
 
-    def _add_frames(self, tick: Tick, slots: Collection[int], observations: Any) -> None:
-        """A picture of each environment that is filmed."""
-        if not (filmed := self._filmed.intersection(slots)):
-            return
-        images = next(iter(self.spaces.images), None)
-        of = None
-        if images is None and self._vector.render_mode == "rgb_array":
-            of = self._vector.render()
-        elif images is not None:
-            of = observations[images] if self._is_dict else observations
-        for slot in filmed:
-            self._add_frame(slot, None if of is None else of[slot], tick)
+    def _film_all(self, slots: Collection[int], observations: Any, tick: Tick) -> None:
+        if filmed := self._filmed.intersection(slots):
+            of = self._picture(observations, self._vector)
+            for slot in filmed:
+                self._add_frame(slot, None if of is None else of[slot], tick)
 
     def _new(self) -> VectorEnv:
         vector = self._make_vector()
         if not isinstance(vector, VectorEnv):
             why = f"{type(vector).__name__} is not a gymnasium.vector.VectorEnv; set env.vectorized to false"
-            raise ConfigError([Problem("env.id", why, "env")])
+            raise refused("id", why)
         if self._rules.rescale_actions:
             vector = RescaleAction(vector, *unit_bounds(self._env_id, vector.single_action_space))
         return vector
 
-    def _fail(self, tick: Tick, slots: Collection[int], error: Exception) -> None:
+    def _fail(self, tick: Tick, slots: Collection[int], error: BaseException) -> None:
         """All episodes have failed; a new VectorEnv takes the place of this one."""
         if isinstance(error, ConfigError):
             raise error
-        tick.failures.update(dict.fromkeys(slots, f"{type(error).__name__}: {error}"))
+        tick.failures.update(dict.fromkeys(slots, str(as_env_error(error))))
         with suppress(Exception):
             self._vector.close()
         self._vector = self._new()
         self._is_over[:] = True
+
+
+def make_simulator(
+    env_id: str,
+    num_envs: int,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    base_dir: Path = Path(),
+    rules: EpisodeRules = AS_IT_IS,
+    is_vectorized: bool = False,
+) -> GymnasiumSimulator:
+    """A simulator in this process. Raises ConfigError like GymnasiumSimulator, and EnvError if the environment raises."""
+    make = VectorSimulator if is_vectorized else GymnasiumSimulator
+    try:
+        return make(env_id, num_envs, kwargs, base_dir=base_dir, rules=rules)
+    except BraidError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise EnvError(f"{env_id} cannot be created: {as_env_error(error)}") from error
 
 
 def _part(space: spaces.Space, slot: int, batch: Any) -> Any:

@@ -12,7 +12,6 @@ import runpy
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ import yaml
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from braid.errors import ConfigError, Problem
+from braid.envs.simulators.base import refused
+
+from .packages import imported, not_installed
 
 _SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 CAMERAS = {"image": "agentview", "wrist_image": "robot0_eye_in_hand"}
@@ -90,7 +91,7 @@ class Libero(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
             why = (
                 f"{suite} has {len(known)} tasks, from 0 to {len(known) - 1}, so there is no task {wrong[0]}"
             )
-            raise ConfigError([Problem("env.task_ids", why, "env")])
+            raise refused("task_ids", why)
         self.tasks = known if task_ids is None else [known[number] for number in task_ids]
         _check_assets()
         self._sizes = {"camera_heights": camera_height, "camera_widths": camera_width}
@@ -164,11 +165,7 @@ def _simulation(task: Task, sizes: dict[str, int]) -> Any:
         (folder / "config.yaml").write_text(
             yaml.safe_dump({key: str(root / of) for key, of in paths.items()})
         )
-    try:
-        wrapper = import_module("libero.libero.envs").OffScreenRenderEnv
-    except ImportError as error:
-        why = f"LIBERO cannot be imported ({error}); run: pip install 'braid-rl[libero]'"
-        raise ConfigError([Problem("env.kind", why, "env")]) from error
+    wrapper = imported("libero.libero.envs", "LIBERO", "libero").OffScreenRenderEnv
     return wrapper(bddl_file_name=str(task.bddl), **sizes)
 
 
@@ -176,8 +173,7 @@ def _folder() -> Path:
     """The package's folder of tasks."""
     spec = find_spec("libero")
     if spec is None or not spec.submodule_search_locations:
-        why = "LIBERO is not installed; run: pip install 'braid-rl[libero]'"
-        raise ConfigError([Problem("env.kind", why, "env")])
+        raise not_installed("LIBERO", "libero")
     return Path(next(iter(spec.submodule_search_locations))) / "libero"
 
 
@@ -188,4 +184,4 @@ def _check_assets() -> None:
             f"LIBERO's assets are not in {folder}; put a copy of its folder of meshes, textures and scenes there (its package "
             "downloads them from the Hub: python -c 'from libero.libero import get_assets_path as g; print(g())')"
         )
-        raise ConfigError([Problem("env.kind", why, "env")])
+        raise refused("kind", why)

@@ -13,7 +13,9 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from braid.errors import ConfigError, Problem, suggest
+from braid.envs.simulators.base import refused
+
+from .packages import check_known, imported
 
 _IMAGES_NEED = (
     "ManiSkill cannot create its scene: {error}. It needs a Vulkan device, also for observations without images, since the "
@@ -57,7 +59,7 @@ class _Task:
         except (RuntimeError, NotImplementedError, TypeError) as error:
             is_device = any(word in str(error) for word in ("render", "device", "vk::", "Vulkan"))
             why = _IMAGES_NEED.format(error=error) if is_device else f"{task} does not accept {own}: {error}"
-            raise ConfigError([Problem("env.kind" if is_device else "env.kwargs", why, "env")]) from error
+            raise refused("kind" if is_device else "kwargs", why) from error
         self._opens_above = 0.5 if gripper == "open_is_one" else None
         self.instruction = getattr(self.env, "get_language_instruction", None)
         observation = self.observed(self.env._init_raw_obs, [""] * num_envs)
@@ -85,7 +87,7 @@ class _Task:
                 why = (
                     f"{self._reward} needs {missing[0]} of the task, which has {', '.join(info)}; use another"
                 )
-                raise ConfigError([Problem("env.reward_mode", why, "env")])
+                raise refused("reward_mode", why)
             reward = sum(share * info[name].float() for name, share in parts.items())
         return observation, reward, is_terminated, is_truncated, info
 
@@ -216,23 +218,18 @@ class ManiSkillBatch(gymnasium.vector.VectorEnv[dict[str, Any], Any, Any]):
 
 def _spec(task: str) -> Any:
     """Registration of a task whose assets are there."""
-    try:
-        import_module("mani_skill.envs")
-        known = import_module("mani_skill.utils.registration").REGISTERED_ENVS
-        assets = import_module("mani_skill.utils.assets")
-    except ImportError as error:
-        why = f"ManiSkill cannot be imported ({error}); run: pip install 'braid-rl[maniskill]'"
-        raise ConfigError([Problem("env.kind", why, "env")]) from error
-    if task not in known:
-        why = f"ManiSkill has no task {task!r}{suggest(task, known)}"
-        raise ConfigError([Problem("env.task", why, "env")])
+    _, registration, assets = (
+        imported(f"mani_skill.{of}", "ManiSkill", "maniskill")
+        for of in ("envs", "utils.registration", "utils.assets")
+    )
+    known = registration.REGISTERED_ENVS
+    check_known("ManiSkill", "task", task, known, "task")
     for name in assets.expand_data_group_into_individual_data_source_ids(task):
         if not assets.is_data_source_downloaded(name):
             source = assets.DATA_SOURCES[name]
             where = source.output_dir / source.target_path
             fix = f"run: python -m mani_skill.utils.download_asset {name}"
-            why = f"{task} needs the assets {name}, which are not in {where}; {fix}"
-            raise ConfigError([Problem("env.task", why, "env")])
+            raise refused("task", f"{task} needs the assets {name}, which are not in {where}; {fix}")
     return known[task]
 
 

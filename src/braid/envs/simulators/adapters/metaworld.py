@@ -13,7 +13,9 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from braid.errors import ConfigError, Problem, suggest
+from braid.envs.simulators.base import refused
+
+from .packages import check_known, imported
 
 _PROPRIOCEPTION = 4
 """The first numbers of a state: position and opening of the gripper."""
@@ -45,15 +47,10 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         corner2, corner3, corner4, topview, behindGripper, gripperPOV). Without `shadows`, reflections, sky and
         antialiasing are left out too, which on a CPU is twelve times as fast."""
         try:
-            known = import_module("metaworld.env_dict").ALL_V3_ENVIRONMENTS
-        except ImportError as error:
-            why = f"MetaWorld cannot be imported ({error}); run: pip install 'braid-rl[metaworld]'"
-            raise ConfigError([Problem("env.kind", why, "env")]) from error
+            known = imported("metaworld.env_dict", "MetaWorld", "metaworld").ALL_V3_ENVIRONMENTS
         except RuntimeError as error:  # MuJoCo's own, of MUJOCO_GL
-            raise ConfigError([Problem("env.kind", f"MuJoCo cannot be imported: {error}", "env")]) from error
-        if task not in known:
-            why = f"MetaWorld has no task {task!r}{suggest(task, known)}"
-            raise ConfigError([Problem("env.task", why, "env")])
+            raise refused("kind", f"MuJoCo cannot be imported: {error}") from error
+        check_known("MetaWorld", "task", task, known, "task")
         env = self._env = known[task]()
         # As in its goal-observable classes, but with goals from the environment's own seeded generator.
         env._partially_observable = env._freeze_rand_vec = False
@@ -142,10 +139,7 @@ class _Renderer:
     def image(self, camera: str) -> NDArray[np.uint8]:
         """[size, size, 3], upright: the corner cameras of MetaWorld are upside down."""
         mujoco = self._mujoco
-        if camera not in self._cameras:
-            near = suggest(camera, self._cameras)
-            why = f"MetaWorld has no camera {camera!r}{near}; it has {', '.join(self._cameras)}"
-            raise ConfigError([Problem("env.cameras", why, "env")])
+        check_known("MetaWorld", "camera", camera, self._cameras, "cameras")
         self._camera.fixedcamid = self._cameras.index(camera)
         self._context.make_current()
         mujoco.mjv_updateScene(
@@ -179,5 +173,5 @@ def _gl_context(size: int) -> Any:
             f"no images: OpenGL by {backend} does not work here ({type(error).__name__}: {error}); install libegl1 and a "
             "driver or Mesa, or libosmesa6 and set MUJOCO_GL=osmesa, or remove the cameras"
         )
-        raise ConfigError([Problem("env.cameras", why, "env")]) from error
+        raise refused("cameras", why) from error
     return context

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import gymnasium
@@ -12,7 +11,9 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from braid.errors import ConfigError, Problem, suggest
+from braid.envs.simulators.base import refused
+
+from .packages import check_known, imported
 
 
 class Robosuite(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
@@ -37,17 +38,10 @@ class Robosuite(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     ) -> None:
         """`cameras`: name of the image -> robosuite's camera (agentview, frontview, robot0_eye_in_hand, ...). Raises
         ConfigError for a missing package, task, robot or camera."""
-        try:
-            robosuite = import_module("robosuite")
-        except ImportError as error:
-            why = f"robosuite cannot be imported ({error}); run: pip install 'braid-rl[robosuite]'"
-            raise ConfigError([Problem("env.kind", why, "env")]) from error
-        if task not in robosuite.ALL_ENVIRONMENTS:
-            why = f"robosuite has no task {task!r}{suggest(task, robosuite.ALL_ENVIRONMENTS)}"
-            raise ConfigError([Problem("env.task", why, "env")])
-        if wrong := [robot for robot in robots if robot not in robosuite.ALL_ROBOTS]:
-            why = f"robosuite has no robot {wrong[0]!r}{suggest(wrong[0], robosuite.ALL_ROBOTS)}"
-            raise ConfigError([Problem("env.robots", why, "env")])
+        robosuite = imported("robosuite", "robosuite", "robosuite")
+        check_known("robosuite", "task", task, robosuite.ALL_ENVIRONMENTS, "task")
+        for robot in robots:
+            check_known("robosuite", "robot", robot, robosuite.ALL_ROBOTS, "robots")
         self._cameras, self._limit = dict(cameras or {}), max_episode_steps
         given: dict[str, Any] = {
             "has_offscreen_renderer": bool(self._cameras),
@@ -66,7 +60,7 @@ class Robosuite(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
                 seen = self._observed(self._env.reset())
         except (TypeError, ValueError, ImportError) as error:
             why = f"{task} does not accept {given}: {error}"
-            raise ConfigError([Problem("env.cameras" if cameras else "env.kwargs", why, "env")]) from error
+            raise refused("cameras" if cameras else "kwargs", why) from error
         self.observation_space = spaces.Dict(
             {
                 name: spaces.Box(0, 255, of.shape, np.uint8)
