@@ -354,11 +354,22 @@ def test_the_cache_has_the_size_of_the_free_memory_after_each_sleep(
         run_all(engine, [request])
 
 
-@pytest.mark.parametrize(("device", "expected"), [("cpu", 16), ("cuda", 5)])
-def test_gpus_have_no_slots_beyond_the_budget(device: str, expected: int) -> None:
-    cache = KVCache(5 * 4096, 256, torch.device(device))
-    cache.reserve(1, 4096, 0)
-    assert (cache.slots, cache.length) == (expected, 4096)
+def test_a_long_sequence_reserves_its_length_for_itself_only() -> None:
+    cache = KVCache(8192, 64)
+    assert cache.num_fitting([4224, *[100] * 63, 100]) == 1 + 28, "4,608 positions and 28 x 128"
+    cache.reserve([4224, *[100] * 20])
+    for longest in (4224, *[100] * 20):
+        cache.add(longest)
+    long, short = cache.buckets()[::-1]
+    assert (long.rows, long.length, short.rows, short.length) == (1, 4608, 28, 128), (
+        "rows double within the budget"
+    )
+    assert cache.num_fitting([512]) == 0, "all short ones would be as long"
+    assert cache.num_fitting([600]) == 1, "1,024 of 4,608 + 20 x 128 are left"
+    cache.reserve([600])
+    assert [(of.rows, of.length) for of in cache.buckets()] == [(23, 128), (1, 4608)], (
+        "others give back their spare rows"
+    )
 
 
 def test_a_step_copies_to_the_host_once(
@@ -746,3 +757,28 @@ def test_a_long_sequence_is_read_by_itself_and_changes_no_other(tiny_lm: TinyLM,
     requests = [Request(tuple(words[:n]), sampling, (n,)) for n in (7, 30, 1100, 12, 520, 505)]
     together = [facts(c) for c in run_all(make_engine(lm), requests)]
     assert [facts(run_all(make_engine(lm), [r])[0]) for r in requests] == together
+
+
+def test_sequences_of_all_lengths_arrive_and_leave_in_a_small_cache(tiny_lm: TinyLM) -> None:
+    lm = tiny_lm("qwen3", max_position_embeddings=4096)
+    draw = random.Random(5)
+    sizes = [draw.choice((10, 60, 490, 700, 1000, 1300)) for _ in range(24)]
+    requests = [
+        Request(tuple(draw.choices(range(2, 64), k=size)), Sampling(max_new_tokens=draw.randint(1, 40)), (i,))
+        for i, size in enumerate(sizes)
+    ]
+
+    async def staggered(engine: NativeEngine) -> list[Completion]:
+        tasks = []
+        for i, request in enumerate(requests):
+            tasks.append(asyncio.create_task(engine.generate(request)))
+            await let_run(i % 7)
+        return await asyncio.gather(*tasks)
+
+    small, large = (make_engine(lm, kv_budget_tokens=budget) for budget in (4096, 65536))
+    together = [facts(c) for c in asyncio.run(staggered(small))]
+    assert small._cache.generation > large._cache.generation
+    assert [facts(c) for c in asyncio.run(staggered(large))] == together
+    assert [facts(asyncio.run(large.generate(r))) for r in requests[::5]] == together[::5]
+    assert all(of.num_tokens for of in small._cache._buckets.values())
+    assert sum(of.num_tokens for of in small._cache._buckets.values()) <= 4096

@@ -1,14 +1,21 @@
 """The key/value cache of running sequences, and attention over it.
 
-Sequence s stores its keys and values in slot s of one tensor [slots, Hkv, length, d] per layer. Running sequences are
-kept compact in the first slots, so that decoding reads plain views. A layer here is the n-th attention call in a
-forward pass: some architectures call one attention module several times (DiffLlama).
+Sequences are kept in buckets by their maximum length (prompt and new tokens): up to 512, 1024, 2048, ... tokens. A bucket is one
+tensor [rows, Hkv, length, d] for keys and one for values per layer, as long as its longest sequence needs, whose running
+sequences are kept compact in the first rows. So a long sequence takes memory and time for itself only, and attention
+still reads plain views. Pages would take less memory, but PyTorch's attention on CPUs cannot read them: gathering them
+first copies what the kernel then reads once. Below 512 tokens a further call of the kernel costs more than it saves.
+
+The engine numbers sequences by slots; `KVCache` knows the bucket and row of each. A layer here is the n-th attention
+call in a forward pass: some architectures call one attention module several times (DiffLlama).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,93 +68,192 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + held
 
 
-class KVCache:
-    """Slots for keys and values within a token budget.
+def size_class(longest: int) -> int:
+    """The bucket for sequences of up to `longest` tokens."""
+    return ((longest - 1) // _KERNEL_BLOCK).bit_length()
 
-    `budget_tokens` bounds slots x length, and must be set before use; each token takes the memory of its keys
-    and values in all layers.
-    """
 
-    def __init__(self, budget_tokens: int | None, max_slots: int, device: torch.device) -> None:
-        """On CPUs, the slots that padding rows write to come on top of both limits."""
-        self.budget_tokens, self._max_slots = budget_tokens, max_slots
-        self._pads = device.type == "cpu"
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self.slots, self.length, self.generation = 0, 0, 0
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """Sequences of one size class: keys and values [rows, Hkv, length, d] by layer. `slots` are those of the sequences
+    in the first rows, `longest` their maximum lengths."""
 
-    def fits(self, slots: int, length: int) -> bool:
-        """Whether `slots` sequences of up to `length` tokens can run together."""
-        assert self.budget_tokens is not None
-        return slots <= self._max_slots and slots * padded_length(length) <= self.budget_tokens
+    rows: int = 0
+    length: int = 0
+    slots: list[int] = field(default_factory=list)
+    longest: list[int] = field(default_factory=list)
+    layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def reserve(self, slots: int, length: int, num_used: int) -> None:
-        """Allocate room for sizes that `fits` accepted, keeping the content of the first `num_used` slots.
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.length
 
-        The length grows by doubling; the number of slots is the most that the budget then allows. Each new
-        layout increments `generation`.
-        """
-        if slots <= self.slots and length <= self.length:
-            return
-        assert self.budget_tokens is not None
-        most = self.budget_tokens // slots // _LENGTH_MULTIPLE * _LENGTH_MULTIPLE
-        self.length = min(1 << (padded_length(length) - 1).bit_length(), most)
-        self.slots = min(self._max_slots, self.budget_tokens // self.length)
-        if self._pads:
-            self.slots = padded_rows(self.slots)
-        self.generation += 1
-        for layer, old in self._layers.items():
-            self._layers[layer] = (self._moved(old[0], num_used), self._moved(old[1], num_used))
+    def resize(self, rows: int, length: int) -> None:
+        """Allocate anew, keeping the sequences."""
+        self.rows, self.length = rows, length
+        for layer, stores in self.layers.items():
+            self.layers[layer] = (self._moved(stores[0]), self._moved(stores[1]))
 
-    def write_prompts(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
-        """Write prompts' keys and values [N, Hkv, L, d] to slots first, first + 1, ..."""
-        if layer not in self._layers:
+    def write(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
+        """Write keys and values [N, Hkv, L, d] to rows first, first + 1, ..."""
+        if layer not in self.layers:
             # Zeros, since masked values are still multiplied by 0 and must be finite.
-            self._layers[layer] = (self._zeros_like(key), self._zeros_like(value))
-        for store, new in zip(self._layers[layer], (key, value), strict=True):
+            self.layers[layer] = (self._zeros_like(key), self._zeros_like(value))
+        for store, new in zip(self.layers[layer], (key, value), strict=True):
             store[first : first + new.shape[0], :, : new.shape[2]].copy_(new)
 
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All keys and values of a layer, each [slots, Hkv, length, d]."""
-        return self._layers[layer]
+    def _zeros_like(self, new: Tensor) -> Tensor:
+        return new.new_zeros(self.rows, new.shape[1], self.length, new.shape[3])
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to slot `target`."""
-        for stores in self._layers.values():
-            for store in stores:
-                store[target, :, :length].copy_(store[source, :, :length])
+    def _moved(self, old: Tensor) -> Tensor:
+        num, length = len(self.slots), min(old.shape[2], self.length)
+        new = self._zeros_like(old)
+        new[:num, :, :length].copy_(old[:num, :, :length])
+        return new
+
+
+class KVCache:
+    """Buckets within a token budget.
+
+    `budget_tokens` bounds the sum of the buckets' rows x length, and must be set before use; each token takes the
+    memory of its keys and values in all layers. `generation` counts the layouts so far.
+    """
+
+    def __init__(self, budget_tokens: int | None, max_slots: int) -> None:
+        self.budget_tokens, self._max_slots = budget_tokens, max_slots
+        self._buckets: dict[int, Bucket] = {}
+        self._places: list[tuple[Bucket, int]] = []  # of each slot
+        self.generation = 0
+
+    def can_ever_fit(self, longest: int) -> bool:
+        """Whether a sequence of up to `longest` tokens can run by itself."""
+        return padded_length(longest) <= self._budget
+
+    def num_fitting(self, lengths: Iterable[int]) -> int:
+        """How many further sequences of these maximum lengths, in this order, can run beside the present ones."""
+        needs, num = self._needs(()), 0
+        for length in lengths:
+            kind = size_class(length)
+            rows, longest = needs.get(kind, (0, 0))
+            needs[kind] = rows + 1, max(longest, length)
+            if len(self._places) + num == self._max_slots or self._num_tokens(needs) > self._budget:
+                break
+            num += 1
+        return num
+
+    def reserve(self, lengths: Iterable[int]) -> None:
+        """Allocate room for further sequences that `num_fitting` accepted: the number of rows doubles, if there is
+        memory. If there is not, the other buckets give back what they do not use."""
+        needs = self._needs(lengths)
+        buckets = {kind: self._buckets.get(kind) or Bucket() for kind in needs}
+        small = {
+            kind: buckets[kind]
+            for kind, (rows, longest) in needs.items()
+            if rows > buckets[kind].rows or longest > buckets[kind].length
+        }
+        if not small:
+            return
+        others = sum(bucket.num_tokens for kind, bucket in buckets.items() if kind not in small)
+        spare = self._budget - others - self._num_tokens({kind: needs[kind] for kind in small})
+        if spare < 0:
+            small, spare = buckets, self._budget - self._num_tokens(needs)
+        for kind, bucket in small.items():
+            rows, length = needs[kind][0], self._length(needs[kind][1])
+            more = min((1 << (rows - 1).bit_length()), self._max_slots) - rows if rows else 0
+            more = min(more, spare // length) if more else 0
+            spare -= more * length
+            bucket.resize(rows + more, length)
+        self._buckets = {kind: buckets[kind] for kind in sorted(buckets) if buckets[kind].rows}
+        self.generation += 1
+
+    def add(self, longest: int) -> None:
+        """Give the next slot to a sequence for which there is room."""
+        bucket = self._buckets[size_class(longest)]
+        assert len(bucket.slots) < bucket.rows, "the room was reserved"
+        self._places.append((bucket, len(bucket.slots)))
+        bucket.slots.append(len(self._places) - 1)
+        bucket.longest.append(longest)
+
+    def remove(self, slot: int, lengths: NDArray[np.int64]) -> None:
+        """Remove a sequence. The last of its bucket takes its row, the last of all its slot. `lengths`: positions in use
+        of each slot."""
+        bucket, row = self._places[slot]
+        moved, longest = bucket.slots.pop(), bucket.longest.pop()
+        if moved != slot:
+            for stores in bucket.layers.values():
+                for store in stores:
+                    length = int(lengths[moved])
+                    store[row, :, :length].copy_(store[len(bucket.slots), :, :length])
+            bucket.slots[row], bucket.longest[row] = moved, longest
+            self._places[moved] = bucket, row
+        last, row = self._places.pop()
+        if slot < len(self._places):
+            self._places[slot] = last, row
+            last.slots[row] = slot
+
+    def remove_all(self) -> None:
+        self._places.clear()
+        for bucket in self._buckets.values():
+            bucket.slots.clear()
+            bucket.longest.clear()
+
+    def place(self, slot: int) -> tuple[Bucket, int]:
+        """Bucket and row of a sequence."""
+        return self._places[slot]
+
+    def buckets(self) -> list[Bucket]:
+        """Those with sequences."""
+        return [bucket for bucket in self._buckets.values() if bucket.slots]
 
     def stored(self, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of the first `length` keys and values of a slot, by layer."""
-        return [(k[slot, :, :length].clone(), v[slot, :, :length].clone()) for k, v in self._layers.values()]
+        bucket, row = self._places[slot]
+        return [(k[row, :, :length].clone(), v[row, :, :length].clone()) for k, v in bucket.layers.values()]
 
     def restore(self, slot: int, stored: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write back what `stored` returned."""
-        for stores, parts in zip(self._layers.values(), stored, strict=True):
-            for store, part in zip(stores, parts, strict=True):
-                store[slot, :, : part.shape[1]].copy_(part)
+        bucket, row = self._places[slot]
+        for layer, (key, value) in enumerate(stored):
+            bucket.write(layer, row, key[None], value[None])
 
     def clear(self, slot: int) -> None:
         """Zero a slot that contains non-finite values."""
-        for stores in self._layers.values():
+        bucket, row = self._places[slot]
+        for stores in bucket.layers.values():
             for store in stores:
-                store[slot].zero_()
+                store[row].zero_()
 
     @property
     def num_bytes(self) -> int:
-        return sum(store.nbytes for stores in self._layers.values() for store in stores)
+        layers = (stores for bucket in self._buckets.values() for stores in bucket.layers.values())
+        return sum(store.nbytes for stores in layers for store in stores)
 
     def free(self) -> None:
-        self._layers.clear()
-        self.slots = self.length = 0
+        self._buckets.clear()
+        self._places.clear()
+        self.generation += 1
 
-    def _zeros_like(self, new: Tensor) -> Tensor:
-        return new.new_zeros(self.slots, new.shape[1], self.length, new.shape[3])
+    @property
+    def _budget(self) -> int:
+        assert self.budget_tokens is not None
+        return self.budget_tokens
 
-    def _moved(self, old: Tensor, num_used: int) -> Tensor:
-        length = min(old.shape[2], self.length)
-        new = self._zeros_like(old)
-        new[:num_used, :, :length].copy_(old[:num_used, :, :length])
-        return new
+    def _needs(self, lengths: Iterable[int]) -> dict[int, tuple[int, int]]:
+        """Sequences of each size class and their maximum length, with further ones of `lengths`."""
+        needs = {kind: (len(of.slots), max(of.longest, default=0)) for kind, of in self._buckets.items()}
+        for length in lengths:
+            rows, longest = needs.get(size_class(length), (0, 0))
+            needs[size_class(length)] = rows + 1, max(longest, length)
+        return needs
+
+    def _num_tokens(self, needs: dict[int, tuple[int, int]]) -> int:
+        return sum(rows * self._length(longest) for rows, longest in needs.values())
+
+    def _length(self, longest: int) -> int:
+        """Length of a bucket for sequences of up to `longest` tokens: in eighths of a power of two, so that it seldom
+        changes."""
+        padded = padded_length(round_up(longest, max(_LENGTH_MULTIPLE, 1 << longest.bit_length() >> 4)))
+        return padded if padded <= self._budget else padded_length(longest)
 
 
 class PrefillAttention:
@@ -157,50 +263,62 @@ class PrefillAttention:
     def __init__(self, cache: KVCache, first_slot: int, prompts: Sequence[tuple[int, int]]) -> None:
         """`prompts`: (padded width, number of sequences that start from it) of each prompt, with equal widths
         adjacent. Slots are assigned in order, from `first_slot` on."""
-        self._cache = cache
-        self._blocks: list[tuple[int, int, list[int]]] = []
+        self._blocks: list[tuple[int, int, list[tuple[Bucket, int, list[int]]]]] = []
         for width, same in itertools.groupby(prompts, key=lambda prompt: prompt[0]):
             copies = [num for _, num in same]
-            self._blocks.append((width, first_slot, copies))
-            first_slot += sum(copies)
-        self._sizes = [width * len(copies) for width, _, copies in self._blocks]
+            prompt_of = [prompt for prompt, num in enumerate(copies) for _ in range(num)]
+            self._blocks.append((width, len(copies), _writes(cache, first_slot, prompt_of)))
+            first_slot += len(prompt_of)
+        self._sizes = [width * num for width, num, _ in self._blocks]
         self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layer = next(self._next_layer)
         outs: list[Tensor] = []
         parts = zip(*(x.split(self._sizes) for x in (query, key, value)), strict=True)
-        for (width, slot, copies), qkv in zip(self._blocks, parts, strict=True):
-            q, k, v = (x.unflatten(0, (len(copies), width)) for x in qkv)
+        for (width, num, writes), qkv in zip(self._blocks, parts, strict=True):
+            q, k, v = (x.unflatten(0, (num, width)) for x in qkv)
             outs.append(causal_attention(call, q, k, v).flatten(0, 1))
-            if len(copies) < sum(copies):
-                index = [row for row, num in enumerate(copies) for _ in range(num)]
-                k, v = k[index], v[index]
-            self._cache.write_prompts(layer, slot, k.transpose(1, 2), v.transpose(1, 2))
+            for bucket, row, chosen in writes:
+                is_each = chosen == list(range(num))
+                of_k, of_v = (k, v) if is_each else (k[chosen], v[chosen])
+                bucket.write(layer, row, of_k.transpose(1, 2), of_v.transpose(1, 2))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _writes(cache: KVCache, first_slot: int, prompt_of: list[int]) -> list[tuple[Bucket, int, list[int]]]:
+    """Buckets of the slots from `first_slot` on, with the first of their rows, which are adjacent, and the prompt of each
+    of them."""
+    writes: dict[Bucket, tuple[int, list[int]]] = {}
+    for slot, prompt in enumerate(prompt_of, first_slot):
+        bucket, row = cache.place(slot)
+        writes.setdefault(bucket, (row, []))[1].append(prompt)
+    return [(bucket, *of) for bucket, of in writes.items()]
 
 
 class ContinueAttention:
     """Attention of the new tokens of sequences whose earlier ones are in the cache, to which the new ones are added."""
 
     def __init__(self, cache: KVCache, first_slot: int, sizes: Sequence[tuple[int, int]]) -> None:
-        """`sizes`: of each sequence, from `first_slot` on, the tokens in the cache and the new ones; equal sizes are
-        adjacent. Further tokens are padding."""
-        self._cache, self._first = cache, first_slot
-        self._blocks = [(sum(1 for _ in same), *size) for size, same in itertools.groupby(sizes)]
+        """`sizes`: of each sequence, from `first_slot` on, the tokens in the cache and the new ones; equal sizes in
+        the same bucket are adjacent. Further tokens are padding."""
+        places = [(*cache.place(slot), *size) for slot, size in enumerate(sizes, first_slot)]
+        self._blocks: list[tuple[Bucket, slice, int, int]] = []
+        for (bucket, known, new), same in itertools.groupby(places, key=lambda of: (of[0], *of[2:])):
+            rows = [row for _, row, *_ in same]
+            self._blocks.append((bucket, slice(rows[0], rows[-1] + 1), known, new))
         self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        stores, heads = self._cache.layer(next(self._next_layer)), key.shape[1]
+        layer, heads = next(self._next_layer), key.shape[1]
         outs: list[Tensor] = []
-        slot, start = self._first, 0
-        for num, known, new in self._blocks:
-            tokens, slots = slice(start, start + num * new), slice(slot, slot + num)
+        start = 0
+        for bucket, rows, known, new in self._blocks:
+            stores, num = bucket.layers[layer], rows.stop - rows.start
+            tokens = slice(start, start + num * new)
             for store, of in zip(stores, (key, value), strict=True):
-                store[slots, :, known : known + new].copy_(
-                    of[tokens].unflatten(0, (num, new)).transpose(1, 2)
-                )
-            k, v = (store[slots, :, : known + new] for store in stores)
+                store[rows, :, known : known + new].copy_(of[tokens].unflatten(0, (num, new)).transpose(1, 2))
+            k, v = (store[rows, :, : known + new] for store in stores)
             groups = query.shape[1] // heads
             q = query[tokens].unflatten(0, (num, new)).transpose(1, 2)  # [num, Hq, new, d]
             q = q.unflatten(1, (heads, groups)).flatten(2, 3)
@@ -210,7 +328,7 @@ class ContinueAttention:
             mask = self._mask(call.sliding_window, known, new, query).repeat(groups, 1)
             out = _attend(call, q, k, v, mask, sinks).unflatten(2, (groups, new)).flatten(1, 2)
             outs.append(out.transpose(1, 2).flatten(0, 1))
-            slot, start = slot + num, start + num * new
+            start += num * new
         outs.append(outs[0].new_zeros(len(query) - start, *outs[0].shape[1:]))
         return torch.cat(outs)
 
@@ -248,50 +366,65 @@ def row_blocks(lengths: NDArray[np.int64]) -> list[tuple[slice, int]]:
     return blocks
 
 
-class DecodeAttention:
-    """Attention of one new token in each of the first B slots to all previous tokens of its slot.
+class Block(NamedTuple):
+    """Adjacent rows of a bucket and the number of positions to read for them, a `padded_length` above theirs. `start`:
+    the first row's place in the batch."""
 
-    Created once per step; all shapes depend only on B and `blocks`, so that a step can be captured as a CUDA
-    graph. Query heads that share a key head are laid out along the query axis: q is [B, Hkv, G, d].
+    bucket: Bucket
+    rows: slice
+    width: int
+    start: int
+
+    @property
+    def places(self) -> slice:
+        return slice(self.start, self.start + self.rows.stop - self.rows.start)
+
+
+class DecodeAttention:
+    """Attention of one new token per sequence to all previous ones.
+
+    Created once per step; all shapes depend only on the number of tokens and `blocks`, so that a step can be captured as
+    a CUDA graph. Query heads that share a key head are laid out along the query axis: q is [B, Hkv, G, d].
     """
 
-    def __init__(self, cache: KVCache, positions: Tensor, blocks: Sequence[tuple[slice, int]]) -> None:
-        """`positions` [B] of the new tokens. `blocks`: adjacent rows, and the number of positions to read for them:
-        a `padded_length` above their positions."""
-        self._cache, self._positions, self._blocks = cache, positions, blocks
+    def __init__(self, positions: Tensor, blocks: Sequence[Block]) -> None:
+        """`positions` [B] of the new tokens. Those beyond the blocks are padding."""
+        self._positions, self._blocks = positions, blocks
         self._masks: dict[tuple[int, int | None], Tensor] = {}
-        self._places: dict[int, Tensor] = {}
+        self._indices: dict[tuple[int, int], Tensor] = {}
         self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rows, heads, _ = key.shape
-        stores = self._cache.layer(next(self._next_layer))
-        place = self._place(heads, key.device)
-        for store, new in zip(stores, (key, value), strict=True):
-            store.view(-1, store.shape[3]).index_copy_(0, place, new.reshape(rows * heads, -1))
+        layer, (num, heads, _) = next(self._next_layer), key.shape
         q = query.unflatten(1, (heads, -1))
         sinks = None if call.sinks is None else call.sinks.view(heads, -1, 1)
         outs: list[Tensor] = []
-        for block, width in self._blocks:
-            k, v = (store[block, :, :width] for store in stores)
-            mask = self._mask(block, width, call.sliding_window, query.dtype)
-            outs.append(_attend(call, q[block], k, v, mask, sinks))
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out.reshape(rows, query.shape[1], -1)
+        for block in self._blocks:
+            stores, index = block.bucket.layers[layer], self._index(block, heads)
+            for store, new in zip(stores, (key, value), strict=True):
+                store.view(-1, store.shape[3]).index_copy_(0, index, new[block.places].flatten(0, 1))
+            k, v = (store[block.rows, :, : block.width] for store in stores)
+            mask = self._mask(block, call.sliding_window, query.dtype)
+            outs.append(_attend(call, q[block.places], k, v, mask, sinks).flatten(1, 2))
+        if num > (end := self._blocks[-1].places.stop):
+            outs.append(outs[0].new_zeros(num - end, *outs[0].shape[1:]))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _place(self, heads: int, device: torch.device) -> Tensor:
-        """Index [B * Hkv] of the new entries among all (slot, head, position) triples of a layer."""
-        if heads not in self._places:
-            strips = torch.arange(len(self._positions) * heads, device=device) * self._cache.length
-            self._places[heads] = strips + self._positions.repeat_interleave(heads)
-        return self._places[heads]
+    def _index(self, block: Block, heads: int) -> Tensor:
+        """Index [n * Hkv] of a block's new entries among all (row, head, position) triples of its bucket's layer."""
+        if (block.start, heads) not in self._indices:
+            positions = self._positions[block.places]
+            strips = torch.arange(block.rows.start * heads, block.rows.stop * heads, device=positions.device)
+            index = strips * block.bucket.length + positions.repeat_interleave(heads)
+            self._indices[block.start, heads] = index
+        return self._indices[block.start, heads]
 
-    def _mask(self, block: slice, width: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive attention mask [B, 1, 1, width] of a block: 0 where visible, else -inf."""
-        window = window if window is not None and window < width else None
+    def _mask(self, block: Block, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive attention mask [n, 1, 1, width] of a block: 0 where visible, else -inf."""
+        window = window if window is not None and window < block.width else None
         if (block.start, window) not in self._masks:
-            column = torch.arange(width, device=self._positions.device)
-            last = self._positions[block, None]
+            column = torch.arange(block.width, device=self._positions.device)
+            last = self._positions[block.places, None]
             is_hidden = column > last
             if window is not None:
                 is_hidden |= column <= last - window

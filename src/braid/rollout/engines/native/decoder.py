@@ -1,4 +1,4 @@
-"""Runs a decoding step of the model for the first B slots: eager, or replayed from CUDA graphs."""
+"""Runs a decoding step of the model for all running sequences: eager, or replayed from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from braid.models.causal_lm import CausalLM
 
-from .cache import DecodeAttention, KVCache, padded_length, padded_rows, row_blocks
+from .cache import Block, DecodeAttention, KVCache, padded_length, padded_rows, row_blocks
 
 
 @dataclass(slots=True)
@@ -27,34 +27,52 @@ class Decoder:
     def __init__(self, lm: CausalLM, cache: KVCache, device: torch.device, *, cuda_graphs: bool) -> None:
         self._lm, self._cache, self._device = lm, cache, device
         self._has_graphs = cuda_graphs and device.type == "cuda"
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[tuple[int, int, int], ...], _Graph] = {}
         self._generation, self._addresses = -1, list[int]()
 
-    def rows(self, num_running: int) -> int:
-        """Number of rows to compute for `num_running` sequences, including padding."""
-        if self._device.type == "cpu":
-            return padded_rows(num_running)
-        return min(self._cache.slots, padded_rows(1 << (num_running - 1).bit_length()))
+    def logits(self, inputs: NDArray[np.int64]) -> Tensor:
+        """Logits [B, V], B >= N, after the tokens `inputs[0]` at the positions `inputs[1]` [N] of all slots.
 
-    def logits(self, inputs: Tensor, lengths: NDArray[np.int64]) -> Tensor:
-        """Logits [B, V] after the tokens `inputs[0]` at the positions `inputs[1]` [B], which are those before
-        `lengths` [B].
-
-        `inputs` is a CPU tensor. The next call may overwrite the result.
+        The next call may overwrite the result.
         """
-        if self._device.type == "cpu":
-            return self._compute(inputs, row_blocks(lengths))
-        width = padded_length(int(lengths.max()))
-        width = min(self._cache.length, 1 << max(8, (width - 1).bit_length()))
+        batch, blocks = self._batch(inputs)
         if not self._has_graphs:
-            return self._compute(inputs.to(self._device), [(slice(0, len(lengths)), width)])
+            return self._compute(batch.to(self._device), blocks)
         if self._generation != self._cache.generation:
             self.drop_graphs()
             self._generation = self._cache.generation
-        graph = self._graphs.get((inputs.shape[1], width)) or self._capture(inputs, width)
-        graph.inputs.copy_(inputs)
+        key = tuple((block.bucket.length, block.places.stop, block.width) for block in blocks)
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = self._capture(batch, blocks)
+        graph.inputs.copy_(batch)
         graph.graph.replay()
         return graph.logits
+
+    def _batch(self, inputs: NDArray[np.int64]) -> tuple[Tensor, list[Block]]:
+        """Tokens, positions, and of each slot its place in the batch [3, B], with slots in the order of buckets; and
+        the blocks. On CPU padding comes last; elsewhere each bucket has a number of rows from a small set, and
+        padding writes to its unused rows."""
+        blocks, places, size = list[Block](), list[NDArray[np.int64]](), 0
+        buckets = self._cache.buckets()
+        is_cpu = self._device.type == "cpu"
+        for bucket in buckets:
+            num, lengths = len(bucket.slots), inputs[1, bucket.slots] + 1
+            places.append(np.arange(size, size + num))
+            if is_cpu:
+                blocks += [
+                    Block(bucket, rows, width, size + rows.start) for rows, width in row_blocks(lengths)
+                ]
+                size += num
+            else:
+                rows = min(bucket.rows, padded_rows(1 << (num - 1).bit_length()))
+                width = 1 << max(8, (padded_length(int(lengths.max())) - 1).bit_length())
+                blocks.append(Block(bucket, slice(0, rows), min(bucket.length, width), size))
+                size += rows
+        batch = np.zeros((3, padded_rows(size) if is_cpu else size), np.int64)
+        slots, place = np.concatenate([of.slots for of in buckets]), np.concatenate(places)
+        batch[:2, place], batch[2, slots] = inputs[:, slots], place
+        return torch.from_numpy(batch), blocks
 
     def drop_graphs(self) -> None:
         """Free the graphs with their memory."""
@@ -68,21 +86,20 @@ class Decoder:
             self.drop_graphs()
             self._addresses = addresses
 
-    def _compute(self, inputs: Tensor, blocks: list[tuple[slice, int]]) -> Tensor:
-        tokens, positions = inputs
-        context = DecodeAttention(self._cache, positions, blocks)
-        return self._lm.logits(self._lm.hidden(tokens, positions, context))
+    def _compute(self, batch: Tensor, blocks: list[Block]) -> Tensor:
+        tokens, positions, places = batch
+        hidden = self._lm.hidden(tokens, positions, DecodeAttention(positions, blocks))
+        return self._lm.logits(hidden.index_select(0, places))
 
-    def _capture(self, inputs: Tensor, width: int) -> _Graph:
-        inputs, blocks = inputs.to(self._device), [(slice(0, inputs.shape[1]), width)]
+    def _capture(self, batch: Tensor, blocks: list[Block]) -> _Graph:
+        batch = batch.to(self._device)
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._compute(inputs, blocks)  # libraries initialise outside of the capture
+            self._compute(batch, blocks)  # libraries initialise outside of the capture
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         with torch.cuda.graph(graph, pool=pool):
-            logits = self._compute(inputs, blocks)
-        self._graphs[inputs.shape[1], width] = captured = _Graph(graph, inputs, logits)
-        return captured
+            logits = self._compute(batch, blocks)
+        return _Graph(graph, batch, logits)

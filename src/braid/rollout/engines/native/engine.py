@@ -36,7 +36,15 @@ from braid.rollout.engine import Completion, Request, check_request, version_run
 from braid.rollout.engines.stepped import SteppedEngine
 from braid.types import StopReason
 
-from .cache import ContinueAttention, KVCache, PrefillAttention, free_bytes, padded_prompt, padded_rows
+from .cache import (
+    ContinueAttention,
+    KVCache,
+    PrefillAttention,
+    free_bytes,
+    padded_prompt,
+    padded_rows,
+    size_class,
+)
 from .decoder import Decoder
 from .sampler import Sampler
 from .stopping import Decode, StopFinder
@@ -126,12 +134,12 @@ class NativeEngine(SteppedEngine):
         self._max_running, self._kv_budget_tokens = max_running, kv_budget_tokens
         self._prefill_tokens, self._max_length = prefill_tokens, max_length
         slots = padded_rows(max_running)
-        self._cache = KVCache(kv_budget_tokens, max_running, self._device)
+        self._cache = KVCache(kv_budget_tokens, max_running)
         self._sampler = Sampler(slots, lm.vocab_size, self._device)
         self._decoder = Decoder(self._lm, self._cache, self._device, cuda_graphs=cuda_graphs)
         self._stops = StopFinder(decode)
         # Of each slot: the next input token, its position, the most tokens of prompt and output, and whether it
-        # has stop strings. On CPU the model reads these arrays without a copy.
+        # has stop strings.
         self._slots = np.zeros((4, slots), np.int64)
         self._tokens, self._positions, self._longest, self._has_strings = self._slots
         self._is_end_token = np.zeros(lm.vocab_size, np.bool_)  # of any request so far
@@ -215,7 +223,7 @@ class NativeEngine(SteppedEngine):
             )
         if self._cache.budget_tokens is None:
             self._cache.budget_tokens = self._affordable_tokens()
-        if not self._cache.fits(1, longest):
+        if not self._cache.can_ever_fit(longest):
             origin = "" if self._kv_budget_tokens else " (from the free memory)"
             raise EngineError(
                 f"{len(prompt)} prompt tokens + max_new_tokens={request.sampling.max_new_tokens} = {longest} tokens, above "
@@ -229,12 +237,13 @@ class NativeEngine(SteppedEngine):
         free = free_bytes(self._device)
         if free is None:
             return CPU_KV_BUDGET_TOKENS
-        sample, width = KVCache(_SAMPLE_TOKENS, 1, self._device), padded_prompt(1)
-        sample.reserve(1, width, 0)
+        sample, width = KVCache(_SAMPLE_TOKENS, 1), padded_prompt(1)
+        sample.reserve([width])
+        sample.add(width)
         ids = self._to_device([0] * width)
         with self._autocast():
             self._lm.hidden(ids, ids, PrefillAttention(sample, 0, [(width, 1)]))
-        per_token = sample.num_bytes // (sample.slots * sample.length)
+        per_token = sample.num_bytes // _SAMPLE_TOKENS
         return int(_CACHE_FRACTION * free) // per_token // (2 if self._keeps_prefixes else 1)
 
     @property
@@ -256,6 +265,7 @@ class NativeEngine(SteppedEngine):
                 sequence.slot = -1
             self._waiting.extendleft(reversed(self._running))
             self._running.clear()
+            self._cache.remove_all()
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -272,21 +282,16 @@ class NativeEngine(SteppedEngine):
     def _admit(self) -> list[_Sequence]:
         """Take requests from the queue, in order, that fit beside the running sequences at their maximum
         lengths. New ones wait for pending weights."""
-        num, count = len(self._running), 0
-        longest = int(self._longest[:num].max(initial=0))
-        for sequence in self._waiting:
-            if self._is_draining and not sequence.token_ids:
-                break
-            if not self._cache.fits(num + count + 1, max(longest, sequence.longest)):
-                break
-            longest, count = max(longest, sequence.longest), count + 1
+        num = len(self._running)
+        ready = itertools.takewhile(lambda of: of.token_ids or not self._is_draining, self._waiting)
+        count = self._cache.num_fitting(sequence.longest for sequence in ready)
         if count == 0:
             return []
         if count < num // _ADMIT_FRACTION and self._held_steps < _ADMIT_PATIENCE_STEPS:
             self._held_steps += 1
             return []
         self._held_steps = 0
-        self._cache.reserve(num + count, longest, num)
+        self._cache.reserve(sequence.longest for sequence in itertools.islice(self._waiting, count))
         return [self._waiting.popleft() for _ in range(count)]
 
     def _prefill(self, admitted: Sequence[_Sequence]) -> None:
@@ -299,7 +304,8 @@ class NativeEngine(SteppedEngine):
             else:
                 groups.setdefault(sequence.prefix, []).append(sequence)
         if continued:
-            self._continue(sorted(continued, key=lambda of: (len(of[1].ids), len(of[0].prefix))))
+            continued.sort(key=lambda of: (size_class(of[0].longest), len(of[1].ids), len(of[0].prefix)))
+            self._continue(continued)
         pack: list[list[_Sequence]] = []
         num_tokens = 0
         for group in sorted(groups.values(), key=lambda g: g[0].padded_prefix):
@@ -386,6 +392,7 @@ class NativeEngine(SteppedEngine):
         """Assign the next slot to a sequence. Its next input is at the position after the prefix."""
         slot, request, prefix = len(self._running), sequence.request, sequence.prefix
         self._sampler.put(slot, request.sampling, request.key, prefix, len(sequence.token_ids))
+        self._cache.add(sequence.longest)
         self._positions[slot], self._longest[slot] = len(prefix), sequence.longest
         self._has_strings[slot] = bool(request.sampling.stop_strings)
         self._is_end_token[[token for token in sequence.end_tokens if token < self._lm.vocab_size]] = True
@@ -395,12 +402,8 @@ class NativeEngine(SteppedEngine):
     def _decode(self) -> None:
         """Sample one more token for every running sequence."""
         num = len(self._running)
-        rows = self._decoder.rows(num)
-        self._tokens[num:rows] = self._positions[num:rows] = 0  # padding rows write to unused slots
         with self._autocast():
-            logits = self._decoder.logits(
-                torch.from_numpy(self._slots[:2, :rows]), self._positions[:rows] + 1
-            )
+            logits = self._decoder.logits(self._slots[:2, :num])
         self._positions[:num] += 1
         self._take(logits[:num], 0)
 
@@ -464,8 +467,8 @@ class NativeEngine(SteppedEngine):
     def _release(self, sequence: _Sequence) -> None:
         """Free a slot and move the last running sequence into it, so that slots stay compact."""
         slot, last = sequence.slot, self._running.pop()
+        self._cache.remove(slot, self._positions)
         if last is not sequence:
-            self._cache.move(last.slot, slot, int(self._positions[last.slot]))
             self._sampler.move(last.slot, slot)
             self._slots[:, slot] = self._slots[:, last.slot]
             self._running[slot], last.slot = last, slot

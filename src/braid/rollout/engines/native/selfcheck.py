@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,8 +33,10 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
     num_decoded = min(_MOST_DECODED, len(rows[-1]) - 1)
     ends = [len(row) - num_decoded for row in shortest_first]
     widths = [padded_prompt(end) for end in ends]
-    cache = KVCache(num_rows * 64, num_rows, lm.device)
-    cache.reserve(num_rows, max(map(len, rows)), 0)
+    cache = KVCache(num_rows * 64, num_rows)
+    cache.reserve(map(len, shortest_first))
+    for row in shortest_first:
+        cache.add(len(row))
     prompts = [F.pad(row[:e], (0, w - e)) for row, e, w in zip(shortest_first, ends, widths, strict=True)]
     positions = [F.pad(torch.arange(e), (0, w - e)) for e, w in zip(ends, widths, strict=True)]
     attention = PrefillAttention(cache, 0, [(width, 1) for width in widths])
@@ -41,14 +44,10 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
     last = [sum(widths[:i]) + end - 1 for i, end in enumerate(ends)]
     steps = [lm.logits(hidden[last])]
     decoder = Decoder(lm, cache, lm.device, cuda_graphs=False)
-    padding = (0, decoder.rows(num_rows) - num_rows)
     for step in range(num_decoded):
-        tokens = F.pad(
-            torch.stack([row[e + step] for row, e in zip(shortest_first, ends, strict=True)]), padding
-        )
-        places = F.pad(torch.tensor([end + step for end in ends]), padding)
-        inputs = torch.stack((tokens, places))
-        steps.append(decoder.logits(inputs, places.numpy() + 1)[:num_rows].clone())
+        tokens = [int(row[end + step]) for row, end in zip(shortest_first, ends, strict=True)]
+        inputs = np.array([tokens, [end + step for end in ends]])
+        steps.append(decoder.logits(inputs)[:num_rows].clone())
     return list(torch.stack(steps, dim=1).log_softmax(-1).flip(0))
 
 
