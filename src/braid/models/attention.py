@@ -338,11 +338,11 @@ def _stored_places(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) ->
 
 
 def _rectangles(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Group rows of similar length: (rows, width), where each row is at least three quarters as long as the
-    width."""
+    """Group rows of similar length: (rows, width), where each row is at least 15/16 as long as the width. With
+    three quarters, padding took 2 to 7 % of an update on CPUs."""
     out: list[tuple[list[int], int]] = []
     for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
-        if out and lengths[row] * 4 >= out[-1][1] * 3:
+        if out and lengths[row] * 16 >= out[-1][1] * 15:
             out[-1][0].append(row)
         else:
             out.append(([row], lengths[row]))
