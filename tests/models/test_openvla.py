@@ -296,7 +296,7 @@ def test_actions_are_unnormalized_where_the_mask_says() -> None:
 @pytest.mark.parametrize(
     ("config", "size", "named"),
     [
-        ({"unnorm_key": "tuy"}, 3, "toy_no_noops"),
+        ({"unnorm_key": "tuy"}, 3, r"model\.vla\.unnorm_key=tuy: .*set it to one of: toy_no_noops"),
         ({"unnorm_key": "toy"}, 7, "3 action dimensions, not 7"),
     ],
 )
@@ -305,7 +305,9 @@ def test_unusable_statistics_are_refused(config: dict[str, Any], size: int, name
         range_of(STATISTICS, VlaConfig(**config), size=size)
 
 
-def test_several_statistics_need_a_key() -> None:
+def test_several_statistics_need_a_key_and_none_are_not_enough() -> None:
+    with pytest.raises(ModelError, match=r"no statistics of actions.*norm_stats.*dataset_statistics\.json"):
+        range_of({}, VlaConfig(unnorm_key="toy"))
     with pytest.raises(ModelError, match=r"unnorm_key is not set; set it to one of: bridge, toy_no_noops"):
         range_of({**STATISTICS, "bridge": {}}, VlaConfig())
 
@@ -363,6 +365,32 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path, what: str) -> None:
         load_openvla(
             str(tmp_path), dtype=torch.float32, device=torch.device("cpu"), use_proprio=what == "no proprio"
         )
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "words"),
+    [
+        (
+            "action_head--150000_checkpoint.pt",
+            "",
+            "by L1 regression or diffusion; choose one with action tokens",
+        ),
+        ("vision_backbone--150000_checkpoint.pt", "", "vision backbone with FiLM"),
+        ("config.json", "{", r"config\.json cannot be read: Expecting"),
+        ("config.json", "[]", r"config\.json cannot be read: it is not an object"),
+        ("config.json", '{"model_type": "openvla"}', "lacks image_sizes"),
+        ("dataset_statistics.json", "nothing", r"dataset_statistics\.json cannot be read"),
+        ("model.safetensors", "short", r"cannot load model\.path=.*: Error while deserializing"),
+    ],
+)
+def test_folders_that_would_give_wrong_actions_or_cannot_be_read_are_refused(
+    tmp_path: Path, file: str, content: str, words: str
+) -> None:
+    """The actions of a checkpoint with an action head are not those of its tokens."""
+    tiny_openvla(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ModelError, match=words):
+        load_openvla(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_config_that_contradicts_itself_is_refused() -> None:

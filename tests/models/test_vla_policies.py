@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from tests.models.vla_checkpoints import STATISTICS, tiny_openvla, tiny_pi0, tiny_tokenizer
 from tests.rounding import rounding
 
-from braid.config.model import VlaConfig
+from braid.config.model import ModelConfig, VlaConfig
 from braid.errors import ModelError
 from braid.models.vla.actions import range_of
+from braid.models.vla.build import make_processor
 from braid.models.vla.openvla import load_openvla
 from braid.models.vla.pi0 import Pi0Policy, demonstrated, load_pi0, transition
 from braid.models.vla.policy import OpenVlaPolicy, Processor, VlaPolicy, VlaValue
@@ -328,3 +330,23 @@ def test_unusable_settings_are_refused(tmp_path: Path) -> None:
         observations(policy, 1)
     with pytest.raises(ModelError, match="not pi0"):
         load_pi0(str(tmp_path), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "pi05"}, "'pi05', which is not supported"),
+        ({"type": "pi05"}, "'pi05', which is not supported"),
+        ({"type": "smolvla"}, "type 'smolvla', not pi0"),
+        ({"model_type": "openvla"}, "type 'openvla', not pi0"),
+    ],
+)
+def test_other_families_are_refused_before_anything_else(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    """Before their statistics, which are missing here too."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    model = ModelConfig(path=str(tmp_path), vla=VlaConfig(kind="pi0"))
+    with pytest.raises(ModelError, match=words):
+        make_processor(model, SPACES)

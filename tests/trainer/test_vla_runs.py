@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.models.vla_checkpoints import STATISTICS, tiny_openvla, tiny_pi0, tin
 
 from braid.config.load import load_config
 from braid.data.lerobot import Demonstration, write_demonstrations
-from braid.errors import ConfigError
+from braid.errors import ConfigError, DataError, ModelError
 from braid.models.vla.openvla import load_openvla
 from braid.plan import resolve
 from braid.trainer import commands
@@ -148,6 +149,17 @@ def test_imitation_then_export(tmp_path: Path) -> None:
     assert not [name for name in changed if "attn_pool" in name]
 
 
+def test_demonstrations_of_other_images_are_refused(tmp_path: Path) -> None:
+    frames = {"front": np.zeros((5, 24, 24, 3), np.uint8), "state": np.zeros((5, 2), np.float32)}
+    demonstration = Demonstration(frames, np.zeros((5, 3), np.float32), "push red cube")
+    write_demonstrations(tmp_path / "data", [demonstration])
+    path = write_config(tmp_path, OFT, sft={"demonstrations": "data", "steps": 1, "rows_per_step": 1})
+    with pytest.raises(
+        DataError, match="has the images front, but the policy reads image of the environment"
+    ):
+        commands.sft(load_config(path))
+
+
 def test_adapters_are_trained_alone_and_merged_on_export(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
@@ -189,6 +201,16 @@ def test_unusable_settings_are_refused(tmp_path: Path, override: str, key: str, 
     else:
         with pytest.raises(Exception, match=words):
             commands.train(loaded)
+
+
+def test_an_instruction_that_is_too_long_ends_the_run_with_one_message(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load_config(write_config(tmp_path, OFT | {"max_prompt_tokens": 4}))
+    with pytest.raises(ModelError, match=r"'push red cube' has 16 tokens.*model\.vla\.max_prompt_tokens=4"):
+        commands.train(loaded)
+    gc.collect()
+    assert not [of for of in caplog.records if of.name == "asyncio"], "the exceptions of other groups"
 
 
 @pytest.mark.slow

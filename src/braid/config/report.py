@@ -166,7 +166,7 @@ class SftConfig(Section):
     data: tuple[Source, ...] = ()
     """Sources whose response_key or response_function gives the target responses."""
     demonstrations: str | None = None
-    """Robots: LeRobot folder (versions 2 and 3, with images in its parquet files) of the episodes to imitate."""
+    """Robots: LeRobot folder (versions 2 and 3, with images or videos) of the episodes to imitate."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
     """Optimizer and learning rate schedule, separate from those of reinforcement learning."""
     steps: PositiveInt = 100

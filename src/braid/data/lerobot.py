@@ -3,8 +3,10 @@
     meta/info.json      features, frames per second
     meta/tasks.jsonl    instructions by number (tasks.parquet in version 3)
     data/**/*.parquet   a row per frame: observation.state, observation.images.NAME, action, episode_index, task_index
+    videos/**/*.mp4     images that are not in the parquet files, of an episode, or of several in version 3
+    meta/episodes/**    the place of each episode in the videos of version 3
 
-Of version 2 and 3, with images in the parquet files; videos are not read.
+Of version 2 and 3.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from braid.errors import DataError
+from braid.report.video import read_video
 
 _STATE, _IMAGES = "observation.state", "observation.images."
 
@@ -37,33 +40,104 @@ class Demonstration:
 
 
 def read_demonstrations(folder: Path, key: str) -> Iterator[Demonstration]:
-    """The episodes of a folder, in order. Raises DataError, naming config key `key`."""
-    info = folder / "meta" / "info.json"
+    """The episodes of a folder, in order. Raises DataError, naming config key `key`, also for numbers that are not finite
+    and for episodes that differ in their shapes."""
+    first: Demonstration | None = None
+    for number, episode in _episodes(folder, key):
+        first = first or episode
+        if _shapes(episode) != _shapes(first):
+            raise DataError(
+                f"{key}={folder}: the frames of episode {number} have the shapes {_shapes(episode)}, those before it "
+                f"{_shapes(first)}; a policy needs equal ones"
+            )
+        for name, values in _values(episode).items():
+            if not np.isfinite(values).all():
+                frame = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))[0]
+                raise DataError(
+                    f"{key}={folder}: {name} is not finite in frame {frame} of episode {number}; remove the episode"
+                )
+        yield episode
+
+
+def _values(episode: Demonstration) -> dict[str, NDArray[Any]]:
+    return {"action": episode.actions, **episode.observations}
+
+
+def _shapes(episode: Demonstration) -> dict[str, tuple[int, ...]]:
+    return {name: values.shape[1:] for name, values in _values(episode).items()}
+
+
+def _episodes(folder: Path, key: str) -> Iterator[tuple[int, Demonstration]]:
+    """The episodes and their numbers. Raises DataError if they cannot be read."""
+    read = folder / "meta" / "info.json"
     files = sorted((folder / "data").glob("**/*.parquet"))
-    if not info.is_file() or not files:
+    if not read.is_file() or not files:
         raise DataError(
-            f"{key}={folder} is not a LeRobot data set: it lacks {'data' if info.is_file() else 'meta/info.json'}"
+            f"{key}={folder} is not a LeRobot data set: it lacks {'data' if read.is_file() else 'meta/info.json'}"
         )
-    features = json.loads(info.read_text())["features"]
-    if videos := [name for name, of in features.items() if of["dtype"] == "video"]:
-        raise DataError(
-            f"{key}={folder} stores {videos[0]} as video, which braid does not read; convert it to images"
-        )
-    tasks = _tasks(folder, key)
-    images = [name for name, of in features.items() if of["dtype"] == "image"]
-    columns = ["action", "episode_index", "task_index", *images, *([_STATE] if _STATE in features else [])]
-    for file in files:
-        table = pq.read_table(file, columns=columns)
-        episodes = table["episode_index"].to_numpy()
-        starts = np.flatnonzero(np.append(True, episodes[1:] != episodes[:-1]))
-        for start, end in zip(starts, [*starts[1:], len(episodes)], strict=True):
-            part = table.slice(start, end - start)
-            seen: dict[str, NDArray[Any]] = {
-                name.removeprefix(_IMAGES): _decoded(part[name]) for name in images
+    try:
+        info = json.loads(read.read_text())
+        features = info["features"]
+        images = {name: of["dtype"] for name, of in features.items() if of["dtype"] in ("image", "video")}
+        videos = _Videos(folder, info) if "video" in images.values() else None
+        tasks = _tasks(folder, key)
+        columns = ["action", "episode_index", "task_index", *([_STATE] if _STATE in features else [])]
+        columns += [name for name, dtype in images.items() if dtype == "image"]
+        for read in files:
+            table = pq.read_table(read, columns=columns)
+            episodes = table["episode_index"].to_numpy()
+            starts = np.flatnonzero(np.append(True, episodes[1:] != episodes[:-1]))
+            for start, end in zip(starts, [*starts[1:], len(episodes)], strict=True):
+                part, number = table.slice(start, end - start), int(episodes[start])
+                seen: dict[str, NDArray[Any]] = {}
+                for name, dtype in images.items():
+                    is_video = videos is not None and dtype == "video"
+                    values = videos.read(name, number, len(part)) if is_video else _decoded(part[name])
+                    seen[name.removeprefix(_IMAGES).removeprefix("observation.")] = values
+                if _STATE in features:
+                    seen["state"] = _matrix(part[_STATE])
+                task = part["task_index"][0].as_py()
+                if task not in tasks:
+                    raise DataError(
+                        f"{key}={folder}: the task {task} of episode {number} is not in meta/tasks"
+                    )
+                yield number, Demonstration(seen, _matrix(part["action"]), tasks[task])
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+        if isinstance(error, DataError):
+            raise
+        reason = str(error).split("\n")[0]
+        raise DataError(f"{key}={folder}: {read} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+class _Videos:
+    """The videos of a data set."""
+
+    def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
+        self._folder, self._path, self._per_s = folder, info["video_path"], float(info["fps"])
+        self._chunk_size = info.get("chunks_size", 1000)
+        self._places: dict[int, dict[str, Any]] = {}  # of version 3
+        for file in sorted((folder / "meta" / "episodes").glob("**/*.parquet")):
+            named = [
+                of for of in pq.read_schema(file).names if of == "episode_index" or of.startswith("videos/")
+            ]
+            self._places |= {
+                row["episode_index"]: row for row in pq.read_table(file, columns=named).to_pylist()
             }
-            if _STATE in features:
-                seen["state"] = _matrix(part[_STATE])
-            yield Demonstration(seen, _matrix(part["action"]), tasks[part["task_index"][0].as_py()])
+
+    def read(self, name: str, episode: int, count: int) -> NDArray[np.uint8]:
+        """The frames [count, h, w, 3] of an episode."""
+        start_s, place = 0.0, {"episode_chunk": episode // self._chunk_size, "episode_index": episode}
+        if self._places:
+            of = {part: self._places[episode][f"videos/{name}/{part}"] for part in _IN_VIDEO}
+            start_s, place = of.pop("from_timestamp"), of
+        file = self._folder / self._path.format(video_key=name, **place)
+        frames = read_video(file, count, start_s=start_s - 0.5 / self._per_s)
+        if len(frames) < count:
+            raise ValueError(f"{file} has {len(frames)} frames of episode {episode}, which has {count}")
+        return frames
+
+
+_IN_VIDEO = ("chunk_index", "file_index", "from_timestamp")
 
 
 def _tasks(folder: Path, key: str) -> dict[int, str]:

@@ -3,12 +3,13 @@ name the config key."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from huggingface_hub import model_info, try_to_load_from_cache
+from huggingface_hub import model_info, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
@@ -62,6 +63,25 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
         )
 
 
+def local_folder(path: str, key: str) -> Path:
+    """A model folder, downloaded if `path` is a hub name. Raises ModelError if it lacks config.json or weights."""
+    check_folder(expand(path), key, needs_weights=True)
+    folder = Path(expand(path))
+    return folder if folder.is_dir() else Path(snapshot_download(path))
+
+
+def read_json(file: Path, key: str) -> dict[str, Any]:
+    """A JSON object. Raises ModelError, naming config key `key`."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+        error: object = "it is not an object"
+    except (OSError, ValueError) as caught:
+        error = caught
+    raise ModelError(f"{key}: {file} cannot be read: {error}")
+
+
 def _check_hub_name(name: str, key: str) -> None:
     """Raise ModelError if the name is neither in the local hub cache nor on the hub. Fails at once, where the
     hub's clients would retry for a minute."""
@@ -87,7 +107,7 @@ def read(path: str, key: str, kind: str, load: Callable[..., _T], **options: Any
         reason = lines[-1 if isinstance(error, StrictDataclassError) else 0].strip() or type(error).__name__
         hint = (
             ""
-            if Path(path).is_dir()
+            if Path(path).exists()
             else "; this is not a local folder: set it to one, or to a hub name while online"
         )
         raise ModelError(f"cannot load {key}={path} as a {kind}: {reason}{hint}") from error
@@ -105,8 +125,9 @@ def read_model(path: str, key: str, kind: str, load: Callable[..., Any], **optio
     return model
 
 
-def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the folder or hub name `path`, which is the value of config key `key`."""
+def read_tokenizer(path: str, key: str, trust_remote_code: bool, **options: Any) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of the folder or hub name `path`, which is the value of config key `key`; `options` are those of
+    transformers."""
     check_folder(path, key, needs_weights=False)
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -118,7 +139,8 @@ def read_tokenizer(path: str, key: str, trust_remote_code: bool) -> PreTrainedTo
         AutoTokenizer,
     )  # imports much that processes which receive a tokenizer do not need
 
-    return read(path, key, "tokenizer", AutoTokenizer.from_pretrained, trust_remote_code=trust_remote_code)
+    options["trust_remote_code"] = trust_remote_code
+    return read(path, key, "tokenizer", AutoTokenizer.from_pretrained, **options)
 
 
 def read_chat_template(given: str, key: str) -> str:

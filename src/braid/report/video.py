@@ -1,4 +1,4 @@
-"""Videos of episodes: a grid of them, side by side, with rewards drawn below each (extra `video`)."""
+"""Videos (extra `video`): of episodes, a grid of them with rewards drawn below each; and reading those of others."""
 
 from __future__ import annotations
 
@@ -45,6 +45,28 @@ def write_video(
             file.mux(stream.encode(av.VideoFrame.from_ndarray(grid)))
         file.mux(stream.encode())
     os.replace(unfinished, path)
+
+
+def read_video(path: Path, count: int, *, start_s: float = 0.0) -> NDArray[np.uint8]:
+    """The first `count` frames [S, h, w, 3] from `start_s` on, or fewer if there are no more. Raises OSError or ValueError if
+    it is not a video."""
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError(
+            f"videos need another package; run: pip install 'braid-rl[video]' ({error})"
+        ) from error
+    frames: list[NDArray[np.uint8]] = []
+    with av.open(path) as file:
+        stream = file.streams.video[0]
+        assert stream.time_base is not None, "streams of a file have one"
+        file.seek(max(0, int(start_s / stream.time_base)), stream=stream)  # to the key frame before it
+        for frame in file.decode(stream):
+            if frame.time is not None and frame.time >= start_s:
+                frames.append(np.asarray(frame.to_ndarray(format="rgb24"), np.uint8))
+            if len(frames) == count:
+                break
+    return np.stack(frames) if frames else np.zeros((0, 0, 0, 3), np.uint8)
 
 
 def _tile(episode: Recording, step: int, factor: int, *, overlay: bool) -> NDArray[np.uint8]:

@@ -94,6 +94,7 @@ class _Stream:
     def end(self, key: Key) -> None:
         task = self.running.pop(key)
         if not task.cancelled():
+            task.exception()  # only one is raised: asyncio shall not print the others
             self.ended[key] = task
         self.news.set()
 

@@ -137,6 +137,10 @@ def _build(
     rollouts.sleep()
     if inputs is None and not is_local:
         spaces = rollouts.spaces()
+    if inputs is None and supervised is not None:
+        from .demonstrations import check_images
+
+        check_images(config, supervised.rows, rollouts.spaces())
     return Parts(
         config=config,
         plan=plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from braid.config.schema import RunConfig
 from braid.data.lerobot import read_demonstrations
+from braid.errors import DataError
 from braid.models.vla.actions import bins_of
 from braid.models.vla.build import make_processor
 from braid.models.vla.pi0 import demonstrated, read_sizes
@@ -59,6 +61,19 @@ def demonstration_rows(config: RunConfig) -> list[Row]:
                     )
                 )
     return rows
+
+
+def check_images(config: RunConfig, rows: Sequence[Row], spaces: Spaces) -> None:
+    """Raise DataError if the images of demonstrations are not those that the policy reads in the simulator."""
+    vla = config.model.vla
+    assert vla is not None, "the plan checks that it is there"
+    seen = [name for name in rows[0].observations if name not in ("prompt_ids", "state")]
+    read = list(spaces.images)[: vla.num_images]
+    if seen != read:
+        raise DataError(
+            f"sft.demonstrations has the images {', '.join(seen)}, but the policy reads {', '.join(read)} of the environment; "
+            "give them the same names"
+        )
 
 
 def _inputs(

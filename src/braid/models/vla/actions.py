@@ -44,14 +44,19 @@ def range_of(
         key = next(iter(statistics))
     if key not in statistics and f"{key}_no_noops" in statistics:
         key = f"{key}_no_noops"
-    known = ", ".join(sorted(statistics)) or "none"
+    if not statistics:
+        raise ModelError(
+            "the checkpoint has no statistics of actions, without which its actions cannot be unnormalized: add those of the data "
+            "that it was fine-tuned on as norm_stats to its config.json, or as dataset_statistics.json beside it"
+        )
+    known = ", ".join(sorted(statistics))
     if key is None or key not in statistics:
         what = (
-            "is not set"
+            " is not set"
             if key is None
             else f"={key}: the checkpoint has no such statistics{suggest(key, statistics)}"
         )
-        raise ModelError(f"model.vla.unnorm_key {what}; set it to one of: {known}")
+        raise ModelError(f"model.vla.unnorm_key{what}; set it to one of: {known}")
     if part not in statistics[key]:
         raise ModelError(
             f"the statistics {key} of the checkpoint have no {part}; choose another model.vla.unnorm_key: {known}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from functools import partial
@@ -11,21 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from braid.config.model import ModelConfig
 from braid.config.schema import RunConfig
 from braid.errors import ModelError
 from braid.models.base import copy_weights, unique_weights
 from braid.models.export import export_with
-from braid.models.folders import expand, read_tokenizer
+from braid.models.folders import expand, local_folder, read_json, read_tokenizer
 from braid.models.loading import TORCH_DTYPES
 from braid.models.lora import add_adapters, merged_weights, named_adapters
 from braid.types import Spaces
 
 from .actions import range_of
 from .openvla import OpenVla, load_openvla, read_checkpoint, save_openvla
-from .pi0 import Pi0Policy, load_pi0
+from .pi0 import Pi0Policy, load_pi0, read_config
 from .policy import OpenVlaPolicy, Processor, VlaPolicy
 
 _STATISTICS = ("dataset_statistics.json", "norm_stats.json")
@@ -39,7 +38,8 @@ def make_processor(model: ModelConfig, spaces: Spaces) -> Processor:
     assert path is not None, "the plan checks that it is there"
     num_bins = 0
     if vla.kind == "pi0":
-        statistics = _statistics(Path(expand(path)))
+        folder, _ = read_config(path)
+        path, statistics = str(folder), _statistics(folder)
     else:
         folder, checkpoint = read_checkpoint(path)
         size = (checkpoint.image_size, checkpoint.image_size)
@@ -104,7 +104,7 @@ def export_vla(config: RunConfig, weights: Mapping[str, Tensor], folder: Path) -
 
 def _save(module: Any, model: ModelConfig, folder: Path) -> None:
     assert model.path is not None, "load_module checks it"
-    source = Path(expand(model.path))
+    source = local_folder(model.path, "model.path")
     tokenizer = _tokenizer(model, str(source))
     if isinstance(module, OpenVla):
         save_openvla(dict(merged_weights(module)), module.checkpoint, tokenizer, folder)
@@ -118,14 +118,16 @@ def _save(module: Any, model: ModelConfig, folder: Path) -> None:
 
 def _tokenizer(model: ModelConfig, folder: str) -> PreTrainedTokenizerBase:
     key = "model.path" if model.tokenizer is None else "model.tokenizer"
-    return read_tokenizer(expand(model.tokenizer or folder), key, model.trust_remote_code)
+    # transformers would look for the class of an OpenVLA config, which it does not know, and warn
+    own = {} if model.vla is None or model.vla.kind == "pi0" else {"config": PreTrainedConfig()}
+    return read_tokenizer(expand(model.tokenizer or folder), key, model.trust_remote_code, **own)
 
 
 def _statistics(folder: Path) -> Mapping[str, Any]:
     """Statistics by data set, beside pi0's weights: as of OpenVLA, or openpi's of a single one."""
     for name in _STATISTICS:
         if (file := folder / name).is_file():
-            found = json.loads(file.read_text())
+            found = read_json(file, f"model.path={folder}")
             if "norm_stats" in found:
                 return {
                     "norm_stats": {

@@ -13,12 +13,12 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
@@ -31,7 +31,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from braid.errors import ModelError
-from braid.models.folders import check_folder, expand
+from braid.models.folders import local_folder, read, read_json
 
 from .vision import TOWERS, TowerSizes, VisionBackbone, prepared
 
@@ -39,6 +39,12 @@ _SPACE = "▁"
 """The prompt must end with this token, 29871 in Llama's vocabulary."""
 _STOP_ID = 2
 _PROPRIO_FILES = "proprio_projector--*.pt"
+_UNSUPPORTED = {
+    "action_head--*.pt": "computes actions with a head of its own, by L1 regression or diffusion; choose one with action tokens",
+    "vision_backbone--*.pt": "has a vision backbone with FiLM; choose one without",
+}
+"""Further weights of OpenVLA-OFT checkpoints -> what they mean."""
+_KEYS = frozenset({"timm_model_ids", "image_sizes", "text_config", "n_action_bins"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +68,10 @@ class Checkpoint:
             raise ModelError(
                 f"{key} is a model of type {raw.get('model_type')!r}, not openvla; choose an OpenVLA folder, or set model.vla.kind "
                 "to the folder's kind"
+            )
+        if missing := sorted(_KEYS - raw.keys()):
+            raise ModelError(
+                f"{key}: config.json lacks {missing[0]}; choose a folder in the published layout"
             )
         names = raw["timm_model_ids"]
         own = raw.get("vision_sizes")  # of models that are not published
@@ -87,14 +97,14 @@ class Checkpoint:
 def read_checkpoint(path: str, key: str = "model.path") -> tuple[Path, Checkpoint]:
     """The folder of a checkpoint and its config. dataset_statistics.json beside it adds to its statistics. Raises
     ModelError."""
-    check_folder(expand(path), key, needs_weights=True)
-    folder = Path(expand(path))
-    if not folder.is_dir():
-        folder = Path(snapshot_download(path))
-    checkpoint = Checkpoint.parse(json.loads((folder / "config.json").read_text()), f"{key}={path}")
+    folder, where = local_folder(path, key), f"{key}={path}"
+    checkpoint = Checkpoint.parse(read_json(folder / "config.json", where), where)
+    for pattern, why in _UNSUPPORTED.items():
+        if file := next(folder.glob(pattern), None):
+            raise ModelError(f"{where} has {file.name}: the checkpoint {why}")
     statistics = folder / "dataset_statistics.json"
     if statistics.is_file():
-        added = json.loads(statistics.read_text())
+        added = read_json(statistics, where)
         checkpoint = replace(checkpoint, statistics={**checkpoint.statistics, **added})
     return folder, checkpoint
 
@@ -237,7 +247,8 @@ def load_openvla(
         raise ModelError(f"model.path={path} has no *.safetensors files; convert its weights to safetensors")
     found: set[str] = set()
     for file in files:
-        _assign(model, load_file(file, device=str(device)), expected, dtype, f"model.path={path}", found)
+        tensors = read(str(file), "model.path", "part of OpenVLA", load_file, device=str(device))
+        _assign(model, tensors, expected, dtype, f"model.path={path}", found)
     if projector is not None:
         named = {f"proprio_projector.{name}": tensor for name, tensor in projector.items()}
         _assign(model, named, expected, dtype, f"model.path={path}", found)
@@ -278,7 +289,8 @@ def _read_projector(folder: Path) -> dict[str, Tensor]:
         raise ModelError(
             f"model.vla.use_proprio=true, but {folder} has no {_PROPRIO_FILES}; set it to false, or choose another checkpoint"
         )
-    tensors = torch.load(files[-1], map_location="cpu", weights_only=True)
+    load = partial(torch.load, map_location="cpu", weights_only=True)
+    tensors = read(str(files[-1]), "model.path", "proprio projector", load)
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
 

@@ -15,7 +15,6 @@ from one fixed noise. Imitation is flow matching.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from transformers import PI0Config, PI0ForConditionalGeneration
 
 from braid.config.model import VlaConfig
 from braid.errors import ModelError
-from braid.models.folders import check_folder, expand, read_model
+from braid.models.folders import local_folder, read_json, read_model
 from braid.types import DecisionLevel
 
 from .policy import Processor, Tensors, VlaPolicy
@@ -40,31 +39,40 @@ _LEROBOT = {r"^model\.(?=paligemma_with_expert|action_|state_proj)": ""}
 """LeRobot's names of weights, as transformers expects them."""
 
 
+def read_config(path: str) -> tuple[Path, dict[str, Any]]:
+    """The folder of a checkpoint of transformers or LeRobot, and its config.json. Raises ModelError if it is not pi0's."""
+    folder = local_folder(path, "model.path")
+    raw = read_json(folder / "config.json", f"model.path={path}")
+    kind = raw.get("model_type", raw.get("type"))
+    if kind == "pi05":
+        raise ModelError(
+            f"model.path={path} is a model of type 'pi05', which is not supported: its expert is conditioned on time by its norms, "
+            "and reads the state as text; choose a pi0 folder"
+        )
+    if kind != "pi0":
+        raise ModelError(
+            f"model.path={path} is a model of type {kind!r}, not pi0; choose a pi0 folder, or set model.vla.kind to the folder's kind"
+        )
+    return folder, raw
+
+
 def read_sizes(path: str) -> tuple[int, int]:
-    """Chunk size and width of actions, from the config.json of a folder of transformers or LeRobot. Raises ModelError."""
-    check_folder(expand(path), "model.path", needs_weights=True)
-    raw = json.loads((Path(expand(path)) / "config.json").read_text())
+    """Chunk size and width of actions. Raises ModelError."""
+    _, raw = read_config(path)
     default = PI0Config()
     return raw.get("chunk_size", default.chunk_size), raw.get("max_action_dim", default.max_action_dim)
 
 
 def load_pi0(path: str, *, dtype: torch.dtype, device: torch.device) -> PI0ForConditionalGeneration:
     """Load a folder of transformers or LeRobot. Raises ModelError."""
-    check_folder(expand(path), "model.path", needs_weights=True)
-    file = Path(expand(path)) / "config.json"
+    folder, raw = read_config(path)
     options: dict[str, Any] = {}
-    if file.is_file():
-        raw = json.loads(file.read_text())
-        if (kind := raw.get("model_type", raw.get("type"))) != "pi0":
-            raise ModelError(
-                f"model.path={path} is a model of type {kind!r}, not pi0; set model.vla.kind to the folder's kind"
-            )
-        if "model_type" not in raw:
-            known = PI0Config().to_dict().keys() & raw.keys()
-            options["config"] = PI0Config(**{name: raw[name] for name in known - {"dtype"}})
+    if "model_type" not in raw:
+        known = PI0Config().to_dict().keys() & raw.keys()
+        options["config"] = PI0Config(**{name: raw[name] for name in known - {"dtype"}})
     load = PI0ForConditionalGeneration.from_pretrained
     model: Any = read_model(
-        expand(path),
+        str(folder),
         "model.path",
         "pi0 policy",
         load,

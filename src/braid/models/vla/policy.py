@@ -70,9 +70,10 @@ class Processor:
                 f"({', '.join(spaces.images) or 'none'}); lower it, or choose another environment"
             )
         if state is not None and len(state.low) != spaces.state_size:
+            without = "" if config.kind == "pi0" else ", or set model.vla.use_proprio=false"
             raise ModelError(
                 f"the checkpoint's statistics are those of a state of {len(state.low)} numbers, but the environment's has "
-                f"{spaces.state_size}; choose another model.vla.unnorm_key, or set model.vla.use_proprio=false"
+                f"{spaces.state_size}; choose another model.vla.unnorm_key or environment{without}"
             )
         self.config, self.actions, self.num_bins = config, actions, num_bins
         self.images = list(spaces.images)[: config.num_images]

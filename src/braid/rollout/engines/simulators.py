@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from braid.envs.simulators.base import Overlapping, Simulator, Tick
-from braid.errors import EngineError
+from braid.errors import BraidError, EngineError
 from braid.models.base import Acted
 from braid.rollout.engine import version_runs
 from braid.rollout.random import absorb, stream, unit_interval
@@ -143,7 +143,7 @@ class SimulatorEngine(SteppedEngine):
         self._policy.module.load_state_dict(self._source.module.state_dict())
 
     def _abandon(self, reason: str, cause: Exception | None = None) -> None:
-        """See SteppedEngine. An EngineError is raised as it is."""
+        """See SteppedEngine. A BraidError is raised as it is."""
         pending = [*self._running.values(), *self._waiting]
         self._running.clear()
         self._waiting.clear()
@@ -151,8 +151,9 @@ class SimulatorEngine(SteppedEngine):
             stage.finish = None
         for episode in pending:
             if not episode.future.done():
-                error = cause if isinstance(cause, EngineError) else EngineError(reason)
-                error.__cause__ = cause
+                error = cause if isinstance(cause, BraidError) else EngineError(reason)
+                if error is not cause:
+                    error.__cause__ = cause
                 episode.future.set_exception(error)
 
     def _start(self, stage: _Stage) -> bool:
