@@ -91,8 +91,10 @@ def _episodes(folder: Path, key: str) -> Iterator[tuple[int, Demonstration]]:
                 part, number = table.slice(start, end - start), int(episodes[start])
                 seen: dict[str, NDArray[Any]] = {}
                 for name, dtype in images.items():
-                    is_video = videos is not None and dtype == "video"
-                    values = videos.read(name, number, len(part)) if is_video else _decoded(part[name])
+                    if videos is not None and dtype == "video":
+                        values = videos.read(name, number, len(part))
+                    else:
+                        values = _decoded(part[name])
                     seen[name.removeprefix(_IMAGES).removeprefix("observation.")] = values
                 if _STATE in features:
                     seen["state"] = _matrix(part[_STATE])
