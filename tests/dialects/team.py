@@ -9,7 +9,7 @@ from braid.types import Prompt
 
 
 class Team:
-    """The planner hands each worker a number, and adds what they answer."""
+    """The planner tells each worker the same; the last worker's answer is that of the episode."""
 
     agents = ("planner",)
 
@@ -32,7 +32,7 @@ class Team:
                 *(w.reply([{"role": "user", "content": plan.text[:4]}]) for w in workers)
             )
             heard = [{"role": "user", "content": " ".join(action.text for action in said)}]
-        return Outcome(float(task.fields["answer"] in heard[0]["content"]))
+        return Outcome()
 
     async def close(self) -> None:
         pass

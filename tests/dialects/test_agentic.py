@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from braid.cli.main import main
 from braid.config.load import load_config
 from braid.envs.agents.adapters.templated import Templated
 from braid.errors import ConfigError
 from braid.plan import resolve
+from braid.report.samples import read_samples
 from braid.trainer import commands
 from braid.trainer.inputs import prompt_sampler, read_inputs
 from braid.types import Action, Message, Prompt
@@ -524,33 +526,87 @@ def test_rlinf_s_search_server_is_named_with_what_to_use_instead(tmp_path: Path)
         rlinf(tmp_path, SEARCH)
 
 
-TEAM: dict[str, Any] = {
-    "agentloop": {
-        "toolcall_parser": "wideseek_r1-qwen", "workflow": "mas", "max_planner_turns": 3, "max_worker_turns": 4,
-        "max_sa_turns": 50, "max_workers_per_planner": 2, "max_toolcall_per_worker": 5,
+MAS: dict[str, Any] = {
+    "algorithm": {
+        "adv_type": "grpo_dynamic", "advantage_mode": "trajectory", "loss_agg_func": "seq-mean-token-mean",
+        "loss_scales": ["group_level", "agent_level", "turn_level"],
     },
+    "agentloop": {
+        "group_name": "AgentLoopGroup", "print_outputs": False, "is_dynamic_rollout_batch": True,
+        "toolcall_parser": "wideseek_r1-qwen", "workflow": "mas", "max_planner_turns": 3, "max_worker_turns": 4,
+        "max_sa_turns": 50, "max_workers_per_planner": 2, "max_toolcall_per_worker": 5, "format_reward": 0.1,
+        "call_search_reward": 0.05, "length_limit": 3000, "max_length_limit": 5000, "length_penalty": 0.1,
+        "over_context_penalty": 0.2, "use_llm_judge": False, "llm_ip": "LLM_JUDGE_IP", "llm_port": "LLM_JUDGE_PORT",
+        "llm_type": "Qwen3-30b-a3b",
+    },
+    "tools": {
+        "online": False, "use_access_summary": True, "enable_cache": True, "cache_size": 10000,
+        "cache_file": "./webpage_cache.json", "use_jina": True,
+        "search": {"server_addr": "127.0.0.1:8000", "topk": 3},
+    },
+    "data": {"type": "wideseek_r1", "answer_key": "answer"},
 }  # fmt: skip
-
-
-def test_rlinf_s_planner_and_workers_are_an_environment_of_ones_own(tmp_path: Path) -> None:
-    refused = (
-        "workflow",
-        "max_planner_turns",
-        "max_worker_turns",
-        "max_workers_per_planner",
-        "max_toolcall_per_worker",
+"""A planner and workers, with all keys that such files have."""
+LIMITS = ("max_planner_turns", "max_worker_turns", "max_workers_per_planner", "max_toolcall_per_worker")
+SCORES = {
+    f"agentloop.{name}"
+    for name in (
+        "format_reward", "call_search_reward", "length_limit", "max_length_limit", "length_penalty",
+        "over_context_penalty", "llm_ip", "llm_port", "llm_type",
     )
-    with pytest.raises(ConfigError) as caught:
-        rlinf(tmp_path, TEAM)
-    for name in refused:
-        assert re.search(
-            rf"agentloop\.{name}: .*an environment of several agents .*braid\.env\.name", str(caught.value)
-        )
-    read = rlinf(tmp_path, TEAM, "braid.env.name=tests.dialects.team.Team")
+}  # fmt: skip
+WEB = {
+    f"tools.{name}" for name in ("use_access_summary", "enable_cache", "cache_size", "cache_file", "use_jina")
+}
+SERVER = {"tools.search.server_addr", "tools.search.topk"}
+USE_INDEX = "braid.env.kwargs.tools=[{index: documents.jsonl}]"
+
+
+def unsupported_in(read: Read) -> set[str]:
+    return {entry.path for entry in read.ledger if entry.disposition in ("unsupported", "refused")}
+
+
+def test_rlinf_s_planner_and_workers_are_an_environment_of_braid_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read = rlinf(tmp_path, MAS, USE_INDEX, "data.type=math", allowed=sorted(SCORES))
+    config = read.loaded.config
+    env = config.env
+    assert (env.kind, env.name, env.max_turns, env.max_context_tokens, env.tool_format) == (
+        "agent",
+        "team",
+        4,
+        2048,
+        "hermes",
+    )
+    limits = {name: MAS["agentloop"][name] for name in LIMITS}
+    assert env.kwargs == {**limits, "tools": [{"index": "documents.jsonl"}]}
+    assert config.data.use_chat_template == "auto"
+    assert [source.answer_key for source in config.data.train] == ["answer"]
+    assert unsupported_in(read) == SCORES
+    found = {entry.path: entry.disposition for entry in read.ledger}
+    assert (found["agentloop.workflow"], found["agentloop.max_sa_turns"]) == ("applied", "no effect")
+    with pytest.raises(ConfigError, match=r"tools.search.server_addr.*of workers: braid.env.kwargs.tools"):
+        rlinf(tmp_path, MAS, "data.type=math", allowed=sorted(SCORES | WEB))
+    assert unsupported_in(rlinf(tmp_path, MAS, allowed=["*"])) == SCORES | WEB | SERVER | {"data.type"}
+    capsys.readouterr()
+    assert main(["explain", str(tmp_path / "rlinf.yaml")]) == 0
+    assert "workflow" in capsys.readouterr().out
+
+
+def test_rlinf_s_planner_and_workers_may_be_an_environment_of_ones_own(tmp_path: Path) -> None:
+    read = rlinf(
+        tmp_path, MAS, "braid.env.name=tests.dialects.team.Team", "data.type=math", allowed=sorted(SCORES)
+    )
     env = read.loaded.config.env
-    assert (env.kind, env.max_turns, env.max_context_tokens) == ("agent", 4, 2048)
-    assert env.kwargs == {name: TEAM["agentloop"][name] for name in refused if name != "workflow"}
-    assert {e.path: e.disposition for e in read.ledger}["agentloop.max_sa_turns"] == "no effect"
+    assert (env.kind, env.name, env.max_turns, env.max_context_tokens) == (
+        "agent",
+        "tests.dialects.team.Team",
+        4,
+        2048,
+    )
+    assert env.kwargs == {name: MAS["agentloop"][name] for name in LIMITS}
+    assert unsupported_in(read) == SCORES
     alone = rlinf(
         tmp_path, {"agentloop": {"toolcall_parser": "rstar2-qwen", "workflow": "sa", "max_sa_turns": 5}}
     )
@@ -599,3 +655,93 @@ def test_rlinf_s_agentic_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first, last = learned(read)
     assert first < 0.3, "a guess is right one time in ten"
     assert last > 0.9
+
+
+def found_by_lookup(name: str) -> str:
+    """Look up what belongs to a name.
+
+    Args:
+        name: A digit.
+    """
+    return str((3 * int(name) + 1) % 8) if name in "01234567" else "?"
+
+
+def called(tool: str, **arguments: str) -> str:
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+DELEGATED = tuple(called("delegate", subtask=f"{a}!") for a in range(8))
+LOOKED_UP = tuple(called("found_by_lookup", name=str(a)) for a in range(8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("env", ["team", "tests.dialects.team.Team"])
+def test_rlinf_s_planner_and_workers_learn(
+    env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_is_left: None
+) -> None:
+    """The planner asks a worker, who looks up a number. The model has learned to, with one in four calls and answers at
+    random: four must be right. In the environment of one's own two must be, since the worker knows the number."""
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(0)
+    own = env != "team"
+
+    def partly(right: int, texts: Sequence[str]) -> str:
+        return texts[right] if draw.random() < 0.75 else draw.choice(texts)
+
+    digits, examples = [str(b) for b in range(8)], []
+    for i in range(2400):
+        a, told = i % 8, draw.choice(digits)
+        if i // 8 % 2:
+            ask, texts = f"{a}?", [f"{b}!" for b in range(8)] if own else DELEGATED
+            said = [("assistant", partly(a, texts))]
+        else:
+            right = (3 * a + 1) % 8
+            ask, said = f"{a}!", [("assistant", partly(right, digits) if own else partly(a, LOOKED_UP))]
+        if not own:
+            said += [("tool", told), ("assistant", partly(int(told), digits))]
+        turns = [("user", ask), *said]
+        examples.append({"messages": [{"role": role, "content": text} for role, text in turns]})
+    model = warm_model(tmp_path, examples, architecture="qwen2", steps=150, words=(*DELEGATED, *LOOKED_UP))
+    rows = [{"prompt": f"{a}?", "answer": [str((3 * a + 1) % 8)]} for a in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tools = [
+        "braid.env.kwargs.tools=[tests.dialects.test_agentic.found_by_lookup]",
+        "braid.env.kwargs.planner_prompt=",
+        "braid.env.kwargs.worker_prompt=",
+    ]
+    read = rlinf(
+        tmp_path,
+        MAS,
+        *([f"braid.env.name={env}", "agentloop.max_planner_turns=1"] if own else tools),
+        "agentloop.max_workers_per_planner=1",
+        f"runner.output_dir={tmp_path}/out",
+        f"rollout.model.model_path={model}",
+        f"actor.tokenizer.tokenizer_model={model}",
+        f"data.train_data_paths=[{tmp_path}/rows.jsonl]",
+        f"data.val_data_paths=[{tmp_path}/rows.jsonl]",
+        "data.type=math",
+        "runner.max_steps=30",
+        "runner.max_epochs=100",
+        "runner.seq_length=128",
+        "runner.val_check_interval=30",
+        "runner.save_interval=30",
+        "data.max_prompt_length=16",
+        "data.rollout_batch_size=8",
+        "algorithm.group_size=16",
+        "algorithm.training_batch_size_per_gpu=32",
+        "algorithm.sampling_params.max_new_tokens=4",
+        "actor.optim.lr=1e-3",
+        "braid.report.samples_every_rounds=30",
+        *EVALUATED,
+        **IN_ONE_PROCESS,
+        allowed=sorted(SCORES),
+    )
+    first, last = learned(read)
+    assert first < 0.4
+    assert last > (0.5 if own else 0.8)
+    (path,) = tmp_path.glob("out/*/samples/round_000030.jsonl")
+    segments = [segment for sample in read_samples(path) for segment in sample.trajectory.segments]
+    assert {(segment.agent, segment.is_trained) for segment in segments} == {
+        ("planner", True),
+        ("worker", True),
+    }

@@ -140,17 +140,28 @@ def test_a_run_of_agents_resumes_bit_exactly(load_tiny: LoadTiny, tmp_path: Path
     assert numbers(cut) == numbers(whole)
 
 
+def with_opponents(folder: Path, every: int) -> list[str]:
+    """Overrides for duels with a frozen opponent."""
+    (folder / "own.py").write_text(DUEL.replace("    async", "    opponents = ('two',)\n    async", 1))
+    opponents = f"opponents: {{every_rounds: {every}}}, max_turns"
+    agent = [key.replace("Guess", "Duel").replace("max_turns", opponents) for key in AGENT]
+    return [*agent, "report={samples_every_rounds: 1}", "eval={at_end: false}"]
+
+
+def opponent_versions(run_dir: Path, number: int) -> set[int]:
+    """Versions of the weights that opponents had in a round."""
+    samples = read_samples(run_dir / "samples" / f"round_{number:06d}.jsonl")
+    segments = [segment for sample in samples for segment in sample.trajectory.segments]
+    return {int(s.turns[0].policy_version) for s in segments if s.agent == "two"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 2])
 def test_opponents_have_earlier_weights_also_after_a_resume(
     load_tiny: LoadTiny, tmp_path: Path, every: int
 ) -> None:
     """Cut in round 3, between two updates of the opponent."""
-    duel = DUEL.replace("    async", "    opponents = ('two',)\n    async", 1)
-    (tmp_path / "own.py").write_text(duel)
-    opponents = f"opponents: {{every_rounds: {every}}}, max_turns"
-    agent = [key.replace("Guess", "Duel").replace("max_turns", opponents) for key in AGENT]
-    agent += ["report={samples_every_rounds: 1}", "eval={at_end: false}"]
+    agent = with_opponents(tmp_path, every)
     whole = commands.train(load_tiny(*agent, "run={name: whole, max_rounds: 5}")).run_dir
     commands.train(load_tiny(*agent, "run={name: cut, max_rounds: 3}"))
     cut = commands.train(load_tiny(*agent, "run={name: cut, max_rounds: 5, resume: latest}")).run_dir
@@ -177,6 +188,29 @@ def test_several_agents_train_together_in_a_mixture(load_tiny: LoadTiny, tmp_pat
         assert 0 < line["env/mix/alone/truncated/environment"] <= 1
         assert 0 <= line["env/mix/alone/reply_p50_s"] <= line["env/reply_p99_s"]
         assert "env/mix/pair/tries" not in line
+
+
+@pytest.mark.slow
+def test_opponents_of_a_pipelined_run_are_those_of_the_loop_on_policy(
+    load_tiny: LoadTiny, tmp_path: Path
+) -> None:
+    """To the bit at lag 0, also after a resume. Above it the lag counts the tokens that are trained."""
+    agent = with_opponents(tmp_path, 2)
+    whole = commands.train(load_tiny(*agent, "run={name: whole, max_rounds: 5}")).run_dir
+    agent.append("pipeline.max_lag=0")
+    commands.train(load_tiny(*agent, "run={name: cut, max_rounds: 3}"))
+    cut = commands.train(load_tiny(*agent, "run={name: cut, max_rounds: 5, resume: latest}")).run_dir
+    shown = [{k: v for k, v in line.items() if not k.startswith("pipeline/")} for line in numbers(cut)]
+    assert shown == numbers(whole)
+    assert equal(weights(cut), weights(whole))
+    for when in ("finish", "interrupt"):
+        pipeline = f"pipeline={{max_lag: 1, on_new_weights: {when}}}"
+        ahead = commands.train(
+            load_tiny(*agent[:-1], pipeline, f"run={{name: {when}, max_rounds: 6}}")
+        ).run_dir
+        assert [max(opponent_versions(ahead, number)) for number in (2, 4, 6)] == [0, 2, 4]
+        assert set().union(*(opponent_versions(ahead, number) for number in range(1, 7))) == {0, 2, 4}
+        assert max(line["pipeline/lag_max"] for line in lines(ahead)[1:]) <= 1
 
 
 @pytest.mark.slow

@@ -206,8 +206,8 @@ class AgentEnvConfig(_SteppedEnv):
     kind: Literal["agent"]
     """A text environment of several turns."""
     name: str | None = None
-    """Name of an adapter (gymnasium, skyrl_gym, gem, reasoning_gym, textarena, textworld, openenv, guess, templated),
-    or package.module.Class or file.py:Class of your own; null for a mixture."""
+    """Name of an adapter (gymnasium, skyrl_gym, gem, reasoning_gym, textarena, textarena_self_play, textworld, openenv, guess,
+    templated, team), or package.module.Class or file.py:Class of your own; null for a mixture."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     mix: dict[str, MixedEnvConfig] = Field(default_factory=dict)

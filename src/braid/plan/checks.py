@@ -235,12 +235,10 @@ def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _opponents(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    if isinstance(config.env, AgentEnvConfig) and config.env.opponents is not None:
-        if config.rollout.engine != "native":
-            yield "env.opponents", "opponents need rollout.engine=native"
-        if plan.is_pipelined:
-            yield "env.opponents", "opponents do not work in a pipelined run; remove `pipeline`"
+def _opponents(config: RunConfig, _: Plan) -> Iterator[Finding]:
+    of_agents = isinstance(config.env, AgentEnvConfig) and config.env.opponents is not None
+    if of_agents and config.rollout.engine != "native":
+        yield "env.opponents", "opponents need rollout.engine=native"
 
 
 def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:

@@ -229,15 +229,15 @@ class Collector:
         load = None if self._link is None else partial(self._link.take, version, ticket)
         self._loop.run(self._engine.set_weights(version, when, load))
         if version % (self._opponent_every or max(1, version + 1)) == 0:
-            self._set_opponent(version)
+            self._set_opponent(version, when)
         if self._check is not None:
             self._check(version)
 
-    def _set_opponent(self, version: int) -> None:
+    def _set_opponent(self, version: int, when: NewWeights = "drain") -> None:
         """Give the opponent the engine's weights."""
         if self._opponent is not None:
             self._opponent_version = version
-            self._loop.run(self._opponent.set_weights(version))
+            self._loop.run(self._opponent.set_weights(version, when))
 
     def spaces(self) -> Spaces:
         """Those of the simulator."""

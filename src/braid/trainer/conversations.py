@@ -41,7 +41,7 @@ def chat_format(
         **of_chat,
     )
     if isinstance(env, ToolsEnv | AgentEnvConfig) and env.max_turns > 1 and env.replies == "messages":
-        chat.check(uses_tools=isinstance(env, ToolsEnv))
+        chat.check(uses_tools=isinstance(env, ToolsEnv) or env.name == "team")
     return chat
 
 

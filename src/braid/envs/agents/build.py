@@ -24,8 +24,10 @@ ADAPTERS: dict[str, tuple[str, str]] = {
     "openenv": ("openenv_client:OpenEnv", "openenv"),
     "reasoning_gym": ("reasoning_gym_env:ReasoningGym", ""),
     "skyrl_gym": ("skyrl_gym_env:SkyRLGym", "skyrl-gym"),
+    "team": ("team:Team", ""),
     "templated": ("templated:Templated", ""),
     "textarena": ("textarena_env:TextArena", "textarena"),
+    "textarena_self_play": ("textarena_env:TextArenaSelfPlay", "textarena"),
     "textworld": ("textworld_env:TextWorld", "textworld"),
 }
 """Name in the config -> (module:class in adapters/, braid's extra that installs the library)."""
@@ -36,7 +38,8 @@ class AgentEnvs(HostedEnvs):
 
     `name` is one of ADAPTERS, package.module.Class, or file.py:Class with a path relative to `base_dir`; `kwargs` are
     arguments of the class. `auto` runs async methods inline, other ones in threads, or both in processes if the class
-    says `needs_process = True`.
+    says `needs_process = True`. A class of several agents may have a method `share`, called once with `base_dir`,
+    `num_processes` and the arguments: what it returns is the attribute `shared` of every episode, and closed at the end.
     """
 
     def __init__(
@@ -58,9 +61,21 @@ class AgentEnvs(HostedEnvs):
             if getattr(make.func, "needs_process", False):
                 run_in = "process"
         super().__init__(make, run_in, num_processes)
+        share = getattr(make.func, "share", None) if self._runs_itself else None
+        self._shared = share and share(base_dir, num_processes, **kwargs)
 
     def __call__(self) -> Any:
-        return self._make() if self._runs_itself else super().__call__()
+        if not self._runs_itself:
+            return super().__call__()
+        env = self._make()
+        if self._shared is not None:
+            env.shared = self._shared
+        return env
+
+    async def close(self) -> None:
+        await super().close()
+        if self._shared is not None:
+            await self._shared.close()
 
 
 class MixedEnvs:
@@ -101,7 +116,7 @@ class MixedEnv:
         """See HostedEnv. The other attributes are those of the task's environment from then on."""
         self._env, self._turns_left = self._of(task)
         if ready := getattr(self._env, "ready", None):
-            await ready()
+            await ready(task)
 
     @property
     def agents(self) -> tuple[str, ...]:

@@ -376,7 +376,7 @@ class _Guarded:
     async def close(self) -> None:
         """Close the environment. A failure is logged: the episode is over."""
         try:
-            await self._in_time(self._env.close, "close", self._timeouts.close_s)
+            await self._in_time(lambda: self._env.close(), "close", self._timeouts.close_s)  # noqa: PLW0108  # it may lack one
         except _EnvFailure as failure:
             logger.warning("an environment could not be closed: %s", failure)
 
