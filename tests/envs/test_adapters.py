@@ -295,6 +295,15 @@ def test_the_settings_of_skyrl_gym_have_attributes(maker: Callable[..., AgentEnv
     assert played(make, "<answer>7</answer>")[-1] == Step([], reward=1.0, is_done=True)
 
 
+@needs("skyrl_gym")
+def test_aime_of_skyrl_gym_has_its_answer_in_another_field(maker: Callable[..., AgentEnvs]) -> None:
+    for answer, reward in (("Answer: 7", 1.0), ("Answer: 8", -1.0)):
+        make = maker("skyrl_gym", id="aime", reward_model={"ground_truth": "7"})
+        assert played(make, answer)[-1] == Step([], reward=reward, is_done=True)
+    with pytest.raises(EnvError, match=r"reward_model field is required; .* \['extra_info', 'reward_spec'\]"):
+        played(maker("skyrl_gym", id="aime"))
+
+
 # GEM
 
 

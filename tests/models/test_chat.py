@@ -208,6 +208,15 @@ def test_a_template_that_cannot_be_continued_is_refused_with_the_reason() -> Non
     assert "one message" in refused(alone)
 
 
+def test_a_role_that_the_template_does_not_know_is_named() -> None:
+    """Gemma's takes no system message, and neither Gemma's nor Gemma 3's has results of tools."""
+    with pytest.raises(ModelError, match=r"rejects messages with the roles system, user: .*[Ss]ystem role"):
+        _format("gemma").opening([{"role": "system", "content": "Be kind."}, ASK])
+    for name in ("gemma", "gemma3"):
+        with pytest.raises(ModelError, match="tool"):
+            _format(name).check(uses_tools=True)
+
+
 def _thinker() -> ChatFormat:
     """Qwen3's template, which drops the reasoning before the last question."""
     return _format("qwen3", thinking="as_template")

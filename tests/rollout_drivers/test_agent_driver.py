@@ -528,6 +528,81 @@ def test_a_late_environment_is_retried_with_its_time_limit_as_the_reason_and_clo
     assert Slow.num_open == 0
 
 
+class Hangs(Env):
+    """Never returns from one of its methods, and has replied once before in `step`."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__(lambda _: _says("more", 0.5))
+        self._method, self._num = method, 0
+
+    async def start(self, task: Prompt, seed: int) -> Opening:
+        await self._hang("start")
+        return await super().start(task, seed)
+
+    async def step(self, action: Action) -> Step:
+        if self._num:
+            await self._hang("step")
+            return Step(is_done=True)
+        self._num += 1
+        return await super().step(action)
+
+    async def close(self) -> None:
+        await self._hang("close")
+
+    async def _hang(self, method: str) -> None:
+        if method == self._method:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("method", "timeouts", "status", "reason", "rewards"),
+    [
+        (
+            "start",
+            {"start_s": 0.02},
+            Status.INVALID,
+            "start() took longer than env.timeouts.start_s=0.02",
+            [],
+        ),
+        ("close", {"close_s": 0.02}, Status.FINISHED, "", [0.5, 0.0]),
+        ("step", {"episode_s": 0.1}, Status.TRUNCATED, "", [0.5, 0.0]),
+        (
+            "start",
+            {"episode_s": 0.02},
+            Status.INVALID,
+            "no turn ended within env.timeouts.episode_s=0.02",
+            [],
+        ),
+    ],
+)
+def test_start_close_and_episode_have_deadlines_of_their_own(
+    method: str, timeouts: dict[str, float], status: Status, reason: str, rewards: list[float]
+) -> None:
+    driver = _driver(ScriptedEngine(lambda _: ("A!", "stop")), lambda: Hangs(method), retries=0)
+    trajectory = _one(drive(replace(driver, limits=Limits(200, 4, Timeouts(**timeouts))), [_prompt("1+1=")]))
+    assert (trajectory.status, trajectory.reason.removeprefix("environment: ")) == (status, reason)
+    assert [turn.reward for turn in trajectory.turns] == rewards
+    assert trajectory.metrics.get("truncated/time", 0.0) == float(status is Status.TRUNCATED)
+
+
+def test_a_row_has_all_turns_however_few_tokens_a_turn_may_have() -> None:
+    replies = iter([_says("more"), _says("more"), Step(is_done=True)])
+    sampling = replace(SAMPLING, max_new_tokens=3)
+    _, (group,) = _drive(lambda _: ("A!", "stop"), lambda: Env(lambda _: next(replies)), sampling=sampling)
+    group.trajectories[0].reward = 1.0
+    (row,) = group_rows(group, 0, 0)
+    turn = _ids("A!")
+    assert row.inputs["input_ids"].tolist() == [
+        *_ids("2*3="),
+        *turn,
+        *_ids("more"),
+        *turn,
+        *_ids("more"),
+        *turn,
+    ]
+    assert row.num_decisions == 3
+
+
 def test_environments_of_a_cancelled_group_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slow, "num_open", 0)
     monkeypatch.setattr(Slow, "num_hanging", 4, raising=False)

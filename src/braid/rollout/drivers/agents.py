@@ -90,8 +90,9 @@ class AgentDriver:
             except EngineError as error:
                 trajectory.invalidate(f"engine: {error}")
             except TimeoutError:
-                trajectory.truncate("time")
-                if not trajectory.segments:
+                if any(segment.is_trained for segment in trajectory.segments):
+                    trajectory.truncate("time")
+                else:
                     trajectory.invalidate(f"no turn ended within env.timeouts.episode_s={limit_s:g}")
             if trajectory.is_valid:
                 break
