@@ -217,10 +217,10 @@ class ShapedReward:
 
 
 class Lengths(NamedTuple):
-    """Sizes of an episode: `outputs` positions written by the policy (tokens, or env steps), `total`
+    """Sizes of an episode: `outputs` positions written by the policy (tokens, or parts of decisions), `total`
     including those that it read, in `turns` turns (0 for simulators). `versions` are the policy versions that
     wrote the outputs that are trained on, each with the number of positions, the oldest first. Sampling took `sample_s` seconds, and the
-    environment `env_s` for each of its replies."""
+    environment `env_s` for each of its replies. A simulator executed `env_steps`."""
 
     outputs: int
     total: int
@@ -228,6 +228,7 @@ class Lengths(NamedTuple):
     versions: tuple[tuple[int, int], ...] = ()
     sample_s: float = 0.0
     env_s: tuple[float, ...] = ()
+    env_steps: int = 0
 
 
 TruncatedBy = Literal["turns", "context", "turn_tokens", "time", "environment", "rollout"]
@@ -292,7 +293,7 @@ class Trajectory:
 
     @property
     def num_output_tokens(self) -> int:
-        """Positions that the policy wrote: tokens, or env steps."""
+        """Positions that the policy wrote: tokens, or parts of decisions."""
         return self.lengths.outputs
 
     @property
@@ -308,7 +309,8 @@ class Trajectory:
                 (of, int(counts[a:b].sum())) for (of, _), a, b in zip(runs, ends, ends[1:], strict=False)
             ]
             total = int(counts.sum())
-            return Lengths(total, total, 0, _by_version(written))
+            executed = int(self.env_steps.num_executed.sum())
+            return Lengths(total, total, 0, _by_version(written), env_steps=executed)
         turns = self.turns
         outputs = sum(len(turn.output_ids) for turn in turns)
         context = sum(len(turn.context_ids) for turn in turns)

@@ -53,9 +53,12 @@ def test_a_plain_console_prints_one_line_per_round() -> None:
 
 def test_a_simulators_run_counts_env_steps() -> None:
     with console() as shown:
-        shown.counted = "env steps"
-        shown.log(1, 1, {"rollout/output_length_mean": 195.0, "rollout/tokens_per_s": 4000.0})
-    assert text_of(shown) == "round 1  length 195.0 env steps  sampled 4,000 env steps/s\n"
+        shown.counted = "action tokens"
+        rates = {"rollout/tokens_per_s": 4000.0, "env/steps_per_s": 500.0, "train/tokens_per_s": 9000.0}
+        shown.log(1, 1, {"rollout/output_length_mean": 195.0, **rates})
+    assert text_of(shown) == (
+        "round 1  length 195.0 action tokens  sampled 500 env steps/s  trained 9,000 action tokens/s\n"
+    )
 
 
 def test_auto_is_plain_where_there_is_no_terminal_and_live_on_one() -> None:

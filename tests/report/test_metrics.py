@@ -113,6 +113,7 @@ def test_only_times_rates_and_memory_differ_from_one_day_to_the_next() -> None:
         "pipeline/trainer_wait_s",
         "pipeline/rollout_wait_s",
         "env/step_s",
+        "env/steps_per_s",
         "env/reply_p<k>_s",
         "env/tool_s",
         "env/sample_s",

@@ -105,6 +105,7 @@ def test_training_steps(tmp_path: Path, vla: dict[str, Any], recipe: str) -> Non
     assert len([line for line in lines if "policy/loss" in line or "policy/ratio_mean" in line]) >= 2
     first = next(line for line in lines if "policy/ratio_mean" in line)
     assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert first["env/steps"] == 2 * 4 * 5, "whatever a decision's positions are"
 
 
 def write_toy_demonstrations(folder: Path) -> None:

@@ -25,7 +25,7 @@ class Metric:
     @property
     def is_reproducible(self) -> bool:
         """Whether repeating the run gives the same value; false for times, rates and memory."""
-        return self.unit not in ("s", "tokens/s", "FLOP/s", "bytes")
+        return self.unit not in ("s", "tokens/s", "env steps/s", "FLOP/s", "bytes")
 
     @cached_property
     def pattern(self) -> re.Pattern[str]:
@@ -57,7 +57,7 @@ METRICS: tuple[Metric, ...] = (
     # rollout
     Metric("rollout/epoch", "", "Complete passes over the training prompts."),
     Metric("rollout/trajectories", "", "Trajectories sampled, invalid ones counted."),
-    Metric("rollout/tokens", "tokens", "Tokens (or env steps) written by the policy, including dropped groups and greedy answers."),
+    Metric("rollout/tokens", "tokens", "Tokens written by the policy, including dropped groups and greedy answers; of robot policies positions, as algorithm.logprob_level counts them."),
     Metric("rollout/tokens_per_s", "tokens/s", "The same per second of rollout."),
     Metric("rollout/output_length_mean", "tokens", "Mean tokens that the policy wrote in a trajectory."),
     Metric("rollout/output_length_max", "tokens", "Most tokens that the policy wrote in a trajectory."),
@@ -73,6 +73,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("env/reward/<name>", "", "Mean reward of one agent, where agents have rewards of their own; or one of a program's rewards by name."),
     Metric("env/mix/<kind>/<name>_s", "s", "A time above, of one kind of environment in env.mix."),
     Metric("env/mix/<kind>/<name>", "", "Another metric of env/, of one kind of environment in env.mix."),
+    Metric("env/steps", "", "Env steps that simulators executed, including dropped groups."),
+    Metric("env/steps_per_s", "env steps/s", "The same per second of rollout."),
     Metric("env/success_once", "", "Share of a simulator's episodes with a success at any env step."),
     Metric("env/success_at_end", "", "Share of them with a success at their last env step."),
     Metric("env/<name>", "", "Mean of a metric of the environment's own, summed over a trajectory."),

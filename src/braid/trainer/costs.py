@@ -27,15 +27,20 @@ def device_freed(parts: Parts) -> Iterator[None]:
 
 
 def count_sampling(parts: Parts, groups: Sequence[Group]) -> None:
-    """Record the floating-point operations per second of this round's sampling, by the formula of
-    models.flops."""
-    if not parts.config.train.count_flops:
-        return
+    """Record what this round's sampling wrote, and its rates; floating-point operations by the formula of models.flops."""
     trajectories = [t for group in groups for t in group.sampled]
     outputs = sum(t.num_output_tokens for t in trajectories)
+    metrics, seconds = parts.metrics, parts.metrics.value("time/rollout_s")
+    metrics.add("rollout/tokens", outputs)
+    metrics.mean("rollout/tokens_per_s", outputs / seconds)
+    if env_steps := sum(t.lengths.env_steps for t in trajectories):
+        metrics.add("env/steps", env_steps)
+        metrics.mean("env/steps_per_s", env_steps / seconds)
+    if not parts.config.train.count_flops:
+        return
     lengths = [t.lengths.total for t in trajectories]
     flops = parts.policy.ranks.call(TrainingBackend.flops, lengths, outputs)[0]
-    parts.metrics.mean("flops/rollout_per_s", flops.forward / parts.metrics.value("time/rollout_s"))
+    metrics.mean("flops/rollout_per_s", flops.forward / seconds)
 
 
 def count_training(parts: Parts) -> None:

@@ -142,17 +142,14 @@ def _most_common(reasons: Counter[str]) -> str:
 def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
     trajectories = [t for group in groups for t in group.trajectories]
     lengths = [t.num_output_tokens for t in trajectories]
-    tokens = sum(t.num_output_tokens for group in groups for t in group.sampled)
     metrics = parts.metrics
     metrics.add("rollout/trajectories", len(trajectories))
-    metrics.add("rollout/tokens", tokens)
     metrics.mean("rollout/output_length_mean", sum(lengths), len(lengths))
     metrics.max("rollout/output_length_max", max(lengths))
     valid = [t for t in trajectories if t.is_valid]
     metrics.mean(
         "rollout/truncated_fraction", sum(t.status is Status.TRUNCATED for t in valid), max(1, len(valid))
     )
-    metrics.mean("rollout/tokens_per_s", tokens / metrics.value("time/rollout_s"))
     costs.count_sampling(parts, groups)
     values_of: defaultdict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:

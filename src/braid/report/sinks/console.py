@@ -58,6 +58,7 @@ SHOWN = (
     Shown("entropy", "policy/entropy", "{:.3f}".format, "nats"),
     Shown("value loss", "critic/loss", "{:.4f}".format),
     Shown("sampled", "rollout/tokens_per_s", "{:,.0f}".format, "{}/s"),
+    Shown("sampled", "env/steps_per_s", "{:,.0f}".format, "env steps/s"),
     Shown("trained", "train/tokens_per_s", "{:,.0f}".format, "{}/s"),
 )
 """Displayed metrics, in order. Those that a run lacks are hidden; evaluation results stay until the next
@@ -260,6 +261,8 @@ class Console:
 def _shown(flat: Mapping[str, float]) -> dict[str, float]:
     """Select the values of the metrics in SHOWN."""
     values = {s.name: flat[s.name] for s in SHOWN if s.name in flat}
+    if "env/steps_per_s" in values:
+        values.pop("rollout/tokens_per_s", None)
     mean = next((value for name, value in flat.items() if name.startswith(f"{EVAL_MEAN}@")), None)
     if mean is not None and mean != values.get("eval/all/pass@1"):
         values[EVAL_MEAN] = mean

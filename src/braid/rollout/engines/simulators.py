@@ -70,6 +70,10 @@ class SimulatorEngine(SteppedEngine):
         super().__init__()
         self._offloads = offloads
         self._simulator = simulator
+        self._begin_reset: Callable[..., Callable[[], Tick]] = partial(partial, simulator.reset)
+        self._begin_step: Callable[..., Callable[[], Tick]] = partial(partial, simulator.step)
+        if isinstance(simulator, Overlapping):
+            self._begin_reset, self._begin_step = simulator.begin_reset, simulator.begin_step
         self._stages = [_Stage(range(first, simulator.num_envs, num_stages)) for first in range(num_stages)]
         self._source = policy
         self._policy = copy.deepcopy(policy) if owns_weights else policy
@@ -169,10 +173,7 @@ class SimulatorEngine(SteppedEngine):
             filmed = [slot for slot, episode in started.items() if episode.is_filmed]
             seeds = {slot: e.reset_seed for slot, e in started.items()}
             stage.episodes, stage.acts = started, {}
-            if isinstance(self._simulator, Overlapping):
-                stage.finish = self._simulator.begin_reset(seeds, filmed)
-            else:
-                stage.finish = partial(self._simulator.reset, seeds, filmed)
+            stage.finish = self._begin_reset(seeds, filmed)
         return bool(started)
 
     def _record(self, stage: _Stage, tick: Tick) -> None:
@@ -212,19 +213,14 @@ class SimulatorEngine(SteppedEngine):
         if not stage.acts:
             return
         actions = {slot: acted.actions for slot, acted in stage.acts.items()}
-        if isinstance(self._simulator, Overlapping):
-            stage.finish = self._simulator.begin_step(actions)
-        else:
-            stage.finish = partial(self._simulator.step, actions)
+        stage.finish = self._begin_step(actions)
 
     def _uniforms(self, episodes: Sequence[Episode]) -> NDArray[np.float64]:
         """[running, num_uniforms]"""
-        width = self._policy.num_uniforms
         states = absorb(
             np.array([e.random_state() for e in episodes]), np.array([len(e.acts) for e in episodes])
         )
-        states = absorb(np.repeat(states, width), np.tile(np.arange(width), len(episodes)))
-        return unit_interval(states).reshape(len(episodes), width)
+        return unit_interval(absorb(states[:, None], np.arange(self._policy.num_uniforms)))
 
     def _fail(self, slot: int, reason: str) -> None:
         episode = self._running[slot]
