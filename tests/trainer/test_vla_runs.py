@@ -22,6 +22,7 @@ from braid.data.lerobot import Demonstration, write_demonstrations
 from braid.errors import ConfigError, DataError, ModelError
 from braid.models.vla.openvla import load_openvla
 from braid.plan import resolve
+from braid.report.video import read_video
 from braid.trainer import commands
 
 _IMPORTS = "from typing import Any\nimport gymnasium\nimport numpy as np\nfrom gymnasium import spaces\n"
@@ -106,6 +107,17 @@ def test_training_steps(tmp_path: Path, vla: dict[str, Any], recipe: str) -> Non
     first = next(line for line in lines if "policy/ratio_mean" in line)
     assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert first["env/steps"] == 2 * 4 * 5, "whatever a decision's positions are"
+
+
+def test_training_episodes_are_filmed_every_so_many_rounds(tmp_path: Path) -> None:
+    """An episode has a frame before its five steps and one after each; two of 24 x 24 pixels, enlarged eightfold, side by
+    side above their text."""
+    path = write_config(tmp_path, OFT)
+    video = "env.video={train_every_rounds: 2, num_episodes: 2}"
+    outcome = commands.train(load_config(path, ["run.max_rounds=3", video]))
+    (film,) = (outcome.run_dir / "video").iterdir()
+    assert film.name == "train_000002.mp4"
+    assert read_video(film, 99).shape == (6, 8 * 24 + 30, 2 * 8 * 24, 3)
 
 
 def write_toy_demonstrations(folder: Path) -> None:

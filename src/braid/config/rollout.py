@@ -263,11 +263,13 @@ class ProgramEnv(ChatEnv):
 
 
 class VideoConfig(Section):
-    """Videos of evaluation episodes (extra `video`)."""
+    """Videos of episodes (extra `video`)."""
 
     save: bool = False
     """Save a video of every evaluation: a grid of its first episodes. Frames are the first image of the observations, or
     what the environment renders (render_mode rgb_array)."""
+    train_every_rounds: PositiveInt | None = None
+    """Save a video of the first episodes of a round's rollout, too, every so many rounds; null: never."""
     num_episodes: PositiveInt = 9
     """Episodes in a video."""
     overlay: bool = True
@@ -276,6 +278,11 @@ class VideoConfig(Section):
     """Frames per second."""
     dir: str | None = None
     """Output folder; `video/` in the run's folder when null."""
+
+    @property
+    def are_saved(self) -> bool:
+        """Whether there are any."""
+        return self.save or self.train_every_rounds is not None
 
 
 class SimulatorEnv(Section):
@@ -320,7 +327,7 @@ class SimulatorEnv(Section):
     eval_episodes: PositiveInt = 100
     """Episodes per evaluation, each from a different reset state."""
     video: VideoConfig = VideoConfig()
-    """Videos of evaluation episodes."""
+    """Videos of episodes."""
 
     @model_validator(mode="after")
     def _rollouts(self) -> SimulatorEnv:

@@ -77,8 +77,11 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         needed.append(("rollout.engine", engine, install, instead))
     if (package := _SIMULATORS.get(type(config.env))) is not None:
         needed.append(("env.kind", package, f"'braid-rl[{config.env.kind}]'", "use another environment"))
-    if isinstance(config.env, SimulatorEnv) and config.env.video.save:
-        needed.append(("env.video.save", "av", "'braid-rl[video]'", "set it to false"))
+    if isinstance(config.env, SimulatorEnv) and config.env.video.are_saved:
+        key, fix = (
+            ("save", "set it to false") if config.env.video.save else ("train_every_rounds", "set it to null")
+        )
+        needed.append((f"env.video.{key}", "av", "'braid-rl[video]'", fix))
     for key, package, install, is_used in (
         ("report.wandb", "wandb", "'braid-rl[wandb]'", config.report.wandb),
         ("report.swanlab", "swanlab", "'braid-rl[swanlab]'", config.report.swanlab),

@@ -328,7 +328,7 @@ def _simulators(config: RunConfig, plan: Plan) -> _Unused:
         yield "env.eval_reset_seeds has one for each episode", "env.eval_episodes"
     if isinstance(env, SimulatorEnv) and env.processes > env.num_envs:
         yield "there are fewer environments than that (env.num_envs)", "env.processes"
-    if isinstance(env, SimulatorEnv) and not env.video.save:
+    if isinstance(env, SimulatorEnv) and not env.video.are_saved:
         yield "no videos are saved", "env.video.{num_episodes,overlay,frames_per_s,dir}"
         if isinstance(env, MetaworldEnv) and not env.cameras:
             yield "there are neither cameras nor videos", "env.{image_size,shadows}"

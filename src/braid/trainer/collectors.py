@@ -266,7 +266,7 @@ def simulator_collector(
             engine, seed=config.run.seed, greedy=sampling.greedy, num_filmed=num_filmed, **of_use
         )
 
-    num_filmed = env.video.num_episodes if env.video.save else 0
+    video = env.video
     steps, chunk = env.max_steps_per_rollout, config.model.num_action_chunks
     max_decisions = None if steps is None else steps // chunk
 
@@ -279,11 +279,13 @@ def simulator_collector(
         {
             "train": driver(
                 rollout.sampling,
+                video.num_episodes if video.train_every_rounds else 0,
+                film_every=video.train_every_rounds or 1,
                 max_decisions=max_decisions,
                 auto_reset=env.auto_reset,
                 shares_reset=env.fixed_reset_states,
             ),
-            "eval": driver(in_eval, num_filmed),
+            "eval": driver(in_eval, video.num_episodes if video.save else 0),
         },
         driver(_greedy(rollout.sampling)) if plan.needs_greedy else None,
         engine,

@@ -9,6 +9,7 @@ import numpy as np
 
 from braid.config.rollout import SimulatorEnv
 from braid.report.video import write_video
+from braid.rollout.collector import Use
 from braid.types import Group, Trajectory
 
 from . import costs
@@ -25,15 +26,25 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
     name = f"eval_{parts.progress.round:06d}"
     if parts.config.report.eval_samples:
         parts.reporter.store_samples(name, parts.rollouts.whole("eval", groups), ())
-    if isinstance(parts.config.env, SimulatorEnv) and (video := parts.config.env.video).save:
-        whole = parts.rollouts.whole("eval", groups)
-        films = [t.recording for group in whole for t in group.trajectories if t.recording is not None]
-        folder = parts.reporter.run_dir.path / "video" if video.dir is None else Path(video.dir)
-        if films:  # unless all episodes are invalid
-            write_video(folder / f"{name}.mp4", films, overlay=video.overlay, frames_per_s=video.frames_per_s)
+    if isinstance(parts.config.env, SimulatorEnv) and parts.config.env.video.save:
+        show_films(parts, parts.config.env, "eval", groups)
     for source, values in results.items():
         for name, value in values.items():
             parts.metrics.mean(f"eval/{source}/{name}", value)
+
+
+def show_films(parts: Parts, env: SimulatorEnv, use: Use, groups: Sequence[Group]) -> None:
+    """Write a video of the episodes that were filmed (see SimulatorDriver), unless they are all invalid."""
+    video, every = env.video, env.video.train_every_rounds or 1
+    keys = {
+        group.key for group in groups if group.key[-1] < video.num_episodes and group.key[-2] % every == 0
+    }
+    whole = parts.rollouts.whole(use, [group for group in groups if group.key in keys])
+    films = [t.recording for group in whole for t in group.trajectories if t.recording is not None]
+    folder = parts.reporter.run_dir.path / "video" if video.dir is None else Path(video.dir)
+    if films:
+        file = folder / f"{use}_{parts.progress.round:06d}.mp4"
+        write_video(file, films, overlay=video.overlay, frames_per_s=video.frames_per_s)
 
 
 def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:

@@ -64,7 +64,7 @@ class GroupsInFlight:
             reasons=Counter(dropped.values()),
             num_batches=-(-(len(kept) + len(dropped)) // config.prompts_per_round),
         )
-        steps.print_outputs(parts, [*selection.kept, *selection.dropped])
+        steps.show_outputs(parts, [*selection.kept, *selection.dropped])
         self._report(selection)
         self._in_update = [*kept, *dropped]
         self._update = in_thread(lambda: steps.train(parts, selection))

@@ -148,7 +148,7 @@ def _maniskill(env: ManiskillEnv) -> Environment:
     own = {name: mode for name, mode in modes.items() if mode is not None}
     own |= {"task": env.task, "max_episode_steps": env.max_episode_steps, "gripper": env.gripper}
     own |= {**env.kwargs, "sensor_configs": size | env.kwargs.get("sensor_configs", {})}
-    if env.video.save:
+    if env.video.are_saved:
         own = {"render_mode": "rgb_array", **own}
     if env.on_gpu:
         own["ignore_terminations"] = env.ignore_terminations

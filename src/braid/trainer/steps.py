@@ -31,7 +31,7 @@ from braid.training.rollout_buffer import RowMetadata
 from braid.types import Group, Status, Trajectory
 
 from . import costs, roles
-from .evaluation import evaluate
+from .evaluation import evaluate, show_films
 from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, TRAIN_KEY
 from .parts import Parts
 from .saving import given_up_when_late, save, stop_if_asked
@@ -91,13 +91,16 @@ def _rollout_batch(parts: Parts, batch: int) -> list[Group]:
     with parts.timed("rollout"), parts.stop.cuttable():
         groups, cost = parts.rollouts.collect("train", prompts, config.rollout.group_size, keys)
     parts.metrics.merge(cost)
-    print_outputs(parts, groups)
+    show_outputs(parts, groups)
     check_valid(parts, groups)
     return groups
 
 
-def print_outputs(parts: Parts, groups: Sequence[Group]) -> None:
-    """Log the outputs of groups, with rollout.print_outputs."""
+def show_outputs(parts: Parts, groups: Sequence[Group]) -> None:
+    """Log the outputs of groups, with rollout.print_outputs, and write their video, with env.video."""
+    env = parts.config.env
+    if isinstance(env, SimulatorEnv) and env.video.train_every_rounds is not None:
+        show_films(parts, env, "train", groups)
     if parts.config.rollout.print_outputs:
         log_outputs(parts.progress.round, parts.rollouts.whole("train", groups))
 

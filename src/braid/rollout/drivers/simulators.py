@@ -17,7 +17,7 @@ class SimulatorDriver:
     prompt has one; without `shares_reset` each starts from a seed of its own. With `greedy` the policy takes its most
     probable action. A sample is one episode of at most `max_decisions`, or with `auto_reset` as many as fit into them,
     of which the last one may be cut; an invalid episode ends it too. The first episodes of the first `num_filmed`
-    prompts are filmed.
+    prompts of each round are filmed, or of each `film_every`-th.
     """
 
     engine: SimulatorEngine
@@ -25,6 +25,7 @@ class SimulatorDriver:
     seed: int
     greedy: bool = False
     num_filmed: int = 0
+    film_every: int = 1
     max_decisions: int | None = None
     auto_reset: bool = False
     shares_reset: bool = True
@@ -38,7 +39,7 @@ class SimulatorDriver:
         return Group(prompt, trajectories)
 
     async def _sample(self, prompt: Prompt, sample: int, key: tuple[int, ...]) -> list[Trajectory]:
-        is_filmed = sample == 0 and key[-1] < self.num_filmed
+        is_filmed = sample == 0 and key[-1] < self.num_filmed and key[-2] % self.film_every == 0
         left, attempts, trajectories = self.max_decisions, 0, []
         while True:
             episode = Episode(
