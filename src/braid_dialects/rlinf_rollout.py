@@ -258,7 +258,9 @@ _TRAIN_ENV = section("env.train", "env", ROBOTS_ONLY)(
             "set braid.env.reset_seeds to the number of reset states and braid.data.shuffle to false", default=False),
     to("group_size", ".fixed_reset_states", "count", _group_size, computed(facts.shares_reset_states),
        note="environments with the same reset state: algorithm.group_size, or 1 for none"),
-    ignored("video_cfg.{save_video,info_on_video,video_base_dir}", "videos are of evaluations: env.eval.video_cfg"))
+    to("video_cfg.save_video", ".video.train_every_rounds", "bool", lambda v, _: 1 if v else None,
+       note="of each round's first episodes"),
+    ignored("video_cfg.{info_on_video,video_base_dir}", "as for evaluations: env.eval.video_cfg"))
 
 _EVAL_ENV = section("env.eval", "env", ROBOTS_ONLY)(
     always("auto_reset", "env.eval_episodes has the number of episodes", "bool"),

@@ -43,6 +43,7 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
         True,
         "../results/grpo-1.5b/video/train",
     )
+    assert env.video.train_every_rounds == 1
     assert (env.camera_height, env.camera_width) == (256, 256)
     assert (env.offload, env.pipeline_stages, env.num_envs) == (True, 1, 160)
     assert (found.train.backend, found.rollout.engine) == ("fsdp", "native")
