@@ -62,6 +62,7 @@ def test_the_shares_of_micro_batches_add_up_to_the_loss_however_cut(step, cuts):
         _assert_close(torch.stack(shares).sum(), _share(step.rows, weights), mode)
 
 
+@pytest.mark.slow
 @given(step=steps(), data=st.data())
 def test_the_loss_does_not_depend_on_row_order(step, data):
     order = data.draw(st.permutations(range(len(step.rows))))

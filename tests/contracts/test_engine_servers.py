@@ -193,6 +193,7 @@ def test_a_server_that_recovers_within_the_retries_answers(
         assert tokens_of(ask(engine, REQUEST)) == [TOKENS]
 
 
+@pytest.mark.slow
 def test_a_weight_sync_that_a_server_does_not_answer_times_out_and_leaves_no_version(
     tmp_path: Path, protocol: Protocol
 ) -> None:

@@ -325,6 +325,7 @@ def test_an_end_and_a_limit_of_gem_at_once_are_an_end(maker: Callable[..., Agent
     assert (last.is_done, last.is_truncated) == (True, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "game"),
     [

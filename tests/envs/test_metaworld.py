@@ -93,6 +93,7 @@ def test_cameras_give_images_and_hide_the_goal_from_the_state() -> None:
         np.testing.assert_array_equal(env.reset(seed=0)[0]["image"], first["image"])
 
 
+@pytest.mark.slow
 def test_shadows_change_the_picture() -> None:
     images = []
     for shadows in (False, True):

@@ -244,6 +244,7 @@ def _play(tmp_path: Path, act: int, *, retries: int) -> list[Trajectory]:
     return [t for g in groups for t in g.trajectories]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("act", [EXIT, HANG])
 def test_episodes_of_a_failed_process_are_retried(tmp_path: Path, act: int) -> None:
     trajectories = _play(tmp_path, act, retries=1)

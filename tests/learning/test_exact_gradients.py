@@ -220,6 +220,7 @@ def test_a_bandit_with_kl_in_the_reward_converges_to_its_closed_form_under_ppo()
     torch.testing.assert_close(_train(loss), _closed_form(), **CONVERGED)
 
 
+@pytest.mark.slow
 def test_a_bandit_with_kl_in_the_reward_converges_to_its_closed_form_under_grpo():
     policy = _train(lambda logits: _expected_grpo_loss(logits, group_size=2, kl_penalty=BETA))
     torch.testing.assert_close(policy, _closed_form(), **CONVERGED)

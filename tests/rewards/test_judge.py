@@ -173,6 +173,7 @@ def test_waits_grow_and_depend_on_the_seed() -> None:
     assert all(low <= wait <= 2 * low for wait, low in zip(first, (1.0, 2.0, 4.0, 4.0), strict=True))
 
 
+@pytest.mark.slow
 def test_a_slow_judge_is_a_failure_and_delays_no_other(answered: Answered, score: Score) -> None:
     never = threading.Event()
 

@@ -85,6 +85,7 @@ def reward_model(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_policy_learns_what_a_reward_model_likes(load: Load, tmp_path: Path) -> None:
     part = f"reward.parts=[{{kind: model, name: liked, path: {reward_model(tmp_path / 'rm')}, activation: sigmoid}}]"
     settings = (part, "run.max_rounds=30", "rollout.group_size=16", "train.optimizer.lr=1e-2")

@@ -191,6 +191,7 @@ def test_a_failed_call_is_retried_as_often_as_configured(answered: Answered, sco
     assert (twice.reward, twice.status) == (1.0, Status.FINISHED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hanging", "hanging_later", "blocking"])
 def test_a_hanging_reward_makes_the_trajectory_invalid(
     answered: Answered, build: Callable[..., Scorer], name: str

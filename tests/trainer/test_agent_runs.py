@@ -128,6 +128,7 @@ def test_an_environment_of_ones_own_is_learned(load_tiny: LoadTiny, tmp_path: Pa
     assert 1 <= last["env/tries"] <= 3
 
 
+@pytest.mark.slow
 def test_a_run_of_agents_resumes_bit_exactly(load_tiny: LoadTiny, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     whole = commands.train(

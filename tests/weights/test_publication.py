@@ -336,6 +336,7 @@ def test_different_models_on_the_two_sides_are_reported(
                 receiver.receive_into(version, targets)
 
 
+@pytest.mark.slow
 def test_waiting_ends_at_the_deadline_and_names_missing_engines(
     make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
@@ -348,6 +349,7 @@ def test_waiting_ends_at_the_deadline_and_names_missing_engines(
         sender.send(0, _weights(0).items())
 
 
+@pytest.mark.slow
 def test_an_engine_that_stops_reading_is_named_at_the_deadline(make_sender: MakeSender) -> None:
     sender = make_sender(("a",), _options("shared_memory", timeout_s=5.0))
     go_on = threading.Event()
