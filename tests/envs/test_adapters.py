@@ -248,6 +248,11 @@ def test_spaces_that_are_no_text_are_refused(maker: Callable[..., AgentEnvs]) ->
         played(maker("gymnasium", id="CartPole-v1"))
     with pytest.raises(ConfigError, match="does not accept"):
         played(maker("gymnasium", id="FrozenLake-v1", slippery=True))
+    with (
+        pytest.warns(DeprecationWarning, match="upgrading to version"),
+        pytest.raises(ConfigError, match="use `Taxi-v4` instead"),
+    ):
+        played(maker("gymnasium", id="Taxi-v3"))
 
 
 # Guess
@@ -422,7 +427,14 @@ def test_a_game_for_one_has_no_opponent(maker: Callable[..., AgentEnvs]) -> None
 
 @pytest.mark.slow
 @needs("textworld")
-def test_a_game_of_textworld_is_won(maker: Callable[..., AgentEnvs], tmp_path: Path) -> None:
+def test_a_game_of_textworld_is_won(
+    maker: Callable[..., AgentEnvs],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(home))
     make = maker("textworld", has_commands=True)
     opening, *_ = played(make, seed=5)
     assert "Commands: " in said(opening)
@@ -435,6 +447,7 @@ def test_a_game_of_textworld_is_won(maker: Callable[..., AgentEnvs], tmp_path: P
     assert played(make, seed=1, task=task) == [opening]
     assert played(maker("textworld", max_moves=1), "dance", seed=5)[-1].is_truncated
     assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == [], "nothing else is left"
+    assert not list(home.iterdir()), "the compiler writes to ~/Inform"
     with pytest.raises(EnvError, match="no game file nowhere"):
         played(make, task=Prompt("test:0", "test", (1,), (), {"game": "nowhere"}))
 
@@ -459,12 +472,16 @@ def server() -> Iterator[str]:
 
 @needs("openenv")
 def test_a_session_of_openenv_is_an_episode(server: str, maker: Callable[..., AgentEnvs]) -> None:
+    make = maker("openenv", url=server, action_key="guess", observation_key="text", reset={"highest": 3})
+
     async def two() -> list[list[Opening | Step]]:
-        make = maker("openenv", url=server, action_key="guess", observation_key="text", reset={"highest": 3})
         return await asyncio.gather(*(play(make, ["1", "2", "3"], seed) for seed in (3, 3)))
 
     first, second = asyncio.run(two())
+    others = [played(make, "1", "2", "3", seed=seed) for seed in range(8)]
     assert first == second
+    assert others[3] == first
+    assert {len(other) for other in others} == {2, 3, 4}, "the seed reaches the server"
     assert said(first[0]) == "1 to 3"
     assert (first[-1].reward, first[-1].is_done) == (1.0, True)
 
