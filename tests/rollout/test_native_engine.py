@@ -740,11 +740,28 @@ def test_the_oldest_conversations_are_forgotten_above_the_budget(tiny_lm: TinyLM
     }
 
 
-def test_new_weights_and_sleep_forget_conversations(tiny_lm: TinyLM) -> None:
-    _, _, engine = _talk(tiny_lm("qwen3"), 2, prefix_caching=True)
-    assert engine._prefixes
-    asyncio.run(engine.set_weights(1))
-    assert not engine._prefixes
+@pytest.mark.parametrize("between", ["nothing", "new weights", "sleep"])
+def test_conversations_are_kept_while_the_weights_stay_and_the_engine_is_awake(
+    between: str, tiny_lm: TinyLM, run_all: Run
+) -> None:
+    """Also where all requests of a round have ended before the next turns come."""
+    engine = make_engine(tiny_lm("qwen3"), prefix_caching=True)
+    first = [Request((3, 4, 5, i), Sampling(max_new_tokens=6), (i, 0), (i,)) for i in range(3)]
+    done = run_all(engine, first)
+    if between == "new weights":
+        asyncio.run(engine.set_weights(1))
+    elif between == "sleep":
+        engine.sleep()
+        engine.wake()
+    lm = engine._lm = engine._decoder._lm = Counting(engine._lm.model)
+    later = [
+        replace(of, prompt_ids=(*of.prompt_ids, *answer.token_ids, 7, 8), key=(of.key[0], 1))
+        for of, answer in zip(first, done, strict=True)
+    ]
+    turns = run_all(engine, later)
+    assert lm.num_prefilled == (0 if between == "nothing" else 3 * 11)
+    anew = run_all(make_engine(tiny_lm("qwen3")), later)
+    assert [of.token_ids for of in turns] == [of.token_ids for of in anew]
 
 
 def test_a_long_sequence_is_read_by_itself_and_changes_no_other(tiny_lm: TinyLM, run_all: Run) -> None:
