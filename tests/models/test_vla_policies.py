@@ -18,7 +18,7 @@ from tests.rounding import rounding
 from braid.config.model import ModelConfig, VlaConfig
 from braid.errors import ModelError
 from braid.models.vla.actions import range_of
-from braid.models.vla.build import make_processor
+from braid.models.vla.build import load_module, make_processor
 from braid.models.vla.openvla import load_openvla
 from braid.models.vla.pi0 import Pi0Policy, demonstrated, load_pi0, transition
 from braid.models.vla.policy import OpenVlaPolicy, Processor, VlaPolicy, VlaValue
@@ -330,6 +330,28 @@ def test_unusable_settings_are_refused(tmp_path: Path) -> None:
         observations(policy, 1)
     with pytest.raises(ModelError, match="not pi0"):
         load_pi0(str(tmp_path), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("kind", KINDS[2:4])
+def test_ranks_after_the_first_read_no_weights(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """What they get from the first has to have the same names, types and shapes."""
+    make(tmp_path, kind, "chunk" if kind["kind"] == "pi0" else "token")
+    model = ModelConfig(path=str(tmp_path), vla=VlaConfig(**kind, action_dim=3), dtype="bf16")
+    whole = load_module(model, 0, CPU)
+    (tmp_path / "model.safetensors").write_text("not read")
+    hollow = load_module(model, 0, CPU, is_hollow=True)
+    tensors, others = whole.state_dict(keep_vars=True), hollow.state_dict(keep_vars=True)
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        other = others[name]
+        assert (tensor.dtype, tensor.shape, tensor.requires_grad) == (
+            other.dtype,
+            other.shape,
+            other.requires_grad,
+        )
+    for (name, buffer), (_, other) in zip(whole.named_buffers(), hollow.named_buffers(), strict=True):
+        if name not in tensors:  # nobody sends these
+            assert torch.equal(buffer, other), name
 
 
 @pytest.mark.parametrize(

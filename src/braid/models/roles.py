@@ -82,6 +82,8 @@ def make_robot_model(
     spaces: Spaces,
     device: torch.device,
     policy: TrainableModel | None = None,
+    *,
+    rank: int | None = None,
 ) -> TrainableModel:
     """Build the policy or the critic for a simulator's observations and actions. A given `policy` is the run's own:
     a warm-up trains it, and the critic of a vision-language-action policy starts as a copy of it."""
@@ -93,7 +95,7 @@ def make_robot_model(
         from .vla.build import make_vla
         from .vla.policy import VlaPolicy, VlaValue
 
-        vla = policy if isinstance(policy, VlaPolicy) else make_vla(config, spaces, device)
+        vla = policy if isinstance(policy, VlaPolicy) else make_vla(config, spaces, device, rank)
         critic = config.critic
         return (
             vla

@@ -158,7 +158,7 @@ def _sharded(
     from .backends.single import autocast_dtype
 
     if spaces is not None:
-        robot = make_robot_model(role, config, spaces, torch.device("cpu"))
+        robot = make_robot_model(role, config, spaces, torch.device("cpu"), rank=dist.get_rank())
         return _wrapped(robot, train, total_steps, device)
     make = {"critic": make_critic, "reference": make_reference}.get(role, make_policy)
     rank = dist.get_rank()

@@ -59,14 +59,15 @@ def make_processor(model: ModelConfig, spaces: Spaces) -> Processor:
     return Processor(vla, spaces, tokenizer, range_of(statistics, vla, size=vla.action_dim), state, num_bins)
 
 
-def make_vla(config: RunConfig, spaces: Spaces, device: torch.device) -> VlaPolicy:
-    """The policy of a run. Raises ModelError."""
+def make_vla(config: RunConfig, spaces: Spaces, device: torch.device, rank: int | None = None) -> VlaPolicy:
+    """The policy of a run; `rank` as in models.loading.load_policy. Raises ModelError."""
     processor, level, seed = (
         make_processor(config.model, spaces),
         config.algorithm.logprob_level,
         config.run.seed,
     )
-    module: Any = load_module(config.model, seed, device)
+    is_hollow = bool(rank) and config.model.low_memory_load
+    module: Any = load_module(config.model, seed, device, is_hollow=is_hollow)
     if processor.config.kind == "pi0":
         policy: VlaPolicy = Pi0Policy(module, processor, level=level, seed=seed)
     else:
@@ -77,15 +78,18 @@ def make_vla(config: RunConfig, spaces: Spaces, device: torch.device) -> VlaPoli
     return policy
 
 
-def load_module(model: ModelConfig, seed: int, device: torch.device) -> nn.Module:
-    """The module in `model.path`, with adapters if configured. Raises ModelError."""
+def load_module(model: ModelConfig, seed: int, device: torch.device, *, is_hollow: bool = False) -> nn.Module:
+    """The module in `model.path`, with adapters if configured. With `is_hollow` its weights are not read, and take no memory
+    until they are written to. Raises ModelError."""
     vla, dtype = model.vla, TORCH_DTYPES[model.dtype]
     assert vla is not None, "the plan checks that it is there"
     assert model.path is not None, "the plan checks that it is there"
     if vla.kind == "pi0":
-        module: Any = load_pi0(model.path, dtype=dtype, device=device)
+        module: Any = load_pi0(model.path, dtype=dtype, device=device, is_hollow=is_hollow)
     else:
-        module = load_openvla(model.path, dtype=dtype, device=device, use_proprio=vla.use_proprio)
+        module = load_openvla(
+            model.path, dtype=dtype, device=device, use_proprio=vla.use_proprio, is_hollow=is_hollow
+        )
     if model.lora is not None:
         add_adapters(module, model.lora, seed=seed)
         module.to(device)

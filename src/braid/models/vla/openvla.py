@@ -231,9 +231,9 @@ def _project(layers: nn.ModuleDict, x: Tensor) -> Tensor:
 
 
 def load_openvla(
-    path: str, *, dtype: torch.dtype, device: torch.device, use_proprio: bool = False
+    path: str, *, dtype: torch.dtype, device: torch.device, use_proprio: bool = False, is_hollow: bool = False
 ) -> OpenVla:
-    """Load a checkpoint tensor by tensor to `device`. Raises ModelError if a weight is missing or has another shape."""
+    """Load a checkpoint tensor by tensor to `device`; `is_hollow` as in build.load_module. Raises ModelError if a weight is missing or has another shape."""
     folder, checkpoint = read_checkpoint(path)
     projector = None
     if use_proprio:
@@ -241,6 +241,10 @@ def load_openvla(
         checkpoint = replace(checkpoint, proprio_size=projector["fc1.weight"].shape[1])
     with no_init_weights():  # memory that is never written takes none
         model = OpenVla(checkpoint)
+    if is_hollow:
+        for tensor in model.state_dict(keep_vars=True).values():
+            tensor.data = torch.empty_like(tensor, dtype=dtype)
+        return model.to(device).eval()
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PI0Config, PI0ForConditionalGeneration
+from transformers.initialization import no_init_weights
 
 from braid.config.model import VlaConfig
 from braid.errors import ModelError
@@ -63,13 +64,20 @@ def read_sizes(path: str) -> tuple[int, int]:
     return raw.get("chunk_size", default.chunk_size), raw.get("max_action_dim", default.max_action_dim)
 
 
-def load_pi0(path: str, *, dtype: torch.dtype, device: torch.device) -> PI0ForConditionalGeneration:
-    """Load a folder of transformers or LeRobot. Raises ModelError."""
+def load_pi0(
+    path: str, *, dtype: torch.dtype, device: torch.device, is_hollow: bool = False
+) -> PI0ForConditionalGeneration:
+    """Load a folder of transformers or LeRobot; `is_hollow` as in build.load_module. Raises ModelError."""
     folder, raw = read_config(path)
     options: dict[str, Any] = {}
     if "model_type" not in raw:
         known = PI0Config().to_dict().keys() & raw.keys()
         options["config"] = PI0Config(**{name: raw[name] for name in known - {"dtype"}})
+    if is_hollow:
+        with no_init_weights():
+            own = options.get("config") or PI0Config.from_pretrained(folder)
+            hollow: Any = PI0ForConditionalGeneration._from_config(own, dtype=dtype)
+        return hollow.to(device).eval()
     load = PI0ForConditionalGeneration.from_pretrained
     model: Any = read_model(
         str(folder),
