@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import IO, Any
 
 from braid.errors import BraidError, EnvError
-from braid.processes import descendants, end_with, kill, kill_group
+from braid.processes import end, end_with, how_it_ended, kill_group, start_module
 
 START_LIMIT_S = 120.0
 """Time limit for a new process to make its object."""
@@ -37,28 +37,13 @@ class Child:
         self._socket, theirs = socket.socketpair()
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-X",
-                    "faulthandler",
-                    "-m",
-                    __name__,
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
-                stdin=subprocess.DEVNULL,
+            self._process = start_module(
+                __name__,
+                [theirs.fileno()],
                 stdout=subprocess.DEVNULL,
                 stderr=self._stderr,
-                pass_fds=[theirs.fileno()],
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    "PYTHONHASHSEED": "0",  # sets have the same order in every process
-                    "OMP_NUM_THREADS": "1",
-                },
-                start_new_session=True,
+                PYTHONHASHSEED="0",  # sets have the same order in every process
+                OMP_NUM_THREADS="1",
             )
         self._kill = weakref.finalize(self, _kill, self._process, self._socket, self._stderr)
         self._socket.setblocking(False)
@@ -117,9 +102,7 @@ class Child:
         self._stderr.seek(max(0, self._stderr.seek(0, os.SEEK_END) - _LAST_WORDS))
         words = self._stderr.read().decode(errors="replace").strip()
         self.kill()
-        code = self._process.returncode
-        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        return how + (f"; stderr ends with:\n{words}" if words else "")
+        return how_it_ended(self._process.returncode) + (f"; stderr ends with:\n{words}" if words else "")
 
     def forget_stderr(self) -> None:
         """Drop what the process has written to stderr, which would otherwise grow with its calls."""
@@ -133,10 +116,7 @@ class Child:
 
 def _kill(process: subprocess.Popen[bytes], connection: socket.socket, stderr: IO[bytes]) -> None:
     connection.close()
-    started = descendants(process.pid)
-    kill_group(process.pid)
-    kill(started)
-    process.wait()
+    end(process)
     stderr.close()
 
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 _LIMIT_S = 5.0
 """Time for killed processes to disappear."""
@@ -84,6 +85,38 @@ def kill_group(group: int) -> None:
 def guarded(command: Sequence[str]) -> list[str]:
     """The command, changed so that it does not outlive this process."""
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
+def start_module(
+    module: str, descriptors: Sequence[int], stdout: Any = None, stderr: Any = None, **env: str
+) -> subprocess.Popen[bytes]:
+    """Start a module of Python, which imports from where this process does, in a session of its own. Its arguments are the
+    `descriptors`, which it inherits, and this process; `env` is added to the environment."""
+    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-X", "faulthandler", "-m", module, *map(str, (*descriptors, os.getpid()))],
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=descriptors,
+        env={**os.environ, "PYTHONPATH": path, **env},
+        start_new_session=True,
+    )
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Kill the process, its group and all that it has started; returns its exit code."""
+    started = descendants(process.pid)
+    kill_group(process.pid)
+    kill(started)
+    return process.wait()
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    return f"was killed by {signal.Signals(-code).name} ({signal.strsignal(-code)})"
 
 
 def end_with(parent: int) -> None:

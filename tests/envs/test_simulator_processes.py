@@ -174,7 +174,7 @@ def test_a_hanging_environment_fails_its_process_s_episodes_and_no_others(
 
 
 @pytest.mark.parametrize(
-    ("act", "how"), [(EXIT, "exited with code 3"), (CRASH, r"was killed by signal 11 (Segmentation fault)")]
+    ("act", "how"), [(EXIT, "exited with code 3"), (CRASH, "was killed by SIGSEGV (Segmentation fault)")]
 )
 def test_a_process_that_dies_is_noticed_although_it_leaves_processes(
     unruly: SimulatorProcesses, act: int, how: str

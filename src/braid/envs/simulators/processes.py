@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from braid.children import as_env_error
 from braid.errors import BraidError, ConfigError, EnvError, Problem
-from braid.processes import descendants, end_with, kill, kill_group
+from braid.processes import end, end_with, how_it_ended, kill_group, start_module
 from braid.types import Spaces
 
 from .base import AS_IT_IS, EpisodeRules, Tick
@@ -224,14 +224,7 @@ class _Process:
         self._connection = Connection(ours.detach())
         self._memory = os.memfd_create("braid-images")
         with theirs:
-            numbers = [str(number) for number in (theirs.fileno(), self._memory, os.getpid())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, *numbers],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), self._memory],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                start_new_session=True,
-            )
+            self._process = start_module(__name__, [theirs.fileno(), self._memory])
         self._handle = os.pidfd_open(self._process.pid)
         self._events = select.poll()
         for source in (self._connection, self._handle):
@@ -299,11 +292,7 @@ class _Process:
             self.end()
             key = "" if request.method == "close" else " (rollout.env_timeout_s)"
             return f"{request.method} took longer than {request.limit_s:g} s{key}"
-        code = self.end(_EXIT_S)
-        how = f"exited with code {code}"
-        if code < 0:
-            how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"the process {how} during {request.method}"
+        return f"the process {how_it_ended(self.end(_EXIT_S))} during {request.method}"
 
     def end(self, wait_s: float = 0.0) -> int:
         """Close the connection, at which the process exits, and after `wait_s` kill it and all that it has started;
@@ -315,11 +304,8 @@ class _Process:
         os.close(self._memory)
         self.images = {}
         select.select([self._handle], [], [], wait_s)
-        started = descendants(process.pid)
-        kill_group(process.pid)
-        kill(started)
         os.close(self._handle)
-        return process.wait()
+        return end(process)
 
 
 def _pickled(env_id: str, kwargs: Mapping[str, Any], *given: object) -> bytes:
