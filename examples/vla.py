@@ -1,4 +1,4 @@
-"""Makes what examples/vla.yaml starts from, in half a minute:
+"""Makes what examples/vla.yaml starts from, in about a minute:
 
     python examples/vla.py [FOLDER]
 
@@ -141,7 +141,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent / "vla")
     parser.add_argument("--episodes", type=int, default=500, help="demonstrations (default: 500)")
-    parser.add_argument("--vision-steps", type=int, default=800, help="steps of pretraining the vision tower")
+    parser.add_argument(
+        "--vision-steps", type=int, default=2400, help="steps of pretraining the vision tower"
+    )
     args = parser.parse_args()
     episodes = demonstrate(args.episodes)
     write_demonstrations(args.folder / "demonstrations", episodes)
