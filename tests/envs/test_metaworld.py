@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
+from ctypes.util import find_library
 from importlib import import_module
 from typing import Any
 
@@ -122,17 +123,26 @@ def test_a_missing_renderer_is_named_with_the_remedy(monkeypatch: pytest.MonkeyP
         assert env.reset(seed=0)[0]["state"].shape == (39,), "without images none is needed"
 
 
-def test_a_renderer_unknown_to_mujoco_is_an_error_of_the_config() -> None:
+def _said_with(gl: str, options: str) -> str:
     code = (
         "from braid.envs.simulators.adapters.metaworld import MetaWorld\n"
         "from braid.errors import ConfigError\n"
-        "try:\n    MetaWorld('reach-v3')\nexcept ConfigError as error:\n    print(error)"
+        f"try:\n    MetaWorld('reach-v3', {options})\nexcept ConfigError as error:\n    print(error)"
     )
-    env = {**os.environ, "MUJOCO_GL": "vulkan"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert (
-        "MuJoCo cannot be imported: invalid value for environment variable MUJOCO_GL: vulkan" in done.stdout
-    )
+    env = {name: of for name, of in os.environ.items() if name not in ("DISPLAY", "PYOPENGL_PLATFORM")}
+    env["MUJOCO_GL"] = gl
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_a_renderer_that_cannot_be_loaded_is_an_error_of_the_config() -> None:
+    said = _said_with("vulkan", "")
+    assert "cannot be imported with MUJOCO_GL=vulkan: invalid value for environment variable" in said
+    if find_library("OSMesa") is None:
+        assert "env.kind: MuJoCo cannot be imported with MUJOCO_GL=osmesa: " in _said_with("osmesa", "")
+    said = _said_with("glfw", "cameras={'image': 'corner4'}")  # without a display
+    assert "env.cameras: no images: OpenGL by glfw does not work here" in said
 
 
 def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from braid.types import Group, Trajectory
 from . import costs
 from .keys import EVAL_KEY
 from .parts import Parts
+
+_log = logging.getLogger(__name__)
 
 
 def evaluate(parts: Parts, *, is_due: bool) -> None:
@@ -34,7 +37,7 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
 
 
 def show_films(parts: Parts, env: SimulatorEnv, use: Use, groups: Sequence[Group]) -> None:
-    """Write a video of the episodes that were filmed (see SimulatorDriver), unless they are all invalid."""
+    """Write a video of the episodes that were filmed (see SimulatorDriver); warn if they are all invalid."""
     video, every = env.video, env.video.train_every_rounds or 1
     keys = {
         group.key for group in groups if group.key[-1] < video.num_episodes and group.key[-2] % every == 0
@@ -42,6 +45,11 @@ def show_films(parts: Parts, env: SimulatorEnv, use: Use, groups: Sequence[Group
     whole = parts.rollouts.whole(use, [group for group in groups if group.key in keys])
     films = [t.recording for group in whole for t in group.trajectories if t.recording is not None]
     folder = parts.reporter.run_dir.path / "video" if video.dir is None else Path(video.dir)
+    if whole and not films:
+        reasons = {t.reason for group in whole for t in group.trajectories}
+        _log.warning(
+            "no video: the episodes that were filmed are all invalid (%s)", "; ".join(sorted(reasons))
+        )
     if films:
         file = folder / f"{use}_{parts.progress.round:06d}.mp4"
         write_video(file, films, overlay=video.overlay, frames_per_s=video.frames_per_s)

@@ -48,8 +48,9 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         antialiasing are left out too, which on a CPU is twelve times as fast."""
         try:
             known = imported("metaworld.env_dict", "MetaWorld", "metaworld").ALL_V3_ENVIRONMENTS
-        except RuntimeError as error:  # MuJoCo's own, of MUJOCO_GL
-            raise refused("kind", f"MuJoCo cannot be imported: {error}") from error
+        except (RuntimeError, AttributeError, OSError) as error:  # of the library that MUJOCO_GL names
+            why = f"MuJoCo cannot be imported with MUJOCO_GL={os.environ.get('MUJOCO_GL', '')}: {error}"
+            raise refused("kind", f"{why}; {_REMEDY}, or remove MUJOCO_GL") from error
         check_known("MetaWorld", "task", task, known, "task")
         env = self._env = known[task]()
         # As in its goal-observable classes, but with goals from the environment's own seeded generator.
@@ -124,8 +125,7 @@ class _Renderer:
         self._cameras = [model.camera(i).name for i in range(model.ncam)]
         if not shadows:  # before the context is made, which renders the shadow map's 4096^2 pixels otherwise
             model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        self._context = _gl_context(size)
-        self._mujoco_context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
+        self._context, self._mujoco_context = _contexts(mujoco, model, size)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._mujoco_context)
         self._scene = mujoco.MjvScene(model, 1000)
         if not shadows:
@@ -163,15 +163,16 @@ class _Renderer:
         self._context.free()
 
 
-def _gl_context(size: int) -> Any:
+_REMEDY = "install libegl1 and a driver or Mesa, or libosmesa6 and set MUJOCO_GL=osmesa"
+
+
+def _contexts(mujoco: Any, model: Any, size: int) -> tuple[Any, Any]:
+    """OpenGL's context and MuJoCo's."""
     backend = os.environ.get("MUJOCO_GL", "egl")
     try:
         context = import_module(f"mujoco.{backend}").GLContext(size, size)
         context.make_current()
+        return context, mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
     except Exception as error:
-        why = (
-            f"no images: OpenGL by {backend} does not work here ({type(error).__name__}: {error}); install libegl1 and a "
-            "driver or Mesa, or libosmesa6 and set MUJOCO_GL=osmesa, or remove the cameras"
-        )
-        raise refused("cameras", why) from error
-    return context
+        why = f"no images: OpenGL by {backend} does not work here ({type(error).__name__}: {error})"
+        raise refused("cameras", f"{why}; {_REMEDY}, or remove the cameras") from error
