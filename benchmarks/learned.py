@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -30,7 +31,9 @@ def train(config: Path, seed: int, folder: Path) -> tuple[float, float]:
     command += [f"run.output_dir={folder}", "report.console=none"]
     code = subprocess.run(command, check=False).returncode
     path = folder / name / "summary.json"
-    summary = json.loads(path.read_text()) if path.exists() else {"status": "failed without a summary"}
+    summary: dict[str, Any] = {"status": "failed without a summary"}
+    if path.exists():
+        summary = json.loads(path.read_text())
     if summary["status"] not in ("finished", "not_learned"):
         print(f"{name}: {summary['status']}, exit code {code}", file=sys.stderr)
         return math.nan, summary.get("wall_s", math.nan)
