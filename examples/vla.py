@@ -26,7 +26,7 @@ from braid.models.vla.openvla import Checkpoint, OpenVla, save_openvla
 from braid.models.vla.vision import prepared
 
 ENV: dict[str, Any] = {"num_blocks": 1, "num_plates": 1, "num_colors": 3}
-"""As in vla.yaml; `reach` does not matter to the expert."""
+"""As in vla.yaml; the time limit does not matter to the expert."""
 NUM_BINS = 32
 CONFIG: dict[str, Any] = {
     "model_type": "openvla",
