@@ -24,8 +24,8 @@ from slow import AsyncSlow, Slow, latency
 
 from braid.cluster.loops import all_of
 from braid.cluster.memory import keep_freed_memory
+from braid.config.env import Timeouts
 from braid.config.model import ModelConfig
-from braid.config.rollout import Timeouts
 from braid.envs.agents.hosts import HostedEnvs
 from braid.models.chat import ChatFormat
 from braid.models.loading import load_policy, load_tokenizer

@@ -12,8 +12,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from braid.config.env import ToolsEnv
 from braid.config.load import Loaded, load_config, plain_data, to_yaml
-from braid.config.rollout import ToolsEnv
 from braid.config.shape import allowed
 from braid.config.source import leaves, path_text
 from braid.errors import ConfigError

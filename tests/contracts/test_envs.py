@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.leftovers import LIMIT_S
 
-from braid.config.rollout import ToolsEnv
+from braid.config.env import ToolsEnv
 from braid.envs.agents.base import AgentEnv, Step
 from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.agents.toolboxes import ToolEnvs

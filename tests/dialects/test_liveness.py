@@ -24,8 +24,7 @@ import pytest
 from tests.live_keys import Effects, keys_of, observed
 from tests.live_runs import LAYOUTS, LOSSES, RUNS, run_all, write_files
 
-from braid.config.load import load_config, validate
-from braid.config.rollout import (
+from braid.config.env import (
     GymnasiumEnv,
     LiberoEnv,
     ManiskillEnv,
@@ -36,6 +35,7 @@ from braid.config.rollout import (
     SearchTool,
     ToolsEnv,
 )
+from braid.config.load import load_config, validate
 from braid.config.schema import RunConfig
 from braid.config.shape import fields_of, sections_of
 from braid.config.source import Written, parse_path, place

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.config.rollout import LiberoEnv, ManiskillEnv
+from braid.config.env import LiberoEnv, ManiskillEnv
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid_dialects.load import Read, read_config

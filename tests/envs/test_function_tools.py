@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.envs.playing import TASK, call, play, played, said
 
-from braid.config.rollout import ToolsEnv
+from braid.config.env import ToolsEnv
 from braid.envs.agents.functions import class_toolbox, function_tool
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.envs.agents.tools import ToolEnv, fixed

@@ -15,7 +15,7 @@ import pytest
 from tests.envs.playing import call, play, played
 from tests.leftovers import await_end
 
-from braid.config.rollout import ToolsEnv
+from braid.config.env import ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.errors import ConfigError, EnvError
 from braid.isolation.sandbox import find_isolation
@@ -174,7 +174,7 @@ KILLED = """
 import asyncio, sys
 from pathlib import Path
 from tests.envs.playing import call, play
-from braid.config.rollout import ToolsEnv
+from braid.config.env import ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
 
 envs = ToolEnvs(ToolsEnv(kind="tools", tools=("python",), tool_timeout_s=300.0), Path())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.envs.playing import call, said
 
-from braid.config.rollout import ToolsEnv
+from braid.config.env import ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.errors import ConfigError, DataError
 

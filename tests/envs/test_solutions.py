@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from examples.solutions import calculator_chain, calculator_chain_or_guess
 
-from braid.config.rollout import ToolsEnv
+from braid.config.env import ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.models.chat import ChatFormat
 from braid.models.tokenizer import character_tokenizer

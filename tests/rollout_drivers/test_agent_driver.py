@@ -13,7 +13,7 @@ from tests.driven import drive, groups_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from braid.config.rollout import Timeouts, ToolsEnv
+from braid.config.env import Timeouts, ToolsEnv
 from braid.envs.agents.base import AgentEnv, Opening, Outcome, Seats, Step
 from braid.envs.agents.build import AgentEnvs
 from braid.envs.agents.functions import class_toolbox

@@ -11,8 +11,8 @@ import torch
 from tests.driven import drive
 from tests.rows import rows_of
 
+from braid.config.env import Timeouts
 from braid.config.model import BuildSpec, ModelConfig
-from braid.config.rollout import Timeouts
 from braid.data.prompts import PromptSet
 from braid.data.worked import ExampleSet
 from braid.envs.agents.base import AgentEnv, Opening, Step

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from braid.config.env import ChatEnv
 from braid.config.reward import CodeReward
-from braid.config.rollout import ChatEnv
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.isolation.sandbox import find_isolation

@@ -6,11 +6,12 @@ from .algorithm import AlgorithmConfig
 from .base import Section
 from .cluster import ClusterConfig, InferenceConfig
 from .data import DataConfig
+from .env import EnvConfig, SingleTurnEnv
 from .model import CriticConfig, ModelConfig, ReferenceConfig
 from .pipeline import PipelineConfig
 from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection, SftConfig
 from .reward import RewardConfig
-from .rollout import EnvConfig, RolloutConfig, SingleTurnEnv
+from .rollout import RolloutConfig
 from .train import TrainConfig
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from braid.algorithms.recipes import ADVANTAGES
-from braid.config.rollout import SimulatorEnv
+from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 
 from .plan import Plan

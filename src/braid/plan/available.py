@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv, RobosuiteEnv, SimulatorEnv
 from braid.config.reward import ModelReward
-from braid.config.rollout import LiberoEnv, ManiskillEnv, MetaworldEnv, RobosuiteEnv, SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 

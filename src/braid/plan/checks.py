@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSSES
+from braid.config.env import AgentEnvConfig, ChatEnv, ProgramEnv, SimulatorEnv
 from braid.config.roles import TrainingRole, train_config
-from braid.config.rollout import AgentEnvConfig, ChatEnv, ProgramEnv, SimulatorEnv
 from braid.config.schema import RunConfig
 
 from . import advantages, available

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from braid.config.rollout import ChatEnv, SamplingConfig, SimulatorEnv
+from braid.config.env import ChatEnv, SimulatorEnv
+from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 
 from .plan import Plan

@@ -14,9 +14,9 @@ from braid.algorithms.recipes import CHOOSING_LOSSES, RECIPES, Correction, Recip
 from braid.config.algorithm import CorrectionConfig
 from braid.config.cluster import Role
 from braid.config.data import ProceduralSource
+from braid.config.env import AgentEnvConfig, SimulatorEnv
 from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole
-from braid.config.rollout import AgentEnvConfig, SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.config.source import DEFAULT
 from braid.config.train import TrainConfig

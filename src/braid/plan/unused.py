@@ -14,17 +14,10 @@ from operator import attrgetter
 from typing import Any
 
 from braid.algorithms.recipes import ADVANTAGES, POLICY_LOSSES
+from braid.config.env import AgentEnvConfig, ChatEnv, MetaworldEnv, SimulatorEnv, SingleTurnEnv, ToolsEnv
 from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
-from braid.config.rollout import (
-    AgentEnvConfig,
-    ChatEnv,
-    MetaworldEnv,
-    SamplingConfig,
-    SimulatorEnv,
-    SingleTurnEnv,
-    ToolsEnv,
-)
+from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.config.shape import fields_of, sections_of
 from braid.config.train import TrainConfig

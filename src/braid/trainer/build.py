@@ -18,9 +18,9 @@ import torch
 from braid.checkpoint.store import CheckpointStore
 from braid.cluster.memory_record import MemoryRecorder
 from braid.cluster.workers import Place
+from braid.config.env import SimulatorEnv
 from braid.config.load import Loaded, to_yaml
 from braid.config.roles import TrainingRole
-from braid.config.rollout import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.functions import GIVEN
 from braid.plan import Plan

@@ -11,15 +11,8 @@ from typing import Any
 import torch
 
 from braid.cluster.workers import Factory, Place
-from braid.config.rollout import (
-    AgentEnvConfig,
-    ChatEnv,
-    ProgramEnv,
-    SamplingConfig,
-    SimulatorEnv,
-    Timeouts,
-    ToolsEnv,
-)
+from braid.config.env import AgentEnvConfig, ChatEnv, ProgramEnv, SimulatorEnv, Timeouts, ToolsEnv
+from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.envs.simulators.base import Simulator
 from braid.models.base import TrainableModel

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from braid.config.rollout import AgentEnvConfig, ChatEnv, ProgramEnv, SingleTurnEnv, ToolsEnv
+from braid.config.env import AgentEnvConfig, ChatEnv, ProgramEnv, SingleTurnEnv, ToolsEnv
 from braid.config.schema import RunConfig
 from braid.envs.agents.base import AgentEnv
 from braid.envs.agents.build import AgentEnvs, MixedEnvs

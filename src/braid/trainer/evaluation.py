@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from braid.config.rollout import SimulatorEnv
+from braid.config.env import SimulatorEnv
 from braid.report.video import write_video
 from braid.rollout.collector import Use
 from braid.types import Group, Trajectory

@@ -11,8 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from braid.config.data import covers
-from braid.config.load import Loaded
-from braid.config.rollout import (
+from braid.config.env import (
     AgentEnvConfig,
     EnvConfig,
     GymnasiumEnv,
@@ -22,6 +21,7 @@ from braid.config.rollout import (
     RobosuiteEnv,
     SimulatorEnv,
 )
+from braid.config.load import Loaded
 from braid.config.schema import RunConfig
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braid.cluster.environment import environment
 from braid.config.data import covers
+from braid.config.env import ProgramEnv
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
 from braid.config.reward import (
@@ -27,7 +28,6 @@ from braid.config.reward import (
     ReasoningGymReward,
     RewardPart,
 )
-from braid.config.rollout import ProgramEnv
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, ModelError, Problem, RewardError
 from braid.models.folders import check_folder, expand

@@ -16,7 +16,7 @@ import numpy as np
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.kl import steered_coefficient
-from braid.config.rollout import AgentEnvConfig, ChatEnv, SimulatorEnv
+from braid.config.env import AgentEnvConfig, ChatEnv, SimulatorEnv
 from braid.config.train import TrainConfig
 from braid.envs.agents.build import kind_of
 from braid.errors import RolloutError, TrainingError

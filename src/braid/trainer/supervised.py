@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from braid.algorithms.aggregate import row_weights
-from braid.config.rollout import SimulatorEnv
+from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.data.sampler import PromptSampler
 from braid.data.worked import Example

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from braid.config.rollout import SimulatorEnv
+from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.plan import Plan
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from braid.config.rollout import McpServer, SearchTool, ToolsEnv
+from braid.config.env import McpServer, SearchTool, ToolsEnv
 from braid.errors import ConfigError, Problem, suggest
 from braid.functions import load_function
 from braid.isolation.sandbox import find_isolation

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from braid.cluster.loops import all_of
-from braid.config.rollout import Timeouts
+from braid.config.env import Timeouts
 from braid.envs.agents.base import AgentEnv, EpisodeOver, Opening, Outcome, Seats, Step, ToolSchema
 from braid.errors import BraidError, ConfigError, EngineError, EnvError, Problem
 from braid.models.chat import ChatFormat

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from braid.config.rollout import ToolsEnv
+from braid.config.env import ToolsEnv
 from braid.envs.agents.base import EpisodeOver, Outcome, Seat, Seats, ToolSchema
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.types import Message, Prompt, ToolCall
