@@ -263,6 +263,8 @@ def test_openpi_s_keys_are_those_of_pi0() -> None:
         f"{of}train_expert_only=true",
         f"{of}detach_critic_input=true",
         f"{of}use_dsrl=false",
+        f"{of}value_after_vlm=true",
+        f"{of}value_vlm_mode=mean_token",
     ]
     vla = config(*overrides).model.vla
     assert vla is not None
@@ -271,6 +273,7 @@ def test_openpi_s_keys_are_those_of_pi0() -> None:
         (f"{of}config_name=pi05_libero", "pi0.5 is not supported"),
         (f"{of}joint_logprob=false", "set it to true for noise_method=flow_noise"),
         (f"{of}noise_method=reinflow", "use flow_sde or flow_noise"),
+        (f"{of}value_vlm_mode=last_token", "use mean_token"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             read(*overrides, override)
