@@ -138,7 +138,7 @@ def test_a_misbehaving_program_fails_and_harms_no_other(
             answered(fenced(code), tests="assert True"),
             answered(fenced(DOUBLE), tests="assert double(1) == 2"),
         ],
-        {"kind": "code", "test_timeout_s": 1.0, "memory_bytes": 2**29},
+        {"kind": "code", "test_timeout_s": 5.0, "memory_bytes": 2**29},
     )
     assert (wild.reason, wild.reward) == ("", 0.0)
     assert (tame.reason, tame.reward) == ("", 1.0)
