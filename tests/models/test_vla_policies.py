@@ -350,7 +350,7 @@ def test_ranks_after_the_first_read_no_weights(tmp_path: Path, kind: dict[str, A
             other.requires_grad,
         )
     for (name, buffer), (_, other) in zip(whole.named_buffers(), hollow.named_buffers(), strict=True):
-        if name not in tensors:  # nobody sends these
+        if name not in tensors:  # they were not sent
             assert torch.equal(buffer, other), name
 
 

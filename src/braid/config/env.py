@@ -284,7 +284,7 @@ class SimulatorEnv(Section):
     """Env steps of each of a round's prompts_per_round * group_size rollouts, in whole action chunks; an episode that
     has not ended by then is truncated, and its last state's value bootstrapped. null: until the episode ends."""
     fixed_reset_states: bool = True
-    """Start all episodes of a group in the same reset state; false: each in one of its own."""
+    """Start all episodes of a group in the same reset state. If false, each has its own."""
     reset_seeds: PositiveInt | tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] | None = None
     """Seeds of the reset states of training: a list, or a number for the seeds below it; visited once per epoch, in
     order without data.shuffle. null: new random ones in every round."""
@@ -372,7 +372,7 @@ class ManiskillEnv(_CameraEnv):
     """Rewards: success, 1 while the task is fulfilled; put_on, 0.1 for a grasp of the object and 0.1 for one of five steps
     besides; or in ManiSkill's words normalized_dense, dense, sparse, none. The task's default when null."""
     on_gpu: bool = False
-    """Simulate all environments of a process in one scene on the GPU; false: each in a scene of its own on the CPU."""
+    """Simulate all environments of a process in one scene on the GPU. If false, each has its own scene on the CPU."""
     gripper: Literal["signed", "open_is_one"] = "signed"
     """Meaning of the last number of an action: signed, as in the simulator, opens the gripper if it is positive;
     open_is_one, as in OpenVLA's data, if it is above 0.5."""

@@ -39,10 +39,8 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
 def show_films(parts: Parts, env: SimulatorEnv, use: Use, groups: Sequence[Group]) -> None:
     """Write a video of the episodes that were filmed (see SimulatorDriver); warn if they are all invalid."""
     video, every = env.video, env.video.train_every_rounds or 1
-    keys = {
-        group.key for group in groups if group.key[-1] < video.num_episodes and group.key[-2] % every == 0
-    }
-    whole = parts.rollouts.whole(use, [group for group in groups if group.key in keys])
+    filmed = [group for group in groups if group.key[-1] < video.num_episodes and group.key[-2] % every == 0]
+    whole = parts.rollouts.whole(use, filmed)
     films = [t.recording for group in whole for t in group.trajectories if t.recording is not None]
     folder = parts.reporter.run_dir.path / "video" if video.dir is None else Path(video.dir)
     if whole and not films:

@@ -40,7 +40,7 @@ _SPACE = "▁"
 _STOP_ID = 2
 _PROPRIO_FILES = "proprio_projector--*.pt"
 _UNSUPPORTED = {
-    "action_head--*.pt": "computes actions with a head of its own, by L1 regression or diffusion; choose one with action tokens",
+    "action_head--*.pt": "computes actions with a separate head, by L1 regression or diffusion; choose one with action tokens",
     "vision_backbone--*.pt": "has a vision backbone with FiLM; choose one without",
 }
 """Further weights of OpenVLA-OFT checkpoints -> what they mean."""
@@ -233,7 +233,8 @@ def _project(layers: nn.ModuleDict, x: Tensor) -> Tensor:
 def load_openvla(
     path: str, *, dtype: torch.dtype, device: torch.device, use_proprio: bool = False, is_hollow: bool = False
 ) -> OpenVla:
-    """Load a checkpoint tensor by tensor to `device`; `is_hollow` as in build.load_module. Raises ModelError if a weight is missing or has another shape."""
+    """Load a checkpoint tensor by tensor to `device`; `is_hollow` as in build.load_module. Raises ModelError if a weight
+    is missing or has another shape."""
     folder, checkpoint = read_checkpoint(path)
     projector = None
     if use_proprio:

@@ -39,9 +39,9 @@ DELEGATE: ToolSchema = {
 
 
 class Team:
-    """The planner's last answer is that of the episode, which `reward.parts` score. Each subtask has a worker with a
-    conversation of its own, and fresh `tools`. Limits of turns hold beside env.max_turns; those of workers and calls are per
-    turn. An empty prompt is left out. `tools`, `tool_timeout_s` and `max_result_characters` are those of env.kind=tools.
+    """`reward.parts` score the planner's last answer. Each subtask goes to a new worker, with its own conversation and its
+    own `tools`. The limits on turns apply in addition to env.max_turns, those on workers and calls to each turn. An empty
+    prompt is left out. `tools`, `tool_timeout_s` and `max_result_characters` are those of env.kind=tools.
     See base.MultiAgentEnv."""
 
     agents = ("planner",)

@@ -133,7 +133,7 @@ class _Moved(Step):
 
 
 class _Table:
-    """A game in a process, whose moves all come from outside, whoever's turn it is. See base.AgentEnv."""
+    """A game in its own process; the moves of all players come from outside. See base.AgentEnv."""
 
     def __init__(self, id: str, num_players: int, kwargs: Mapping[str, Any]) -> None:
         self._id, self._num_players, self._kwargs = id, num_players, kwargs

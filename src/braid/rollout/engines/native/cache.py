@@ -133,9 +133,7 @@ class KVCache:
         """How many further sequences of these maximum lengths, in this order, can run beside the present ones."""
         needs, num = self._needs(()), 0
         for length in lengths:
-            kind = size_class(length)
-            rows, longest = needs.get(kind, (0, 0))
-            needs[kind] = rows + 1, max(longest, length)
+            _add(needs, length)
             if len(self._places) + num == self._max_slots or self._num_tokens(needs) > self._budget:
                 break
             num += 1
@@ -242,8 +240,7 @@ class KVCache:
         """Sequences of each size class and their maximum length, with further ones of `lengths`."""
         needs = {kind: (len(of.slots), max(of.longest, default=0)) for kind, of in self._buckets.items()}
         for length in lengths:
-            rows, longest = needs.get(size_class(length), (0, 0))
-            needs[size_class(length)] = rows + 1, max(longest, length)
+            _add(needs, length)
         return needs
 
     def _num_tokens(self, needs: dict[int, tuple[int, int]]) -> int:
@@ -254,6 +251,12 @@ class KVCache:
         changes."""
         padded = padded_length(round_up(longest, max(_LENGTH_MULTIPLE, 1 << longest.bit_length() >> 4)))
         return padded if padded <= self._budget else padded_length(longest)
+
+
+def _add(needs: dict[int, tuple[int, int]], length: int) -> None:
+    kind = size_class(length)
+    rows, longest = needs.get(kind, (0, 0))
+    needs[kind] = rows + 1, max(longest, length)
 
 
 class PrefillAttention:
@@ -356,10 +359,9 @@ def _attend(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink
 def row_blocks(lengths: NDArray[np.int64]) -> list[tuple[slice, int]]:
     """Adjacent rows of similar length, and the `padded_length` to read for them: one long sequence does not make
     all others read as many positions. Below 512 positions a further call costs more than it saves."""
-    sizes = [int(length - 1) // _KERNEL_BLOCK for length in lengths]
     blocks: list[tuple[slice, int]] = []
     start = 0
-    for _, same in itertools.groupby(sizes, key=int.bit_length):
+    for _, same in itertools.groupby(lengths.tolist(), key=size_class):
         stop = start + sum(1 for _ in same)
         blocks.append((slice(start, stop), padded_length(int(lengths[start:stop].max()))))
         start = stop

@@ -282,6 +282,8 @@ class NativeEngine(SteppedEngine):
     def _admit(self) -> list[_Sequence]:
         """Take requests from the queue, in order, that fit beside the running sequences at their maximum
         lengths. New ones wait for pending weights."""
+        if not self._waiting:
+            return []
         num = len(self._running)
         ready = itertools.takewhile(lambda of: of.token_ids or not self._is_draining, self._waiting)
         count = self._cache.num_fitting(sequence.longest for sequence in ready)
