@@ -101,13 +101,17 @@ def _continued(
     return _no_thinking(_text(chat, ids)), _no_thinking(_whole(chat, [ASK, answer, *replies], tools))
 
 
+_WORDS = st.text(string.ascii_letters + string.digits + " .,:?", min_size=1, max_size=20).map("a{}b".format)
+
+
 @pytest.mark.parametrize("name", _ENDS)
-def test_a_continued_conversation_has_the_tokens_of_the_whole_one(name: str) -> None:
+@settings(max_examples=25, deadline=None)
+@given(said=_WORDS, asked=_WORDS)
+def test_a_continued_conversation_has_the_tokens_of_the_whole_one(name: str, said: str, asked: str) -> None:
     chat = _format(name)
     chat.check(uses_tools=False)
-    end = _ENDS[name]
     continued, whole = _continued(
-        chat, end, {"role": "assistant", "content": "Three."}, [{"role": "user", "content": "And now?"}], ()
+        chat, _ENDS[name], {"role": "assistant", "content": said}, [{"role": "user", "content": asked}], ()
     )
     opened = "<think>\n"  # a template may open the reasoning for the policy, and drop it afterwards
     assert continued.replace(opened, "") == whole.replace(opened, "").replace("</think>", "")
@@ -129,15 +133,20 @@ def _result(text: str, number: int = 0) -> Message:
 
 
 @pytest.mark.parametrize("name", _WITH_TOOLS)
-@pytest.mark.parametrize("num_calls", [1, 2])
-def test_results_of_tools_follow_their_calls(name: str, num_calls: int) -> None:
+@settings(max_examples=25, deadline=None)
+@given(results=st.lists(_WORDS, min_size=1, max_size=3), asked=st.none() | _WORDS)
+def test_results_of_tools_follow_their_calls_and_a_question_follows_the_results(
+    name: str, results: list[str], asked: str | None
+) -> None:
     chat = _format(name)
     chat.check(uses_tools=True)
-    if name.startswith("llama3") and num_calls > 1:
-        num_calls = 1  # the template takes one call per turn
+    if name.startswith("llama3"):
+        results = results[:1]  # the template takes one call per turn
     end = "<|observation|>" if name == "glm4moe" else _ENDS[name]
-    answer = _calls(*({"a": i} for i in range(num_calls)))
-    replies = [_result(f"{i}{i}", i) for i in range(num_calls)]
+    answer = _calls(*({"a": i} for i in range(len(results))))
+    replies = [_result(text, i) for i, text in enumerate(results)]
+    if asked is not None:
+        replies.append({"role": "user", "content": asked})
     continued, whole = _continued(chat, end, answer, replies, [TOOL])
     assert continued.replace("<think>\n", "") == whole.replace("<think>\n", "").replace("</think>", "")
 
