@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -726,6 +727,39 @@ def test_agents_may_have_rewards_of_their_own_and_those_of_untrained_ones_do_not
         assert trajectory.agent_rewards == rewards
         assert trajectory.metrics == {f"reward/{agent}": reward for agent, reward in rewards.items()}
         assert sum(turn.reward for turn in trajectory.turns) == sum(rewards.values())
+
+
+@pytest.mark.parametrize("limit", ["time", "turns"])
+def test_an_episode_ended_by_a_limit_is_compared_agent_by_agent_with_the_others_of_its_group(
+    limit: str,
+) -> None:
+    """Each agent has the rewards of its own turns; run() did not come to its result."""
+
+    class Duel(Pair):
+        def __init__(self) -> None:
+            self.is_long = next(number) == 1
+            super().__init__(turns=3 if self.is_long and limit == "turns" else 1)
+
+        async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
+            await super().run(task, seed, seats)
+            if self.is_long:
+                await asyncio.sleep(60)
+            return Outcome(rewards={"sender": 1.0, "receiver": -1.0})
+
+    number = itertools.count()
+    driver = _driver(ScriptedEngine(_echo), Duel, max_turns=2)
+    driver = replace(driver, limits=replace(driver.limits, timeouts=Timeouts(episode_s=2.0)))
+    (group,) = drive(driver, [_prompt("2*3=")], 2, (0, 5))
+    assert [t.status for t in group.trajectories] == [Status.FINISHED, Status.TRUNCATED]
+    of_sender = 0.5 if limit == "time" else 0.0
+    assert [t.agent_rewards for t in group.trajectories] == [
+        {"sender": 1.5, "receiver": -1.0},
+        {"sender": of_sender, "receiver": 0.0},
+    ]
+    for trajectory in group.trajectories:
+        trajectory.reward = sum(turn.reward for turn in trajectory.turns)
+    players = {row.player for row in group_rows(group, 0, 0)}
+    assert players == {"sender", "receiver"}
 
 
 def test_random_numbers_of_agents_do_not_depend_on_who_speaks_first() -> None:

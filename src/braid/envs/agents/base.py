@@ -102,7 +102,8 @@ class Outcome:
     """The end of an episode: the reward of all agents together, and metrics.
 
     `rewards` are those of each agent, as in zero-sum games; every one that is trained has one. Agents are then not
-    credited with each other's rewards, and each is compared with the same agent in other episodes of the group.
+    credited with each other's rewards, and each is compared with the same agent in other episodes of the group. Where a
+    limit ends an episode, each has the rewards of its turns.
     """
 
     reward: float = 0.0

@@ -64,9 +64,14 @@ class AgentDriver:
         """See Driver."""
         samples = range(group_size)
         env_seed = int(np.random.SeedSequence((self.seed, *key)).generate_state(1)[0])
-        return Group(
-            prompt, await all_of(self._trajectory(prompt, i, (self.seed, *key, i), env_seed) for i in samples)
+        trajectories = await all_of(
+            self._trajectory(prompt, i, (self.seed, *key, i), env_seed) for i in samples
         )
+        if any(trajectory.agent_rewards for trajectory in trajectories):
+            for trajectory in trajectories:
+                if trajectory.is_valid and not trajectory.agent_rewards:  # a limit ended run()
+                    _share_out(trajectory, dict.fromkeys((s.agent for s in trajectory.segments), 0.0))
+        return Group(prompt, trajectories)
 
     async def _trajectory(self, prompt: Prompt, sample: int, key: Key, env_seed: int) -> Trajectory:
         trajectory = Trajectory(prompt, sample)
