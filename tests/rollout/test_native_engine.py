@@ -86,12 +86,15 @@ def full_logprobs(
     return logps.gather(1, torch.tensor(output)[:, None])[:, 0]
 
 
-def test_greedy_tokens_are_those_of_generate(architecture: str, tiny_lm: TinyLM, run_all: Run) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_greedy_tokens_are_those_of_generate(
+    compile: bool, architecture: str, tiny_lm: TinyLM, run_all: Run
+) -> None:
     lm = tiny_lm(architecture)
     model = plain(lm)
     sampling = Sampling(max_new_tokens=20, greedy=True, stop_token_ids=(1,))
     requests = [Request(p, sampling, (i,)) for i, p in enumerate(prompts(6))]
-    done = run_all(make_engine(lm, max_running=2), requests)
+    done = run_all(make_engine(lm, max_running=2, compile=compile), requests)
     for request, completion in zip(requests, done, strict=True):
         ids = torch.tensor([request.prompt_ids])
         expected = model.generate(
@@ -100,13 +103,18 @@ def test_greedy_tokens_are_those_of_generate(architecture: str, tiny_lm: TinyLM,
         assert completion.token_ids == expected[0, ids.shape[1] :].tolist()
 
 
-def test_logprobs_are_those_of_a_plain_forward(architecture: str, tiny_lm: TinyLM, run_all: Run) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_logprobs_are_those_of_a_plain_forward(
+    compile: bool, architecture: str, tiny_lm: TinyLM, run_all: Run
+) -> None:
     lm = tiny_lm(architecture)
     model = plain(lm)
     sampling = Sampling(max_new_tokens=24, temperature=0.7)
     requests = [Request(p, sampling, (i,)) for i, p in enumerate(prompts(8))]
     requests += [replace(r, key=(9, *r.key), sampling=replace(sampling, greedy=True)) for r in requests[:2]]
-    for request, completion in zip(requests, run_all(make_engine(lm), requests), strict=True):
+    for request, completion in zip(
+        requests, run_all(make_engine(lm, compile=compile), requests), strict=True
+    ):
         expected = full_logprobs(model, request.prompt_ids, completion.token_ids, 0.7)
         # 2 layers: sums over 32 and 48 features and up to 40 positions; then over 64 tokens of the vocabulary
         tolerance = rounding(2 * (32 + 48 + 40) + 64)
@@ -136,17 +144,18 @@ def facts(completion: Completion) -> tuple[list[int], list[float], str]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("compile", [False, True])
 def test_a_request_gets_the_same_bits_in_any_batch_and_order(
-    architecture: str, tiny_lm: TinyLM, run_all: Run
+    compile: bool, architecture: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm(architecture)
     requests = mixed_requests(24)
-    together = [facts(c) for c in run_all(make_engine(lm), requests)]
-    alone_engine = make_engine(lm)
+    together = [facts(c) for c in run_all(make_engine(lm, compile=compile), requests)]
+    alone_engine = make_engine(lm, compile=compile)
     assert [facts(run_all(alone_engine, [r])[0]) for r in requests[:8]] == together[:8]
     order = random.Random(1).sample(range(24), 24)
     for limits in ({"max_running": 5}, {"prefill_tokens": 16, "kv_budget_tokens": 400}):
-        shuffled = run_all(make_engine(lm, **limits), [requests[i] for i in order])
+        shuffled = run_all(make_engine(lm, compile=compile, **limits), [requests[i] for i in order])
         assert [facts(c) for c in shuffled] == [together[i] for i in order]
 
 
@@ -572,9 +581,10 @@ def test_weights_that_do_not_arrive_fail_the_requests_and_the_next_sync_repairs_
     assert {c.policy_version for c in run_all(engine, GREEDY)} == {2}
 
 
-def test_non_finite_logits_fail_only_their_request(tiny_lm: TinyLM, run_all: Run) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_non_finite_logits_fail_only_their_request(compile: bool, tiny_lm: TinyLM, run_all: Run) -> None:
     lm = tiny_lm(tie_word_embeddings=False)
-    engine = make_engine(lm)
+    engine = make_engine(lm, compile=compile)
     good = [Request((3, 4, 5, i), Sampling(max_new_tokens=12), (i,)) for i in range(3)]
     expected = [facts(c) for c in run_all(engine, good)]
     unused = next(t for t in range(6, 64) if not any(t in ids for ids, *_ in expected))
@@ -764,7 +774,10 @@ def test_conversations_are_kept_while_the_weights_stay_and_the_engine_is_awake(
     assert [of.token_ids for of in turns] == [of.token_ids for of in anew]
 
 
-def test_a_long_sequence_is_read_by_itself_and_changes_no_other(tiny_lm: TinyLM, run_all: Run) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_long_sequence_is_read_by_itself_and_changes_no_other(
+    compile: bool, tiny_lm: TinyLM, run_all: Run
+) -> None:
     lengths = np.array([40, 33, 1100, 61, 600, 700, 511, 513])
     blocks = [((of.start, of.stop), width) for of, width in row_blocks(lengths)]
     assert blocks == [((0, 2), 64), ((2, 3), 1120), ((3, 4), 64), ((4, 6), 704), ((6, 7), 512), ((7, 8), 544)]
@@ -772,8 +785,8 @@ def test_a_long_sequence_is_read_by_itself_and_changes_no_other(tiny_lm: TinyLM,
     words = random.Random(1).choices(range(2, 64), k=1100)
     sampling = Sampling(max_new_tokens=20)
     requests = [Request(tuple(words[:n]), sampling, (n,)) for n in (7, 30, 1100, 12, 520, 505)]
-    together = [facts(c) for c in run_all(make_engine(lm), requests)]
-    assert [facts(run_all(make_engine(lm), [r])[0]) for r in requests] == together
+    together = [facts(c) for c in run_all(make_engine(lm, compile=compile), requests)]
+    assert [facts(run_all(make_engine(lm, compile=compile), [r])[0]) for r in requests] == together
 
 
 def test_sequences_of_all_lengths_arrive_and_leave_in_a_small_cache(tiny_lm: TinyLM) -> None:

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from braid.config.load import load_config
+from braid.errors import ModelError
 from braid.models.roles import make_policy
+from braid.rollout.engines.native import decoder
+from braid.rollout.engines.native.cache import DecodeAttention
 from braid.trainer.collectors import native_engine
 
 BASE = [
@@ -41,3 +44,37 @@ def test_the_engine_computes_as_training_does(
     assert weights["model.layers.0.mlp.down_proj.weight"].dtype == linear
     assert weights["model.norm.weight"].dtype == norm
     assert engine.shares_weights == (linear == FLOAT)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_compiled"),
+    [
+        (["rollout.prompts_per_round=1"], False),
+        (["rollout.prompts_per_round=100000"], True),
+        (["rollout.native.compile=always"], True),
+        (["rollout.native.compile=never", "rollout.prompts_per_round=100000"], False),
+    ],
+)
+def test_decoding_is_compiled_where_a_round_samples_enough(overrides: list[str], is_compiled: bool) -> None:
+    config = load_config(None, [*BASE, *overrides]).config
+    engine = native_engine(
+        config, cast("Any", SimpleNamespace(decode=str)), make_policy(config, torch.device("cpu"))
+    )
+    assert (engine._decoder._attention is not DecodeAttention) == is_compiled
+
+
+def test_a_machine_that_cannot_compile_samples_without_or_is_told_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decoder, "find_spec", lambda name: None)
+    inputs = cast("Any", SimpleNamespace(decode=str))
+    for mode in ("auto", "always"):
+        config = load_config(
+            None, [*BASE, "rollout.prompts_per_round=100000", f"rollout.native.compile={mode}"]
+        ).config
+        lm = make_policy(config, torch.device("cpu"))
+        if mode == "auto":
+            assert native_engine(config, inputs, lm)._decoder._attention is DecodeAttention
+        else:
+            with pytest.raises(ModelError, match="compile=always, but the package numba is not installed"):
+                native_engine(config, inputs, lm)

@@ -378,6 +378,8 @@ def _cluster(config: RunConfig, plan: Plan) -> _Unused:
         keys = "rollout.{native,vllm,sglang}.cuda_graphs rollout.{vllm,sglang}.cuda_graph_max_batch"
         yield "with run.device=cpu everything is in host memory", f"{_TRAIN}.offload.{{weights,optimizer}}"
         yield "there are no CUDA graphs with run.device=cpu", keys
+    if config.run.device == "cuda":
+        yield "only decoding on CPUs is compiled by Numba", "rollout.native.compile"
 
 
 def _model(config: RunConfig, _: Plan) -> _Unused:

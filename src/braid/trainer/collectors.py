@@ -3,6 +3,7 @@ worker's."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from braid.config.env import AgentEnvConfig, ChatEnv, ProgramEnv, SimulatorEnv, 
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.envs.simulators.base import Simulator
+from braid.errors import ModelError
 from braid.models.base import TrainableModel
 from braid.models.causal_lm import CausalLM
 from braid.models.roles import make_policy, make_robot_model
@@ -28,6 +30,7 @@ from braid.rollout.drivers.programs import ProgramDriver
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.decoder import why_not_compiled
 from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.rollout.engines.simulators import ActingPolicy, SimulatorEngine
 from braid.rollout.sessions.server import SessionServer
@@ -44,6 +47,9 @@ from .inputs import TextInputs, reset_states
 from .services import reward_services
 from .weight_sync import send_options
 
+_log = logging.getLogger(__name__)
+_LEAST_COMPILED = 2e10
+"""Tokens of a round, at most, times parameters: a second of sampling, of which compiled attention saves a fifth."""
 _NAMES = {None: "auto", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -149,6 +155,7 @@ def native_engine(
     check_decoding(lm, longest_row(config))
     options, autocast = config.rollout.native.model_dump(), None
     options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
+    options["compile"] = _compiles(config, lm)
     if options["dtype"] == "auto":
         autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
         if config.train.backend in ("fsdp", "fsdp2"):  # computes with gathered weights in this dtype
@@ -161,6 +168,21 @@ def native_engine(
         owns_weights=owns_weights,
         **options,
     )
+
+
+def _compiles(config: RunConfig, lm: CausalLM) -> bool:
+    """Whether decode steps are compiled: the same for every process and every resume of a run."""
+    rollout, mode = config.rollout, config.rollout.native.compile
+    num_tokens = rollout.prompts_per_round * rollout.group_size * rollout.sampling.max_new_tokens
+    size = sum(parameter.numel() for parameter in lm.model.parameters())
+    is_worthwhile = lm.device.type == "cpu" and num_tokens * size >= _LEAST_COMPILED
+    if mode == "never" or (mode == "auto" and not is_worthwhile):
+        return False
+    why_not = why_not_compiled()
+    if why_not and mode == "always":
+        raise ModelError(f"rollout.native.compile=always, but {why_not}; or set rollout.native.compile=auto")
+    _log.info("decode steps are %s", f"not compiled: {why_not}" if why_not else "compiled by Numba")
+    return not why_not
 
 
 def text_collector(  # noqa: PLR0913

@@ -397,7 +397,10 @@ class DecodeAttention:
         self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        layer, (num, heads, _) = next(self._next_layer), key.shape
+        return self._of_layer(next(self._next_layer), call, query, key, value)
+
+    def _of_layer(self, layer: int, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        num, heads, _ = key.shape
         q = query.unflatten(1, (heads, -1))
         sinks = None if call.sinks is None else call.sinks.view(heads, -1, 1)
         outs: list[Tensor] = []

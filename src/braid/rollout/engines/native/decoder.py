@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -24,8 +25,18 @@ class _Graph:
 class Decoder:
     """Runs decoding steps with shapes from a small set, so that a few graphs cover all of them."""
 
-    def __init__(self, lm: CausalLM, cache: KVCache, device: torch.device, *, cuda_graphs: bool) -> None:
+    def __init__(
+        self,
+        lm: CausalLM,
+        cache: KVCache,
+        device: torch.device,
+        *,
+        cuda_graphs: bool = False,
+        is_compiled: bool = False,
+    ) -> None:
+        """`is_compiled`: on CPUs attention is computed by compiled.py, which imports and compiles for some seconds."""
         self._lm, self._cache, self._device = lm, cache, device
+        self._attention = _compiled_attention() if is_compiled and device.type == "cpu" else DecodeAttention
         self._has_graphs = cuda_graphs and device.type == "cuda"
         self._graphs: dict[tuple[tuple[int, int, int], ...], _Graph] = {}
         self._generation, self._addresses = -1, list[int]()
@@ -88,7 +99,7 @@ class Decoder:
 
     def _compute(self, batch: Tensor, blocks: list[Block]) -> Tensor:
         tokens, positions, places = batch
-        hidden = self._lm.hidden(tokens, positions, DecodeAttention(positions, blocks))
+        hidden = self._lm.hidden(tokens, positions, self._attention(positions, blocks))
         return self._lm.logits(hidden.index_select(0, places))
 
     def _capture(self, batch: Tensor, blocks: list[Block]) -> _Graph:
@@ -103,3 +114,22 @@ class Decoder:
         with torch.cuda.graph(graph, pool=pool):
             logits = self._compute(batch, blocks)
         return _Graph(graph, batch, logits)
+
+
+def _compiled_attention() -> type[DecodeAttention]:
+    from .compiled import CompiledAttention  # imports Numba, which takes half a second
+
+    return CompiledAttention
+
+
+def why_not_compiled() -> str | None:
+    """Why compiled.py does not work on this machine, with what to do; None if it does."""
+    if find_spec("numba") is None:
+        return "the package numba is not installed; install it (pip install numba)"
+    from .compiled import openmp
+
+    try:
+        openmp()
+    except (AttributeError, OSError):
+        return "it needs a PyTorch that uses GNU OpenMP, as on Linux"
+    return None

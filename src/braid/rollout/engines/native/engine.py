@@ -112,6 +112,7 @@ class NativeEngine(SteppedEngine):
         owns_weights: bool = False,
         autocast: torch.dtype | None = None,
         prefix_caching: bool = False,
+        compile: bool = False,
     ) -> None:
         """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
         `kv_budget_tokens`: see config.rollout.NativeEngineConfig.
@@ -121,6 +122,7 @@ class NativeEngine(SteppedEngine):
         engine keeps a copy of the weights, updated by `set_weights`. `recompute_cache` is for sequences that
         continue with new weights. With `prefix_caching` the cache of a conversation is kept for its next turn, as
         long as all of them have no more tokens than `kv_budget_tokens`; otherwise the oldest are computed anew.
+        `compile`: on CPUs decode with the kernels of compiled.py.
         """
         super().__init__()
         self._source = lm
@@ -136,7 +138,9 @@ class NativeEngine(SteppedEngine):
         slots = padded_rows(max_running)
         self._cache = KVCache(kv_budget_tokens, max_running)
         self._sampler = Sampler(slots, lm.vocab_size, self._device)
-        self._decoder = Decoder(self._lm, self._cache, self._device, cuda_graphs=cuda_graphs)
+        self._decoder = Decoder(
+            self._lm, self._cache, self._device, cuda_graphs=cuda_graphs, is_compiled=compile
+        )
         self._stops = StopFinder(decode)
         # Of each slot: the next input token, its position, the most tokens of prompt and output, and whether it
         # has stop strings.
