@@ -269,11 +269,12 @@ def test_what_can_never_run_is_refused_with_the_key_to_change(tiny_lm: TinyLM, r
         run_all(small, [Request((2,) * 60, Sampling(max_new_tokens=5), (0,))])
 
 
+@pytest.mark.parametrize("compile", [False, True])
 def test_shared_weights_are_read_in_place_and_copies_wait_for_set_weights(
-    tiny_lm: TinyLM, run_all: Run
+    compile: bool, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm()
-    shared, copied = make_engine(lm), make_engine(lm, dtype="bf16")
+    shared, copied = make_engine(lm, compile=compile), make_engine(lm, dtype="bf16", compile=compile)
     request = Request((3, 4, 5), Sampling(max_new_tokens=20), (0,))
     before = [run_all(e, [request])[0] for e in (shared, copied)]
     with torch.no_grad():
@@ -463,6 +464,16 @@ def test_interrupted_requests_continue_with_new_weights(
     assert (continued == fresh) == recompute_cache, "an old cache gives other tokens"
     prefilled = [*GREEDY, *rest] if recompute_cache else GREEDY
     assert engine._lm.num_prefilled == sum(len(r.prompt_ids) - 1 for r in prefilled)
+
+
+def test_compiled_steps_continue_with_new_weights(tiny_lm: TinyLM) -> None:
+    """Those between two steps, with no new request."""
+
+    def tokens(compile: bool) -> list[list[int]]:
+        engine = make_engine(lm := tiny_lm(), owns_weights=True, compile=compile)
+        return [completion.token_ids for completion in asyncio.run(interrupted(engine, lm))]
+
+    assert tokens(compile=True) == tokens(compile=False)
 
 
 def test_a_recomputed_sequence_keeps_its_place_in_its_random_numbers(tiny_lm: TinyLM, run_all: Run) -> None:

@@ -69,7 +69,7 @@ class NativeEngineConfig(Section):
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """Compile the attention of decode steps in fp32 with Numba, on CPUs under Linux; results differ by rounding. auto: if
+    """Compile decode steps in fp32 with Numba, on CPUs under Linux; results differ by rounding. auto: if
     prompts_per_round * group_size * sampling.max_new_tokens * the number of parameters is at least 2e10, since importing
     Numba and the first compilation take a few seconds."""
     prefix_caching: bool = True

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 _log = logging.getLogger(__name__)
 
-_LEAST_WEIGHTS = 2**15
+LEAST_WEIGHTS = 2**15
 """Below, the 12 microseconds that a call of oneDNN costs exceed the gain. No choice depends on the number of rows."""
 
 
@@ -69,7 +69,7 @@ def uses_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == x.dtype == torch.float32
-        and weight.numel() >= _LEAST_WEIGHTS
+        and weight.numel() >= LEAST_WEIGHTS
         and x.numel() > 0
         and type(weight) in (Tensor, nn.Parameter)  # no DTensor
         and cpu_products() == "onednn"

@@ -49,7 +49,7 @@ from .weight_sync import send_options
 
 _log = logging.getLogger(__name__)
 _LEAST_COMPILED = 2e10
-"""Tokens of a round, at most, times parameters: a second of sampling, of which compiled attention saves a fifth."""
+"""Tokens of a round, at most, times parameters: a second of sampling, of which compiled steps save a third."""
 _NAMES = {None: "auto", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -1,8 +1,8 @@
-"""Decode attention on CPUs, compiled by Numba: writes the new keys and values and attends to each row's own length, in
-one call per layer.
+"""Kernels of decode steps on CPUs, compiled by Numba: attention that writes the new keys and values and reads each row's own
+length, in one call per layer; norms and gates.
 
-Each (row, key head) is computed by one thread in an order that depends on its own length only, so its result is
-independent of the batch and of the number of threads. Threads are those of PyTorch: a second pool would compete with it
+Each row, or key head of a row, is computed by one thread in an order that depends on its own length only, so its result
+is independent of the batch and of the number of threads. Threads are those of PyTorch: a second pool would compete with it
 for the cores. Machine code is kept on disk by Numba, beside this file or in its cache folder (NUMBA_CACHE_DIR).
 """
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,23 +105,47 @@ def _softmax(scores: Any, softcap: Any, sink: Any) -> Any:
         scores[t] /= total
 
 
+@njit(fastmath=_ORDERED)
+def _prepare(x: Any, out: Any, norm: Any, eps: Any, rotary: Any, scale: Any) -> None:
+    """Norm (with `norm` [d], if any), rotary embedding (`rotary` [2 d]: cosines, sines, if any) and scale of a head."""
+    size = len(x)
+    if len(norm):
+        square = _FLOAT(0)
+        for j in range(size):
+            square += x[j] * x[j]
+        rate = _FLOAT(1) / np.sqrt(square / _FLOAT(size) + eps)
+        for j in range(size):
+            out[j] = x[j] * rate * norm[j]
+    else:
+        for j in range(size):
+            out[j] = x[j]
+    if len(rotary):
+        half = size // 2
+        for j in range(half):
+            a, b = out[j], out[j + half]
+            out[j] = a * rotary[j] - b * rotary[size + j]
+            out[j + half] = b * rotary[half + j] + a * rotary[size + half + j]
+    for j in range(size):
+        out[j] *= scale
+
+
 @cache
-def _kernel(size: int, groups: int) -> Any:  # noqa: C901  # one nest of loops, with `size` a constant
+def _kernel(size: int, groups: int) -> Any:  # noqa: C901
     """C function of one address, that of the arguments, for heads of `size` of which `groups` share a key head."""
     width = size * groups
 
     @cfunc(types.void(types.voidptr), fastmath=_ORDERED, error_model="numpy", cache=True)
-    def kernel(data: Any) -> None:
-        args = carray(data, (14,), np.int64)
+    def kernel(data: Any) -> None:  # noqa: C901  # one nest of loops, with `size` a constant
+        args = carray(data, (20,), np.int64)
         num_rows, heads, most, window = args[0], args[1], args[2], args[3]
         rows, buckets = carray(_ints_at(args[4]), (num_rows, 3)), carray(_ints_at(args[5]), (num_rows, 3))
-        options = carray(_floats_at(args[6]), (2 + heads * groups,))
-        num_threads, thread = _call(args[12]), _call(args[13])
+        options = carray(_floats_at(args[6]), (3 + heads * groups,))
+        num_threads, thread = _call(args[18]), _call(args[19])
         own = args[11] + 4 * thread * groups * (most + size)
-        scores, scaled = (
-            carray(_floats_at(own), (groups * most,)),
-            carray(_floats_at(own + 4 * groups * most), (width,)),
-        )
+        scores = carray(_floats_at(own), (groups * most,))
+        scaled = carray(_floats_at(own + 4 * groups * most), (width,))
+        query_norm = carray(_floats_at(args[14]), (size if args[14] else 0,))
+        key_norm = carray(_floats_at(args[15]), (size if args[15] else 0,))
         for item in range(thread, num_rows * heads, num_threads):
             row, head = item // heads, item % heads
             bucket, length = rows[row, 0], rows[row, 2]
@@ -128,15 +153,20 @@ def _kernel(size: int, groups: int) -> Any:  # noqa: C901  # one nest of loops, 
             strip = 4 * size * ((rows[row, 1] * heads + head) * buckets[bucket, 2] + length - num)
             k = carray(_floats_at(buckets[bucket, 0] + strip), (num * size,))
             v = carray(_floats_at(buckets[bucket, 1] + strip), (num * size,))
-            query = carray(_floats_at(args[7] + 4 * item * width), (width,))
-            new_k = carray(_floats_at(args[8] + 4 * item * size), (size,))
-            new_v = carray(_floats_at(args[9] + 4 * item * size), (size,))
+            query = carray(_floats_at(args[7] + 4 * (row * args[12] + head * width)), (width,))
+            new_k = carray(_floats_at(args[8] + 4 * (row * args[13] + head * size)), (size,))
+            new_v = carray(_floats_at(args[9] + 4 * (row * args[13] + head * size)), (size,))
+            rotary = carray(_floats_at(args[16] + 8 * row * size), (2 * size if args[16] else 0,))
             out = carray(_floats_at(args[10] + 4 * item * width), (width,))
             last = (num - 1) * size
+            _prepare(new_k, k[last : last + size], key_norm, options[2], rotary, _FLOAT(1))
             for j in range(size):
-                k[last + j], v[last + j] = new_k[j], new_v[j]
+                v[last + j] = new_v[j]
+            for g in range(groups):
+                at = g * size
+                q, prepared = query[at : at + size], scaled[at : at + size]
+                _prepare(q, prepared, query_norm, options[2], rotary, options[0])
             for j in range(width):
-                scaled[j] = query[j] * options[0]
                 out[j] = _FLOAT(0)
             for t in range(num):
                 for g in range(groups):
@@ -146,7 +176,7 @@ def _kernel(size: int, groups: int) -> Any:  # noqa: C901  # one nest of loops, 
                     scores[g * most + t] = score
             for g in range(groups):
                 weights, mean = scores[g * most : g * most + num], out[g * size : g * size + size]
-                _softmax(weights, options[1], options[2 + head * groups + g])
+                _softmax(weights, options[1], options[3 + head * groups + g])
                 whole = num // 4 * 4
                 for t in range(0, whole, 4):
                     a, b, c, d = weights[t], weights[t + 1], weights[t + 2], weights[t + 3]
@@ -189,24 +219,85 @@ class CompiledAttention(DecodeAttention):
         self._longest = int(self._rows[:, 2].max())
 
     def _of_layer(self, layer: int, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        stores = [bucket.layers[layer] for bucket in self._buckets]
-        is_float = all(x.dtype == torch.float32 for x in (query, key, value, *stores[0]))
+        store = self._buckets[0].layers[layer][0]
+        is_float = all(x.dtype == torch.float32 for x in (query, key, value, store))
         if not (is_float and query.shape[2] == key.shape[2] == value.shape[2]):
             return super()._of_layer(layer, call, query, key, value)
-        heads, size = key.shape[1:]
-        groups, num_threads = query.shape[1] // heads, torch.get_num_threads()
-        parallel, *functions = openmp()
-        kernel = _kernel(size, groups)
-        buckets = np.array([[*(x.data_ptr() for x in of), of[0].shape[2]] for of in stores])
-        sinks = np.full(heads * groups, -np.inf) if call.sinks is None else call.sinks.float().numpy()
-        options = np.array([call.scaling, call.softcap or 0.0, *sinks], np.float32)
         query, key, value = (x.contiguous() for x in (query, key, value))
-        out = torch.empty_like(query)
+        return self.attend_prepared(replace(call, layer=layer), query, key, value, Preparation())
+
+    def attend_prepared(
+        self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor, preparation: Preparation
+    ) -> Tensor:
+        """Attention [B, Hq, d] of float32 queries [B, Hq, d], keys and values [B, Hkv, d] after the preparation. Rows may
+        be apart. `call.layer` is the cache's number."""
+        (heads, size), (num, num_queries) = key.shape[1:], query.shape[:2]
+        groups, num_threads = num_queries // heads, torch.get_num_threads()
+        stores = [bucket.layers[call.layer] for bucket in self._buckets]
+        buckets = np.array([[*(x.data_ptr() for x in of), of[0].shape[2]] for of in stores])
+        sinks = [-np.inf] * num_queries if call.sinks is None else call.sinks.tolist()
+        options = np.array([call.scaling, call.softcap or 0.0, preparation.eps, *sinks], np.float32)
+        out = torch.empty(num, num_queries, size)
         out[len(self._rows) :] = 0.0
         scratch = torch.empty(num_threads, groups * (self._longest + size))
         sizes = len(self._rows), heads, self._longest, call.sliding_window or self._longest
         arrays = (x.ctypes.data for x in (self._rows, buckets, options))
         tensors = (x.data_ptr() for x in (query, key, value, out, scratch))
-        args = np.array([*sizes, *arrays, *tensors, *functions])
-        parallel(kernel.address, args.ctypes.data, num_threads, 0)
+        more = (preparation.query_norm, preparation.key_norm, preparation.rotary)
+        optional = (0 if x is None else x.data_ptr() for x in more)
+        in_parallel(
+            _kernel(size, groups), *sizes, *arrays, *tensors, query.stride(0), key.stride(0), *optional, 0
+        )
         return out
+
+
+class Preparation(NamedTuple):
+    """Norms [d] of queries and keys with their epsilon, and cosines and sines [B, 2 d] of the rotary embedding."""
+
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    rotary: Tensor | None = None
+    eps: float = 0.0
+
+
+def in_parallel(function: Any, *args: int) -> None:
+    """Run a C function of one address, that of `args` and of two functions (number of threads, this thread), on
+    PyTorch's threads."""
+    parallel, *functions = openmp()
+    given = np.array([*args, *functions])
+    parallel(function.address, given.ctypes.data, torch.get_num_threads(), 0)
+
+
+@cfunc(types.void(types.voidptr), fastmath=_ORDERED, error_model="numpy", cache=True)
+def add_and_norm(data: Any) -> None:
+    """x [rows, size] += delta, if any; out = x / rms(x) * weight. Arguments: addresses of x, delta, weight, out and
+    epsilon; rows, size."""
+    args = carray(data, (9,), np.int64)
+    size, num_threads, thread = args[6], _call(args[7]), _call(args[8])
+    weight, eps = carray(_floats_at(args[2]), (size,)), carray(_floats_at(args[4]), (1,))[0]
+    for row in range(thread, args[5], num_threads):
+        at = 4 * row * size
+        x, out = carray(_floats_at(args[0] + at), (size,)), carray(_floats_at(args[3] + at), (size,))
+        if args[1]:
+            delta = carray(_floats_at(args[1] + at), (size,))
+            for j in range(size):
+                x[j] += delta[j]
+        square = _FLOAT(0)
+        for j in range(size):
+            square += x[j] * x[j]
+        rate = _FLOAT(1) / np.sqrt(square / _FLOAT(size) + eps)
+        for j in range(size):
+            out[j] = x[j] * rate * weight[j]
+
+
+@cfunc(types.void(types.voidptr), fastmath=_ORDERED, error_model="numpy", cache=True)
+def gate(data: Any) -> None:
+    """out [rows, size] = silu(x[:, :size]) * x[:, size:]. Arguments: addresses of x and out; rows, size."""
+    args = carray(data, (6,), np.int64)
+    size, num_threads, thread = args[3], _call(args[4]), _call(args[5])
+    for row in range(thread, args[2], num_threads):
+        x = carray(_floats_at(args[0] + 8 * row * size), (2 * size,))
+        out = carray(_floats_at(args[1] + 4 * row * size), (size,))
+        for j in range(size):
+            small = _exp(-abs(x[j]))
+            out[j] = x[j] * (_FLOAT(1) if x[j] > 0 else small) / (_FLOAT(1) + small) * x[size + j]

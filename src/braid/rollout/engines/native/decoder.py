@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +35,16 @@ class Decoder:
         cuda_graphs: bool = False,
         is_compiled: bool = False,
     ) -> None:
-        """`is_compiled`: on CPUs attention is computed by compiled.py, which imports and compiles for some seconds."""
+        """`is_compiled`: on CPUs steps are computed by layers.py where it knows the model, else attention by compiled.py;
+        to import and compile them takes some seconds."""
         self._lm, self._cache, self._device = lm, cache, device
-        self._attention = _compiled_attention() if is_compiled and device.type == "cpu" else DecodeAttention
+        self._attention, self._layers = DecodeAttention, None
+        if is_compiled and device.type == "cpu":
+            from .compiled import CompiledAttention  # imports Numba, which takes half a second
+            from .layers import FusedLayers, can_fuse
+
+            self._attention = CompiledAttention
+            self._layers = FusedLayers(lm) if can_fuse(lm) else None
         self._has_graphs = cuda_graphs and device.type == "cuda"
         self._graphs: dict[tuple[tuple[int, int, int], ...], _Graph] = {}
         self._generation, self._addresses = -1, list[int]()
@@ -89,9 +97,11 @@ class Decoder:
         """Free the graphs with their memory."""
         self._graphs.clear()
 
-    def drop_stale_graphs(self) -> None:
-        """Drop all graphs if a weight has moved, since they read fixed addresses. To be called before the first
-        step after weights may have moved."""
+    def refresh(self, *, has_new_weights: bool) -> None:
+        """Copy the weights of compiled layers if they have changed, and drop all graphs if a weight has moved, since they
+        read fixed addresses. To be called before the first step after weights may have changed."""
+        if self._layers is not None:
+            self._layers.update(is_new=has_new_weights)
         addresses = [p.data_ptr() for p in self._lm.model.parameters()] if self._has_graphs else []
         if addresses != self._addresses:
             self.drop_graphs()
@@ -99,7 +109,8 @@ class Decoder:
 
     def _compute(self, batch: Tensor, blocks: list[Block]) -> Tensor:
         tokens, positions, places = batch
-        hidden = self._lm.hidden(tokens, positions, self._attention(positions, blocks))
+        model: Any = self._layers or self._lm
+        hidden = model.hidden(tokens, positions, self._attention(positions, blocks))
         return self._lm.logits(hidden.index_select(0, places))
 
     def _capture(self, batch: Tensor, blocks: list[Block]) -> _Graph:
@@ -114,12 +125,6 @@ class Decoder:
         with torch.cuda.graph(graph, pool=pool):
             logits = self._compute(batch, blocks)
         return _Graph(graph, batch, logits)
-
-
-def _compiled_attention() -> type[DecodeAttention]:
-    from .compiled import CompiledAttention  # imports Numba, which takes half a second
-
-    return CompiledAttention
 
 
 def why_not_compiled() -> str | None:

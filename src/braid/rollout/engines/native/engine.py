@@ -153,7 +153,7 @@ class NativeEngine(SteppedEngine):
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
         self._held_steps = 0
-        self._is_asleep = False
+        self._is_asleep, self._has_new_weights = False, True
 
     @property
     def num_pending(self) -> int:
@@ -262,6 +262,7 @@ class NativeEngine(SteppedEngine):
 
     def _drop_stale(self) -> None:
         """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue."""
+        self._has_new_weights = True
         self._prefixes.clear()
         self._prefix_tokens = 0
         if self._recomputes:
@@ -273,8 +274,11 @@ class NativeEngine(SteppedEngine):
 
     @torch.inference_mode()
     def _step(self) -> None:
-        if admitted := self._admit():
-            self._decoder.drop_stale_graphs()
+        admitted = self._admit()
+        if admitted or self._has_new_weights:
+            self._decoder.refresh(has_new_weights=self._has_new_weights)
+            self._has_new_weights = False
+        if admitted:
             try:
                 self._prefill(admitted)
             except Exception:

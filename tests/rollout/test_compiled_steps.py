@@ -1,14 +1,23 @@
-"""Compiled decode attention against PyTorch's."""
+"""Compiled decode steps against those of PyTorch and transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from tests.rounding import assert_near
 
 from braid.models.attention import LayerCall
+from braid.models.causal_lm import CausalLM
+from braid.models.fused import fuse
 from braid.rollout.engines.native.cache import Block, DecodeAttention, KVCache
 from braid.rollout.engines.native.compiled import CompiledAttention
+from braid.rollout.engines.native.decoder import Decoder
+from braid.rollout.engines.native.layers import can_fuse
+
+TinyLM = Callable[..., CausalLM]
 
 HEADS, GROUPS, SIZE = 2, 2, 8
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
@@ -67,3 +76,40 @@ def test_other_types_and_shapes_are_left_to_pytorch() -> None:
         for kind in (CompiledAttention, DecodeAttention)
     )
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("biases", [{}, {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_fused_layers_equal_the_model(kind: str, biases: dict[str, bool], tiny_lm: TinyLM) -> None:
+    lm = tiny_lm(kind, **biases)
+    for name, parameter in lm.model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.2)
+    fuse(lm.model)
+    inputs = np.array([[5, 6, 7, 8], [0, 3, 11, 20]])
+
+    def logits(*, is_compiled: bool) -> torch.Tensor:
+        cache = KVCache(4096, 4)
+        cache.reserve([64] * 4)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(4):
+            cache.add(64)
+        (bucket,) = cache.buckets()
+        for layer in range(2):
+            shape = (4, HEADS, bucket.length, SIZE)
+            bucket.write(layer, 0, *(torch.randn(shape, generator=generator) for _ in range(2)))
+        decoder = Decoder(lm, cache, torch.device("cpu"), is_compiled=is_compiled)
+        assert (decoder._layers is not None) == is_compiled
+        decoder.refresh(has_new_weights=False)
+        return decoder.logits(inputs)[:4]
+
+    with torch.inference_mode():
+        assert_near(logits(is_compiled=True), logits(is_compiled=False), 3e-6)
+
+
+def test_layers_with_anything_added_are_left_to_transformers(tiny_lm: TinyLM) -> None:
+    assert can_fuse(tiny_lm("llama"))
+    assert not can_fuse(tiny_lm("gemma2"))
+    assert not can_fuse(CausalLM(tiny_lm("llama").model.bfloat16()))
+    (hooked := tiny_lm("llama")).backbone.norm.register_forward_hook(lambda *_: None)
+    assert not can_fuse(hooked)
