@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -84,7 +85,7 @@ def compare(
 ) -> tuple[float, float, float]:
     """Median tokens/s of the engine and of generate, and the median ratio over the turns (the first, a warm-up, left out)."""
     tokens = sum(r.sampling.max_new_tokens for r in requests)
-    engine = NativeEngine(lm, decode=lambda _: "", max_running=len(requests))
+    engine = NativeEngine(lm, decode=lambda _: "", max_running=len(requests), compile=True)
     sides: list[Callable[[], float]] = [
         lambda: run_engine(engine, requests),
         lambda: run_generate(plain, requests),
@@ -108,7 +109,9 @@ def main() -> None:
     for name in args.sizes:
         config = ModelConfig.model_validate({"build": SIZES[name], "dtype": args.dtype})
         lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))
-        plain = AutoModelForCausalLM.from_config(lm.model.config, attn_implementation="sdpa").eval()
+        # a copy, since from_config changes the attention of all models that share the config
+        config = copy.deepcopy(lm.model.config)
+        plain = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
         plain.load_state_dict(lm.model.state_dict())
         plain.generation_config.eos_token_id = None  # pyright: ignore[reportOptionalMemberAccess]
         plain.generation_config.pad_token_id = 0  # pyright: ignore[reportOptionalMemberAccess]

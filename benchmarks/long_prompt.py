@@ -70,7 +70,8 @@ def main() -> None:
     turns: list[tuple[float, float, float]] = []
     for _ in range(args.repeats + 1):
         engines = [
-            NativeEngine(lm, decode=str, max_running=65, kv_budget_tokens=args.budget) for _ in range(3)
+            NativeEngine(lm, decode=str, max_running=65, kv_budget_tokens=args.budget, compile=True)
+            for _ in range(3)
         ]
         alone, prefill, both = (
             seconds(engine, requests)
