@@ -67,6 +67,12 @@ def _base(source: Source) -> dict[str, Any]:
         native["rollout.sampling.max_new_tokens"] = whole - prompt
     if facts.simulator(source) == "libero" and source["actor.model.model_type"] in rlinf_rollout.OPENVLA:
         native["env.gripper"] = "open_is_one"
+    if facts.has_critic(source) and source["actor.model.model_type"] in (
+        *rlinf_rollout.OPENVLA,
+        "cnn_policy",
+        "openpi",
+    ):
+        native.setdefault("critic.network", "shared")  # a value head on the policy's features
     return native | rlinf_run.critic_settings(source)[0]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .conditions import needs
 from .conversions import opposite
-from .rlinf_facts import ROBOTS_ONLY, SMALL_POLICIES, VLA, of_simulator
+from .rlinf_facts import ROBOTS_ONLY, SMALL_POLICIES, VALUES, VLA, of_simulator
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, unsupported
 from .values import list_of
@@ -76,7 +76,7 @@ _OPENPI = section("actor.model.openpi", "model.vla", ROBOTS_ONLY, _PI0)(
        lambda v, _: v or unsupported("without noise there are no log-probs; use a positive number")),
     to("joint_logprob", "", "bool", _is_joint),
     always("add_value_head", "there is a value head whenever values are learned", "bool"),
-    always("detach_critic_input", "the critic has weights of its own", "bool?"),
+    to("detach_critic_input", "critic.network", "bool?", VALUES, lambda v, _: "shared_detached" if v else "shared"),
     ignored("{action_horizon,model_action_dim,paligemma_variant,action_expert_variant,max_token_len,task}",
             "the folder determines it"),
     ignored("value_after_vlm", "the critic reads the mean of the vision-language model's states in any case", "bool"),

@@ -10,7 +10,7 @@ from tests.rounding import assert_near, rounding
 from tests.rows import rows_of
 
 from braid.config.model import MlpSpec
-from braid.errors import ConfigError
+from braid.errors import ConfigError, ModelError
 from braid.models.batch import PackedBatch
 from braid.models.mlp import MlpPolicy, MlpValue
 from braid.training.packing import pack
@@ -98,7 +98,9 @@ def test_each_observation_is_read_once_however_many_positions_it_has() -> None:
     policy, rng = _policy(KINDS[0]), np.random.default_rng(0)
     states, actions = rng.normal(size=(20, 4)).astype(np.float32), rng.integers(0, 2, 40)
     sizes: list[int] = []
-    policy.module.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0]["state"])))
+    policy.module.get_submodule("body").register_forward_pre_hook(
+        lambda _, inputs: sizes.append(len(inputs[0]["state"]))
+    )
     repeated = _batch(np.repeat(states, 2, axis=0), actions, np.ones(40, np.bool_))
     once = replace(repeated, observations={"state": torch.from_numpy(states)}, observed=torch.arange(40) // 2)
     expected, ours = (
@@ -161,7 +163,8 @@ def test_without_numbers_the_likeliest_action_is_taken() -> None:
     policy = _policy(KINDS[0])
     observations = np.random.default_rng(0).normal(size=(5, 4)).astype(np.float32)
     drawn, _ = _act(policy, observations, None)
-    expected = policy.module({"state": torch.from_numpy(observations)}).argmax(-1)
+    head, body = (policy.module.get_submodule(name) for name in ("head", "body"))
+    expected = head(body({"state": torch.from_numpy(observations)})).argmax(-1)
     np.testing.assert_array_equal(drawn, expected.numpy())
 
 
@@ -186,6 +189,26 @@ def test_values_cover_the_final_observation() -> None:
     out = value.forward(batch, frozenset({"values"}))["values"]
     torch.testing.assert_close(out, value.module({"state": torch.from_numpy(observations)}))
     assert out[2] != 0
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_a_policy_with_a_value_head_predicts_values_from_its_hidden_layers(*, is_detached: bool) -> None:
+    policy, plain = _policy(KINDS[0]), _policy(KINDS[0])
+    policy.add_value_head("value_head", is_detached=is_detached)
+    torch.nn.init.ones_(policy.module.get_parameter("value_head.weight"))
+    observations = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    batch = _batch(observations, np.zeros(3, np.int64), np.array([True, True, False]))
+    alone = policy.forward(batch, frozenset({"values"}))["values"]
+    assert (alone != 0).all(), "the last observation has one too"
+    out = policy.forward(batch, frozenset({"logprobs", "values", "value_deviation"}))
+    assert torch.equal(out["values"], alone)
+    assert torch.equal(out["logprobs"], plain.forward(batch, frozenset({"logprobs"}))["logprobs"])
+    out["values"].sum().backward()
+    assert policy.module.get_parameter("value_head.weight").grad is not None
+    body = policy.module.get_parameter("body.layers.0.weight").grad
+    assert body is None if is_detached else body is not None
+    with pytest.raises(ModelError, match=r"critic\.head_name=body"):
+        plain.add_value_head("body")
 
 
 def test_the_seed_decides_the_weights_and_the_first_policy_is_close_to_uniform() -> None:

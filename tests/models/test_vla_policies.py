@@ -21,7 +21,7 @@ from braid.models.vla.actions import range_of
 from braid.models.vla.build import load_module, make_processor
 from braid.models.vla.openvla import load_openvla
 from braid.models.vla.pi0 import Pi0Policy, demonstrated, load_pi0, transition
-from braid.models.vla.policy import OpenVlaPolicy, Processor, VlaPolicy, VlaValue
+from braid.models.vla.policy import OpenVlaPolicy, Processor, VlaPolicy
 from braid.rollout.rows import group_rows
 from braid.training.packing import pack
 from braid.types import ActionSpace, EnvSteps, Group, Prompt, Row, Spaces, Status, Trajectory
@@ -293,18 +293,37 @@ def test_pi0_loads_published_names(tmp_path: Path, prefix: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_of_observations(tmp_path: Path, kind: dict[str, Any]) -> None:
-    """One value per observation, 0 at first, from weights of its own."""
+    """One value per observation, 0 at first; in one pass with the log-probs those of the decisions."""
     policy = make(tmp_path, kind, "chunk")
-    row = play(policy)[0]
-    critic = VlaValue(policy)
-    batch = pack([row], CPU)
-    assert not critic.forward(batch, frozenset({"values"}))["values"].any()
-    torch.nn.init.ones_(critic.module.get_parameter("value_head.weight"))
-    values = critic.forward(batch, frozenset({"values"}))["values"]
-    assert values.shape == (len(row),)
+    batch = pack([play(policy)[0]], CPU)
+    expected = policy.forward(batch, frozenset({"logprobs"}))["logprobs"]
+    policy.add_value_head("value_head", seed=0)
+    assert not policy.forward(batch, frozenset({"values"}))["values"].any()
+    torch.nn.init.ones_(policy.module.get_parameter("value_head.weight"))
+    values = policy.forward(batch, frozenset({"values"}))["values"]
+    assert values.shape == batch.mask.shape
     assert len(values.unique()) == 4
-    values.sum().backward()
-    assert all(p.grad is None for p in policy.module.parameters())
+    out = policy.forward(batch, frozenset({"logprobs", "values", "value_deviation"}))
+    assert torch.equal(out["logprobs"], expected)
+    torch.testing.assert_close(out["values"][batch.mask], values[batch.mask])
+    with pytest.raises(ModelError, match="choose another, such as value_head"):
+        policy.add_value_head("value_layers", seed=0)
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_the_value_loss_trains_the_policys_layers_unless_detached(
+    tmp_path: Path, kind: dict[str, Any], *, is_detached: bool
+) -> None:
+    policy = make(tmp_path, kind, "chunk")
+    policy.add_value_head("value_head", seed=0, is_detached=is_detached)
+    torch.nn.init.ones_(policy.module.get_parameter("value_head.weight"))
+    batch = pack([play(policy)[0]], CPU)
+    policy.forward(batch, frozenset({"values", "logprobs"}))["values"].sum().backward()
+    trained = {name for name, p in policy.module.named_parameters() if p.grad is not None}
+    own = {name for name in trained if name.startswith(("value_layers.", "value_head."))}
+    assert own
+    assert (trained == own) is is_detached
 
 
 def test_unusable_settings_are_refused(tmp_path: Path) -> None:

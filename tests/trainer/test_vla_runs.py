@@ -16,6 +16,7 @@ import yaml
 from gymnasium import spaces
 from safetensors.torch import load_file
 from tests.models.vla_checkpoints import STATISTICS, tiny_openvla, tiny_pi0, tiny_tokenizer
+from tests.resume.test_kill_and_resume import weight_hashes
 
 from braid.config.load import load_config
 from braid.data.lerobot import Demonstration, write_demonstrations
@@ -107,6 +108,32 @@ def test_training_steps(tmp_path: Path, vla: dict[str, Any], recipe: str) -> Non
     first = next(line for line in lines if "policy/ratio_mean" in line)
     assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert first["env/steps"] == 2 * 4 * 5, "whatever a decision's positions are"
+
+
+@pytest.mark.parametrize("vla", [OFT, PI0], ids=["openvla_oft", "pi0"])
+def test_a_policy_with_a_value_head_is_its_own_critic(tmp_path: Path, vla: dict[str, Any]) -> None:
+    """With adapters too, whose checkpoints have the head, and whose exports don't."""
+    config = write_config(
+        tmp_path,
+        vla,
+        model={"path": "model", "vla": vla | {"action_dim": 3, "unnorm_key": "toy"}, "lora": {"rank": 2}},
+        algorithm={"recipe": "ppo", "kl_coef": 0.0, "logprob_level": "chunk"},
+        critic={"network": "shared", "warmup_rounds": 1},
+    )
+    outcome = commands.train(load_config(config, ["run.max_rounds=3", "checkpoint.every_rounds=1"]))
+    first, second, _ = [line for line in metrics(outcome) if "critic/value_mean" in line]
+    assert first["critic/value_mean"] == 0
+    assert second["critic/value_mean"] != 0, "the round before was one of the value loss alone"
+    assert "policy/ratio_mean" not in first
+    assert "policy/ratio_mean" in second
+    middle = outcome.run_dir / "checkpoints" / "step_1"
+    options = ["run.max_rounds=3", "run.name=again", f"run.resume={middle}", "run.allow_changes=true"]
+    again = commands.train(load_config(config, [*options, "checkpoint.every_rounds=1"]))
+    hashes = weight_hashes(outcome.run_dir)
+    assert [name for name in hashes if name.endswith("value_head.weight")]
+    assert weight_hashes(again.run_dir) == hashes
+    commands.export(outcome.run_dir, output=tmp_path / "out")
+    assert not [name for name in load_file(tmp_path / "out" / "model.safetensors") if "value" in name]
 
 
 def test_training_episodes_are_filmed_every_so_many_rounds(tmp_path: Path) -> None:

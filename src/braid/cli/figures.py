@@ -106,7 +106,11 @@ def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         given = config.algorithm.aggregation_constant is not None
         how = "algorithm.aggregation_constant" if given else "longest possible response"
         yield Figure("aggregation constant", f"{plan.aggregation_constant:g}", how)
-    critic = ("yes", "GAE needs values") if plan.needs_critic else ("no", "the advantage does not use values")
+    critic = ("no", "the advantage does not use values")
+    if plan.learns_values:
+        critic = (
+            ("yes", "GAE needs values") if plan.needs_critic else ("no", "the policy computes the values")
+        )
     yield Figure("critic", *critic)
     kl = f"algorithm.kl_coef is {plan.recipe.kl_coef:g}"
     yield Figure("reference model", "yes" if plan.needs_reference else "no", kl)
@@ -151,7 +155,7 @@ def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if rounds is None or plan.planned_steps is None:
         yield Figure("optimizer steps", UNKNOWN, f"rounds x {plan.steps_per_round}")
         return
-    warmup = config.critic.warmup_rounds if plan.needs_critic else 0
+    warmup = config.critic.warmup_rounds if plan.learns_values else 0
     how = f"{rounds - warmup:,} rounds x {plan.steps_per_round}"
     if warmup:
         how += f" ({warmup} rounds of critic warm-up; {plan.planned_critic_steps:,} critic steps)"

@@ -30,7 +30,7 @@ class Acted(NamedTuple):
 
 class TrainableModel(ABC):
     """A policy or critic of any kind, as used by the training backends. `module` holds the trained parameters;
-    `value_head` computes "values", None for a policy."""
+    `value_head` computes "values", None for a policy without one."""
 
     module: nn.Module
     value_head: ValueHead | None = None

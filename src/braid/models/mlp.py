@@ -18,7 +18,7 @@ from braid.types import DecisionLevel, Spaces
 from .base import Acted, Output, TrainableModel, choose
 from .batch import PackedBatch
 from .flops import Flops, flops_of_linear
-from .value_head import ValueHead, with_head
+from .value_head import VALUES, ValueHead, taken_name, with_head
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _MIN_ROWS = 16
@@ -51,13 +51,33 @@ class MlpPolicy(TrainableModel):
         if not self._is_categorical:
             self._net.register_parameter("log_std", nn.Parameter(torch.zeros(self._size)))
 
+    def add_value_head(
+        self, name: str, *, num_values: int = 1, normalizes: bool = False, is_detached: bool = False
+    ) -> None:
+        """Add a head that predicts values from the hidden layers of the policy. With `is_detached` the value loss does not
+        train these. `num_values` and `normalizes` as in ValueHead."""
+        if hasattr(self._net, name):
+            raise taken_name(name)
+        self.value_head = ValueHead(self._net.head.in_features, num_values=num_values, normalizes=normalizes)
+        self._net.add_module(name, self.value_head)
+        self._detaches_values = is_detached
+
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
         return self._net.flops(sum(lengths))
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`logprobs` [T] and `entropy` [T]; 0 where the mask is False."""
+        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; with a value head also those of MlpValue."""
+        features, found = self._net.body(batch.observations), {}
+        if self.value_head is not None and outputs & VALUES:
+            values = self.value_head(features.detach() if self._detaches_values else features)
+            found = self.value_head.of_observations(values, batch, outputs)
+        return found | self._of_actions(features, batch, outputs - VALUES)
+
+    def _of_actions(
+        self, features: Tensor, batch: PackedBatch, outputs: frozenset[Output]
+    ) -> dict[str, Tensor]:
         assert batch.observed is not None, "batches of simulators have observations"
-        head, log_std = self._head(batch.observations)[batch.observed], self._log_std
+        head, log_std = self._head(features)[batch.observed], self._log_std
         if self._level != "chunk":
             index, unit = torch.arange(len(head), device=head.device), batch.unit
             if self._level == "action":
@@ -94,7 +114,7 @@ class MlpPolicy(TrainableModel):
             name: torch.from_numpy(np.pad(of, [(0, padding)] + [(0, 0)] * (of.ndim - 1))).to(device)
             for name, of in observations.items()
         }
-        head = self._head(padded)[:count]
+        head = self._head(self._net.body(padded))[:count]
         drawn = None if uniforms is None else torch.from_numpy(uniforms).to(device)
         actions = self._draw(head, drawn)
         each = self._logprobs(head, self._log_std, actions)
@@ -108,10 +128,10 @@ class MlpPolicy(TrainableModel):
             actions = actions * (2 / (self._num_bins - 1)) - 1
         return Acted(actions.cpu().numpy(), {"actions": inputs.cpu().numpy()}, logprobs.cpu().numpy())
 
-    def _head(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """[K, ...] -> [K, H, A], or [K, H, A, num_bins]."""
+    def _head(self, features: Tensor) -> Tensor:
+        """[K, D] -> [K, H, A], or [K, H, A, num_bins]."""
         bins = () if self._num_bins is None else (self._num_bins,)
-        return self._net(observations).unflatten(-1, (self._chunk, self._size, *bins))
+        return self._net.head(features).unflatten(-1, (self._chunk, self._size, *bins))
 
     @property
     def _log_std(self) -> Tensor:
@@ -168,8 +188,7 @@ class MlpValue(TrainableModel):
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` and `value_deviation` [T] of each position's observation, including the final one."""
-        values = self._head.of_positions(self.module(batch.observations), batch)
-        return self._head.outputs(values, outputs)
+        return self._head.of_observations(self.module(batch.observations), batch, outputs)
 
 
 class _Body(nn.Module):
@@ -224,10 +243,6 @@ class _Net(nn.Module):
                 nn.init.orthogonal_(layer.weight, gain, generator=generator)
                 assert layer.bias is not None, "all layers have one"
                 nn.init.zeros_(layer.bias)
-
-    def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """[K, ...] by name -> [K, outputs]."""
-        return self.head(self.body(observations))
 
     def flops(self, num_observations: int) -> Flops:
         convolutions = [m for m in self.body.convolutions if isinstance(m, nn.Conv2d)]

@@ -5,7 +5,8 @@ With `rank`, the model stays in host memory, to be sharded over the role's ranks
 
 from __future__ import annotations
 
-from typing import Literal
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -20,6 +21,9 @@ from .causal_lm import CausalLM
 from .loading import load_policy
 from .mlp import MlpPolicy, MlpValue
 from .value import ValueModel
+
+if TYPE_CHECKING:
+    from .vla.policy import VlaPolicy
 
 
 def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = None) -> CausalLM:
@@ -88,39 +92,32 @@ def make_robot_model(
     """Build the policy or the critic for a simulator's observations and actions. A given `policy` is the run's own:
     a warm-up trains it, and the critic of a vision-language-action policy starts as a copy of it."""
     assert role in ("policy", "critic"), f"simulators have no {role}"
-    num_values = config.model.num_action_chunks if config.algorithm.reward_level == "action" else 1
+    critic = config.critic
+    head: dict[str, Any] = {
+        "num_values": config.model.num_action_chunks if config.algorithm.reward_level == "action" else 1,
+        "normalizes": critic.normalize_values,
+    }
     if role == "policy" and policy is not None:
         return policy
+    model: MlpPolicy | VlaPolicy
     if config.model.vla is not None:
         from .vla.build import make_vla
-        from .vla.policy import VlaPolicy, VlaValue
 
-        vla = policy if isinstance(policy, VlaPolicy) else make_vla(config, spaces, device, rank)
-        critic = config.critic
-        return (
-            vla
-            if role == "policy"
-            else VlaValue(
-                vla,
-                head_name=critic.head_name,
-                normalizes=critic.normalize_values,
-                num_values=num_values,
-            )
-        )
-    spec, seed = config.model.mlp, config.run.seed
-    assert spec is not None, "the plan checks that it is there"
-    model: TrainableModel
-    if role == "policy":
-        model = MlpPolicy(spec, spaces, seed=seed, level=config.algorithm.logprob_level)
+        head["seed"] = config.run.seed
+        if policy is None:
+            model = make_vla(config, spaces, device, rank)
+        else:
+            model = cast("VlaPolicy", deepcopy(policy))
     else:
-        model = MlpValue(
-            spec,
-            spaces,
-            seed=seed + 1,
-            head_name=config.critic.head_name,
-            normalizes=config.critic.normalize_values,
-            num_values=num_values,
-        )
+        spec, seed = config.model.mlp, config.run.seed
+        assert spec is not None, "the plan checks that it is there"
+        if role == "critic":
+            value = MlpValue(spec, spaces, seed=seed + 1, head_name=critic.head_name, **head)
+            value.module.to(device)
+            return value
+        model = MlpPolicy(spec, spaces, seed=seed, level=config.algorithm.logprob_level)
+    if role == "critic" or critic.network != "own":
+        model.add_value_head(critic.head_name, is_detached=critic.network == "shared_detached", **head)
     model.module.to(device)
     return model
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 RATE = 0.01
 """Weight of the newest returns in the running moments. With bias correction (arXiv 1602.07714, section 2.2),
 so that early moments are plain means."""
+VALUES: frozenset[Output] = frozenset({"values", "value_deviation"})
+"""The outputs of a critic."""
 MIN_DEVIATION = 1e-2
 """Lower bound on the deviation of returns, for returns that are nearly all equal."""
 
@@ -73,6 +75,12 @@ class ValueHead(nn.Linear):
         computed = {"values": values, "value_deviation": torch.full_like(values, self.deviation)}
         return {name: computed[name] for name in names}
 
+    def of_observations(
+        self, values: Tensor, batch: PackedBatch, names: Iterable[Output]
+    ) -> dict[str, Tensor]:
+        """Those of the outputs `names` that are a critic's, given the `values` of observations (see `of_positions`)."""
+        return self.outputs(self.of_positions(values, batch), VALUES.intersection(names))
+
     def of_positions(self, values: Tensor, batch: PackedBatch) -> Tensor:
         """[K] of observations -> [T] of positions; or [K, num_values], of which a position, being an action, has that of
         its place in the chunk."""
@@ -107,12 +115,16 @@ class ValueHead(nn.Linear):
             bias.copy_((bias.double() * old_deviation + old_mean - mean) / deviation)
 
 
+def taken_name(name: str) -> ModelError:
+    return ModelError(
+        f"critic.head_name={name} is the name of another part; choose another, such as value_head"
+    )
+
+
 def with_head(body: nn.Module, body_name: str, head: ValueHead, head_name: str) -> nn.Sequential:
     """Combine body and head in one module under these names. Raises ModelError if the names are equal."""
     if head_name == body_name:
-        raise ModelError(
-            f"critic.head_name={head_name} is the name of the backbone; choose another, such as value_head"
-        )
+        raise taken_name(head_name)
     return nn.Sequential(OrderedDict({body_name: body, head_name: head}))
 
 

@@ -122,9 +122,15 @@ def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if plan.verb == "train" and config.run.max_rounds is None and config.run.max_epochs is None:
         yield "run.max_rounds", "the run never ends; set run.max_rounds or run.max_epochs"
     rounds, warmup = plan.planned_rounds, config.critic.warmup_rounds
-    if plan.needs_critic and rounds is not None and warmup >= rounds:
+    if plan.learns_values and rounds is not None and warmup >= rounds:
         why = f"the run has {rounds} rounds, all of them critic warm-up ({warmup})"
         yield "critic.warmup_rounds", f"the policy is never updated: {why}"
+
+
+def _values(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    if plan.learns_values and not plan.needs_critic and is_of_text(config):
+        why = "the critic of a language model is a model of its own; only robot policies share theirs"
+        yield "critic.network", f"{why}; set it to own"
 
 
 def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -215,7 +221,7 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if algorithm.entropy_level not in (None, level):
             why = f"the entropy of robot policies is computed at algorithm.logprob_level={level}"
             yield "algorithm.entropy_level", f"{why}; set both to the same level"
-        if algorithm.reward_level == "action" and level != "action" and plan.needs_critic:
+        if algorithm.reward_level == "action" and level != "action" and plan.learns_values:
             why = f"returns of actions need log-probs of actions, not of {level}s (algorithm.logprob_level)"
             yield "algorithm.reward_level", f"{why}; set both to action, or it to chunk"
     if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
@@ -298,6 +304,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _policy_and_env,
     _demonstrations,
     _length,
+    _values,
     _data,
     _evaluation,
     _batches,

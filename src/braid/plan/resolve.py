@@ -103,9 +103,10 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
         constant = float(output)
     old_logprobs = _old_logprobs(config, recipe, steps_per_round)
+    has_critic = recipe.advantage == "gae" and config.critic.network == "own"
     is_used: dict[Role, bool] = {
         "policy": True,
-        "critic": verb == "train" and recipe.advantage == "gae",
+        "critic": verb == "train" and has_critic,
         "reference": verb == "train" and recipe.kl_coef > 0,
         "inference": verb == "train" and old_logprobs == "recompute",
         "rollout": True,
@@ -121,7 +122,8 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         recipe=recipe,
         old_logprobs=old_logprobs,
         aggregation_constant=constant,
-        needs_critic=recipe.advantage == "gae",
+        learns_values=recipe.advantage == "gae",
+        needs_critic=has_critic,
         needs_reference=recipe.kl_coef > 0,
         needs_greedy=recipe.advantage == "remax",
         num_prompts=num_prompts,
@@ -211,7 +213,11 @@ def _memory(
     width, lora = BYTES[config.model.dtype], config.model.lora
     adapters = None if lora is None else policy.adapter_parameters(lora)
     roles = [_trained("policy", policy.parameters, width, config.train, adapters)]
-    if recipe.advantage == "gae" and (critic := sizes["critic"]) is not None:
+    if (
+        recipe.advantage == "gae"
+        and config.critic.network == "own"
+        and (critic := sizes["critic"]) is not None
+    ):
         values = critic.parameters - critic.head_parameters + critic.hidden_size + 1
         roles.append(_trained("critic", values, width, config.critic.train or config.train))
     if recipe.kl_coef > 0 and (reference := sizes["reference"]) is not None:

@@ -172,19 +172,21 @@ def _always(_: RunConfig, __: Plan) -> _Unused:
 
 def _roles(config: RunConfig, plan: Plan) -> _Unused:
     reference = config.reference
-    if not plan.needs_critic:
+    if not plan.learns_values:
         yield (
             "the advantage uses no critic",
-            "critic.{path,train,warmup_rounds,normalize_values,head_name} "
+            "critic.{network,path,train,warmup_rounds,normalize_values,head_name} "
             "algorithm.{gae_lambda,value_clip,huber_delta,value_loss_coef}",
         )
+    elif not plan.needs_critic:
+        yield "the policy computes the values", "critic.{path,train}"
     if plan.needs_reference:
         yield (
             "the reference model is not trained",
             "reference.train.{optimizer,steps_per_pass,passes_per_round,shuffle,max_grad_norm,max_skipped_steps,"
             "gradient_checkpointing,grad_scaler,micro_batch_rows,offload.gradients,offload.optimizer}",
         )
-    if not plan.needs_critic or config.critic.train is not None:
+    if not plan.learns_values or (plan.needs_critic and config.critic.train is not None):
         yield "the policy has no value head, and a critic has its own settings", "train.optimizer.value_lr"
     if reference.path is None and config.model.lora is not None and plan.layout.mode == "in_process":
         keys = "reference.train.{compile,logprob_chunk_bytes}"
@@ -211,7 +213,7 @@ def _losses(config: RunConfig, plan: Plan) -> _Unused:
         )
     if plan.old_logprobs == "current":
         yield f"{old_logprobs} all ratios are 1", "algorithm.early_stop_ratio"
-    if config.model.num_action_chunks == 1 or not plan.needs_critic or is_of_text(config):
+    if config.model.num_action_chunks == 1 or not plan.learns_values or is_of_text(config):
         yield "only values of chunks of several actions depend on it", "algorithm.reward_level"
     if not is_of_text(config):
         yield "it has to be that of algorithm.logprob_level", "algorithm.entropy_level"
@@ -420,9 +422,9 @@ def _vla(config: RunConfig, _: Plan) -> _Unused:
 
 
 def _training(config: RunConfig, plan: Plan) -> _Unused:
-    has_critic = plan.needs_critic and config.critic.train is None
+    has_values = plan.learns_values and (not plan.needs_critic or config.critic.train is None)
     has_reference = plan.needs_reference and config.reference.train is None
-    if plan.old_logprobs != "recompute" and not has_critic and not has_reference:
+    if plan.old_logprobs != "recompute" and not has_values and not has_reference:
         why = "this run has no inference passes (log-probs or values before the update)"
         yield why, "train.{infer_batch_tokens,infer_batch_rows}"
     for at in _sections(config, "@.optimizer"):

@@ -115,7 +115,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/skipped_steps", "", "Policy steps of the round skipped because of a loss or gradient that was not finite."),
     Metric("policy/early_stopped_steps", "", "Policy steps of the round skipped because of a mean ratio above early_stop_ratio."),
     # critic
-    Metric("critic/loss", "", "The value loss."),
+    Metric("critic/loss", "", "The value loss. With critic.network=shared it is a part of policy/loss."),
     Metric("critic/value_mean", "", "Mean value predicted by the critic."),
     Metric("critic/return_mean", "", "Mean of the critic's target returns."),
     Metric("critic/explained_variance", "", "1 - var(return - value) / var(return): 1 is perfect, 0 no better than the mean."),

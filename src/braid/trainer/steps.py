@@ -26,7 +26,7 @@ from braid.report.outputs import log_outputs
 from braid.training.advantages import are_trained
 from braid.training.backend import StepReport
 from braid.training.group import ModelGroup
-from braid.training.losses import policy_loss, value_loss_of
+from braid.training.losses import policy_loss, value_loss_of, with_value_loss
 from braid.training.rollout_buffer import RowMetadata
 from braid.types import Group, Status, Trajectory
 
@@ -265,8 +265,8 @@ def _infer_fields(parts: Parts, rows: Sequence[RowMetadata]) -> None:
         asked.append((parts.policy, "kl", "kl"))
     elif parts.reference is not None and parts.plan.recipe.full_kl_in is None:
         asked.append((parts.reference, "logprobs", "ref_logprobs"))
-    if parts.critic is not None:
-        asked.append((parts.critic, "values", "values"))
+    if parts.plan.learns_values:
+        asked.append((parts.critic or parts.policy, "values", "values"))
     started = [parts.buffer.start_infer(model, rows, output, field) for model, output, field in asked]
     for call in itertools.chain.from_iterable(started):
         call.wait()
@@ -293,14 +293,15 @@ def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[RowMe
 
 
 def update(parts: Parts, rows: Sequence[RowMetadata]) -> None:
-    """Take the round's optimizer steps: the critic's, then the policy's, each on separate mini-batches. Does
-    nothing without rows."""
+    """Take the round's optimizer steps: the critic's, then the policy's, each on separate mini-batches; or those of a policy
+    with a value head. Does nothing without rows."""
     if not rows:
         return
     with parts.timed("update"):
-        if parts.critic is not None:
-            update_critic(parts, parts.critic, rows)
-        if parts.critic is None or parts.progress.round > parts.config.critic.warmup_rounds:
+        is_warm_up = parts.plan.learns_values and parts.progress.round <= parts.config.critic.warmup_rounds
+        if parts.critic is not None or is_warm_up:
+            update_critic(parts, parts.critic or parts.policy, rows)
+        if not is_warm_up:
             update_policy(parts, rows)
     tokens = sum(len(row) for row in rows) * parts.config.train.passes_per_round
     parts.metrics.mean("train/tokens_per_s", tokens / parts.metrics.value("time/update_s"))
@@ -323,6 +324,8 @@ def update_policy(parts: Parts, rows: Sequence[RowMetadata]) -> None:
         key = (parts.config.run.seed, CHOICE_KEY, parts.progress.step)
         parts.buffer.write_step_fields(batch, key)
         loss = policy_loss(recipe, kl_coef=parts.kl_coef, version=parts.progress.round)
+        if parts.plan.learns_values and parts.critic is None:
+            loss = with_value_loss(loss, recipe)
         report = parts.buffer.train(parts.policy, batch, weights, loss)
         record(parts.metrics, "policy", report)
         if recipe.early_stop_ratio is not None:

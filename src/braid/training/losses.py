@@ -72,6 +72,25 @@ def value_loss_of(recipe: Recipe) -> Loss:
     return Loss(frozenset({"values", "value_deviation"}), partial(_value_loss, recipe))
 
 
+def with_value_loss(loss: Loss, recipe: Recipe) -> Loss:
+    """The sum of a policy's `loss` and the value loss, for a policy with a value head. Weights are those of `policy_loss`. Where
+    only one of the two counts decisions, the value loss counts each decision or its tokens like the policy's."""
+
+    def compute(outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Diagnostics]:
+        of_policy, diagnostics = loss.compute(outputs, batch)
+        weights = batch.weights
+        assert weights is not None, "training batches need weights"
+        if recipe.counts_decisions != recipe.values_turns:
+            size = _decisions(batch).size.float()
+            weights = weights / size if recipe.counts_decisions else weights * size
+        of_critic, more = _value_loss(recipe, outputs, replace(batch, weights=weights))
+        count = aggregate(torch.ones_like(weights), _valued(recipe, batch).mask, weights)
+        means = {"critic/loss": (of_critic.detach().double(), count)}
+        return of_policy + of_critic, Diagnostics(diagnostics.means | more.means | means, diagnostics.maxima)
+
+    return replace(loss, outputs=loss.outputs | value_loss_of(recipe).outputs, compute=compute)
+
+
 def supervised_loss() -> Loss:
     """Cross-entropy of the tokens at which the mask is True."""
     return Loss(frozenset({"logprobs"}), _supervised_loss)
@@ -197,9 +216,7 @@ def _value_loss(recipe: Recipe, outputs: dict[str, Tensor], batch: PackedBatch) 
     means = {"value_mean": values.detach(), "return_mean": returns}
     if recipe.value_clip is not None:
         means["clip_fraction"] = ((values.detach() - old).abs() > recipe.value_clip * deviation).float()
-    if recipe.values_turns:
-        assert batch.decision is not None, "batches of rows carry the index of decisions"
-        batch = replace(batch, mask=first_positions(batch.decision))
+    batch = _valued(recipe, batch)
     return _reduced(per_token, batch), _diagnostics("critic", batch.mask, means)
 
 
@@ -207,6 +224,14 @@ def _supervised_loss(outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Te
     logprobs = outputs["logprobs"]
     means = {"token_probability": logprobs.detach().clamp(max=0).exp()}  # densities may exceed 1
     return _reduced(-logprobs, batch), _diagnostics("sft", batch.mask, means)
+
+
+def _valued(recipe: Recipe, batch: PackedBatch) -> PackedBatch:
+    """With a mask of the positions that have a value."""
+    if not recipe.values_turns:
+        return batch
+    assert batch.decision is not None, "batches of rows carry the index of decisions"
+    return replace(batch, mask=first_positions(batch.decision))
 
 
 def _reduced(per_token: Tensor, batch: PackedBatch) -> Tensor:

@@ -31,7 +31,7 @@ from braid.errors import ModelError
 from braid.models.folders import local_folder, read_json, read_model
 from braid.types import DecisionLevel
 
-from .policy import Processor, Tensors, VlaPolicy
+from .policy import Processor, Tensors, VlaPolicy, seeded
 from .vision import prepared
 
 _DEVIATIONS = (0.08, 0.16)
@@ -100,6 +100,12 @@ class _Prefix:
     mask: Tensor
     states: Tensor
 
+    @property
+    def mean_state(self) -> Tensor:
+        """[B, D], without padding."""
+        weights = self.mask.to(self.states.dtype).unsqueeze(-1)
+        return (self.states * weights).sum(1) / weights.sum(1)
+
 
 class Pi0Policy(VlaPolicy):
     """`inputs` has the denoised `chain` of a decision: under flow_sde [2, C, D], before and after its stochastic `step`;
@@ -136,14 +142,12 @@ class Pi0Policy(VlaPolicy):
             module.model.vlm.requires_grad_(False)
         if config.noise == "flow_noise":
             weight = module.action_out_proj.weight
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+            with seeded(seed):
                 wide = module.action_out_proj.in_features
                 net = nn.Sequential(
                     nn.Linear(wide, _NOISE_HIDDEN), nn.SiLU(), nn.Linear(_NOISE_HIDDEN, self._size)
                 )
-            self._noise_net = net.to(weight.device, weight.dtype)
-            module.add_module("noise_net", self._noise_net)
+            self._noise_net = self._add("noise_net", net.to(weight.device, weight.dtype))
 
     @property
     def hidden_size(self) -> int:
@@ -152,9 +156,7 @@ class Pi0Policy(VlaPolicy):
 
     def features(self, observations: Tensors) -> Tensor:
         """The mean of the vision-language model's last hidden states."""
-        prefix = self._prefix(observations)
-        weights = prefix.mask.to(prefix.states.dtype).unsqueeze(-1)
-        return (prefix.states * weights).sum(1) / weights.sum(1)
+        return self._prefix(observations).mean_state
 
     def draw(
         self, observations: Tensors, uniforms: Tensor | None
@@ -193,9 +195,10 @@ class Pi0Policy(VlaPolicy):
             logprobs = torch.zeros_like(logprobs)
         return x[:, : self.config.num_action_chunks, : self.config.action_dim], inputs, logprobs
 
-    def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor]:
+    def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         prefix = self._prefix(observations)
-        return self._logprobs(prefix, observations, inputs["chain"][:, 0], inputs["step"][:, 0])
+        found = self._logprobs(prefix, observations, inputs["chain"][:, 0], inputs["step"][:, 0])
+        return *found, prefix.mean_state
 
     def _logprobs(
         self, prefix: _Prefix, observations: Tensors, chain: Tensor, step: Tensor

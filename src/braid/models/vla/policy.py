@@ -1,13 +1,12 @@
-"""Vision-language-action policies and their critics, as training and the simulators' engine need them."""
+"""Vision-language-action policies, which may predict values too, as training and the simulators' engine need them."""
 
 from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,11 +17,11 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from braid.config.model import VlaConfig
 from braid.errors import ModelError
-from braid.models.base import Acted, Output, TrainableModel, choose
+from braid.models.base import Acted, Output, TrainableModel, choose, unique_weights
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops, flops_of_linear
 from braid.models.lora import has_adapters, named_adapters
-from braid.models.value_head import ValueHead
+from braid.models.value_head import VALUES, ValueHead, taken_name
 from braid.types import DecisionLevel, Spaces
 
 from .actions import Range, values_of
@@ -36,6 +35,7 @@ def pi0_prompt(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int
 
 
 Tensors = Mapping[str, Tensor]
+T = TypeVar("T", bound=nn.Module)
 _RECOMPUTED = 8
 """Observations per forward pass under gradient checkpointing."""
 _HIDDEN = (512, 128)
@@ -109,6 +109,14 @@ def num_positions(config: VlaConfig, level: DecisionLevel | None) -> int:
     return {"action": chunk, "chunk": 1}.get(level or "token", chunk * config.action_dim)
 
 
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers of torch from `seed`, without an effect on later ones."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
 class VlaPolicy(TrainableModel):
     """A distribution over chunks of `num_action_chunks` actions, given images, an instruction, and for some models a
     state. A decision is `width` positions of a row."""
@@ -119,7 +127,36 @@ class VlaPolicy(TrainableModel):
     def __init__(self, module: nn.Module, processor: Processor) -> None:
         self.module, self.processor = module.eval(), processor
         self.config, self.observe = processor.config, processor.observe
-        self._recomputes = False
+        self._recomputes = self._detaches_values = False
+        self._added: dict[str, nn.Module] = {}
+
+    def add_value_head(
+        self,
+        name: str,
+        *,
+        seed: int,
+        num_values: int = 1,
+        normalizes: bool = False,
+        is_detached: bool = False,
+    ) -> None:
+        """Add a perceptron that predicts values from `features`. With `is_detached` the value loss does not train these.
+        `seed` is that of the weights, `num_values` and `normalizes` as in ValueHead."""
+        if name == "value_layers" or hasattr(self.module, name):
+            raise taken_name(name)
+        like = next(self.module.parameters())
+        sizes = (self.hidden_size, *_HIDDEN)
+        with seeded(seed):
+            layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in itertools.pairwise(sizes)]
+        self._value_layers = self._add("value_layers", nn.Sequential(*layers).to(like.device, like.dtype))
+        head = ValueHead(sizes[-1], num_values=num_values, normalizes=normalizes)
+        self.value_head = self._add(name, head.to(like.device, like.dtype))
+        self._detaches_values = is_detached
+
+    def _add(self, name: str, layer: T) -> T:
+        """Add a part that checkpoint folders of the model don't have; it is trained beside adapters too."""
+        self.module.add_module(name, layer)
+        self._added[name] = layer
+        return layer
 
     @abstractmethod
     def features(self, observations: Tensors) -> Tensor:
@@ -136,8 +173,9 @@ class VlaPolicy(TrainableModel):
         """Normalized actions [E, H, A], inputs [E, P, ...] and log-probs [E, P] (see ActingPolicy.act)."""
 
     @abstractmethod
-    def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [K, P] of decisions from their observations [K, ...] and `inputs` [K, P, ...]."""
+    def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropies [K, P] of decisions from their observations [K, ...] and `inputs` [K, P, ...], and
+        their `features`."""
 
     @torch.no_grad()
     def act(self, observations: dict[str, NDArray], uniforms: NDArray[np.float64] | None) -> Acted:
@@ -163,8 +201,12 @@ class VlaPolicy(TrainableModel):
         return Acted(unnormalized, named, logprobs.float().cpu().numpy())
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`logprobs` [T] and `entropy` [T]; 0 where the mask is False."""
+        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; `values` and `value_deviation` [T] of each
+        position's observation, of the final ones only without log-probs and entropies."""
         assert batch.observed is not None, "batches of simulators have observations"
+        if outputs <= VALUES:
+            (features,) = self._in_parts(lambda seen: (self.features(seen),), batch.observations)
+            return self._values(features, batch, outputs)
         written = batch.mask.nonzero().squeeze(1)
         used, which = batch.observed[written].unique(return_inverse=True)
         unit = batch.unit[written]
@@ -175,14 +217,25 @@ class VlaPolicy(TrainableModel):
             for name, values in batch.inputs.items()
         }
         observations = {name: values[used] for name, values in batch.observations.items()}
-        found = self._in_parts(self.evaluate, observations, inputs)
+        *found, features = self._in_parts(self.evaluate, observations, inputs)
         named = zip(("logprobs", "entropy"), found, strict=True)
         zeros = torch.zeros(batch.num_positions, device=batch.device)
-        return {
+        of_actions = {
             name: zeros.index_put((written,), of[which, unit].float())
             for name, of in named
             if name in outputs
         }
+        if not outputs & VALUES:
+            return of_actions
+        num = len(next(iter(batch.observations.values())))
+        of_all = features.new_zeros(num, features.shape[1]).index_put((used,), features)
+        return of_actions | self._values(of_all, batch, outputs)
+
+    def _values(self, features: Tensor, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
+        """From the features [K, D] of the batch's observations."""
+        assert self.value_head is not None, "values are those of a value head"
+        hidden = self._value_layers(features.detach() if self._detaches_values else features)
+        return self.value_head.of_observations(self.value_head(hidden), batch, outputs)
 
     def _in_parts(self, function: Any, *named: Tensors) -> tuple[Tensor, ...]:
         """Call the function; with gradient checkpointing for a few observations at a time, each part computed again in the
@@ -217,8 +270,13 @@ class VlaPolicy(TrainableModel):
         return has_adapters(self.module)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See TrainableModel. With adapters: only these."""
-        return named_adapters(self.module) if self.has_adapters else super().named_weights()
+        """See TrainableModel. With adapters: only these, and the parts beside the model."""
+        if not self.has_adapters:
+            yield from super().named_weights()
+            return
+        yield from named_adapters(self.module)
+        for part, layer in self._added.items():
+            yield from ((f"{part}.{name}", tensor) for name, tensor in unique_weights(layer))
 
 
 class OpenVlaPolicy(VlaPolicy):
@@ -278,12 +336,13 @@ class OpenVlaPolicy(VlaPolicy):
             all_logits.append(logits)
         return bins, torch.stack(all_logits, dim=1)
 
-    def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor]:
+    def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         bins = inputs["bins"].flatten(1)
-        logprobs = self._logits(self._states(observations, bins)).log_softmax(-1)
+        states = self._states(observations, bins)
+        logprobs = self._logits(states).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         chosen = logprobs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
-        return self._per_position(chosen), self._per_position(entropy)
+        return self._per_position(chosen), self._per_position(entropy), states[:, 0]
 
     def _prefix(self, observations: Tensors) -> tuple[Tensor, Tensor]:
         images, crops = [observations[name] for name in self.processor.images], self.config.center_crop
@@ -306,43 +365,3 @@ class OpenVlaPolicy(VlaPolicy):
 
     def _per_position(self, of_tokens: Tensor) -> Tensor:
         return of_tokens.unflatten(1, (self.width, -1)).sum(-1)
-
-
-class VlaValue(TrainableModel):
-    """The value of an observation: a perceptron on the features of a copy of the policy."""
-
-    def __init__(
-        self,
-        policy: VlaPolicy,
-        *,
-        head_name: str = "value_head",
-        normalizes: bool = False,
-        num_values: int = 1,
-    ) -> None:
-        """The copy is trained; `policy` stays as it is. `head_name` and `normalizes` as in ValueModel, `num_values` as
-        in ValueHead."""
-        self._policy = deepcopy(policy)
-        body, dtype = self._policy.module, next(policy.module.parameters()).dtype
-        sizes = (policy.hidden_size, *_HIDDEN)
-        layers = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in itertools.pairwise(sizes)]
-        self._layers = nn.Sequential(*layers).to(next(body.parameters()).device, dtype)
-        head = ValueHead(sizes[-1], num_values=num_values, normalizes=normalizes)
-        self._head = self.value_head = head.to(next(body.parameters()).device, dtype)
-        self.module = nn.Sequential(
-            OrderedDict({"vla": body, "value_layers": self._layers, head_name: self._head})
-        )
-
-    def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`values` and `value_deviation` [T] of each position's observation, including the final one."""
-        assert batch.observed is not None, "batches of simulators have observations"
-        (values,) = self._policy._in_parts(self._values, batch.observations)
-        return self._head.outputs(self._head.of_positions(values, batch), outputs)
-
-    def _values(self, observations: Tensors) -> tuple[Tensor]:
-        return (self._head(self._layers(self._policy.features(observations))),)
-
-    def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
-        return self._policy.flops(lengths, num_outputs)
-
-    def set_gradient_checkpointing(self, enabled: bool) -> None:
-        self._policy.set_gradient_checkpointing(enabled)

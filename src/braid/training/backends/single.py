@@ -147,7 +147,8 @@ class SingleBackend:
         """See TrainingBackend. All ranks return the same report. Raises TrainingError after
         `max_skipped_steps` consecutive skipped steps."""
         start = time.perf_counter()
-        if (head := self._model.value_head) is not None and head.normalizes:
+        head = self._model.value_head
+        if head is not None and head.normalizes and "values" in loss.outputs:
             own = [row.fields["returns"][row.mask] for row in rows] if self._counts_rows else []
             returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *own]))
             self._observe(head, np.concatenate(returns))
