@@ -22,6 +22,8 @@ SIZE = 64
 """Pixels of the square image; the table is the unit square."""
 STEP, REACH, BLOCK, PLATE = 0.08, 0.05, 0.05, 0.11
 """Longest move of an env step per axis, distance at which a block can be grasped by default, half a block's side, a plate's radius."""
+HOLDING = 0.25
+"""What holding the named block is worth under shaped rewards, in lengths of the table."""
 COLORS = {
     "red": (220, 50, 40),
     "green": (50, 160, 60),
@@ -55,7 +57,7 @@ class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         render_mode: str | None = "rgb_array",
     ) -> None:
         """`shaped`: a success is worth 1, and so is each length of the table by which what remains to move becomes
-        shorter. Colors are the first `num_colors`. Without `images` the state also has the places of the block and the plate, for small networks."""
+        shorter. Grasping the named block is worth HOLDING, which is lost again when it is let go. Colors are the first `num_colors`. Without `images` the state also has the places of the block and the plate, for small networks."""
         self.num_blocks, self.num_plates, self.max_episode_steps = num_blocks, num_plates, max_episode_steps
         self.num_colors, self.reach = num_colors, reach
         self.reward, self.images, self.render_mode = reward, images, render_mode
@@ -121,9 +123,11 @@ class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
                 return chosen
 
     def _distance(self) -> float:
-        """What remains to move: from the gripper to the block, and from the block to the plate."""
+        """What remains to do: the way from the gripper to the block and from the block to the plate, less what holding it
+        is worth."""
         block, plate = self.blocks[self.block], self.plates[self.plate]
-        return float(np.linalg.norm(self.gripper - block) + np.linalg.norm(block - plate))
+        way = np.linalg.norm(self.gripper - block) + np.linalg.norm(block - plate)
+        return float(way) - HOLDING * (self.held == self.block)
 
     def _observed(self) -> dict[str, Any]:
         state = np.array([*self.gripper, self.is_closed, self.held >= 0], np.float32)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from examples.tabletop import Tabletop, expert
+from examples.tabletop import HOLDING, Tabletop, expert
 from gymnasium.utils.env_checker import check_env
 
 
@@ -58,6 +58,17 @@ def test_shaped_rewards_add_up_to_the_way_and_the_success() -> None:
     left = np.linalg.norm(end[:2] - end[4:6]) + np.linalg.norm(end[4:6] - end[6:8])
     assert sum(rewards) == pytest.approx(1 + way - left, abs=1e-6), "states are float32: 6e-8 each"
     assert sum(_played(Tabletop(reward="sparse"), 5)[1]) == 1.0
+
+
+def test_grasping_the_named_block_is_rewarded_and_letting_it_go_costs_as_much() -> None:
+    env = Tabletop(num_blocks=2, images=False)
+    env.reset(seed=0)
+    stay = np.zeros(2)
+    for block, reward in ((env.block, HOLDING), (1 - env.block, 0.0)):
+        env.gripper = env.blocks[block].copy()
+        env.step(np.array([*stay, -1.0]))
+        assert env.step(np.array([*stay, 1.0]))[1] == pytest.approx(reward)
+        assert env.step(np.array([*stay, -1.0]))[1] == pytest.approx(-reward)
 
 
 def test_the_image_shows_where_things_are() -> None:
