@@ -12,7 +12,7 @@ from tests.rounding import assert_near, rounding
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from braid.errors import ModelError
 from braid.models.attention import PackedAttention
@@ -216,3 +216,11 @@ def test_a_critic_learns_without_touching_the_policy(tiny_model: Make, packed: P
     assert all(not g.is_sparse for g in grads.values())
     assert "model.embed_tokens.weight" in grads
     assert all(p.grad is None for p in policy.module.parameters())
+
+
+def test_a_config_that_another_model_has_changed_is_refused(tiny_model: Make, packed: Pack) -> None:
+    """transformers writes the attention of the new model into the config that it is given."""
+    lm = CausalLM(tiny_model("qwen3"))
+    AutoModelForCausalLM.from_config(lm.model.config, attn_implementation="sdpa")
+    with pytest.raises(ModelError, match=r"the attention 'sdpa'.*copy\.deepcopy of the config"):
+        lm.forward(packed(), BOTH)

@@ -225,6 +225,11 @@ def test_flash_attention_needs_half_precision() -> None:
             "no warm-up",
         ),
         (["critic.normalize_values=true"], "critic.normalize_values", "no critic"),
+        (
+            ["rollout.native={dtype: bf16, compile: always}"],
+            "rollout.native.compile",
+            "only decoding in fp32",
+        ),
         (["critic.head_name=v"], "critic.head_name", "no critic"),
         (["model.lora={path: adapter, rank: 4}"], "model.lora.rank", "determine it"),
         (["model.low_memory_load=false"], "model.low_memory_load", "no files"),

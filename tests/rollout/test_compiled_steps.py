@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tests.rounding import assert_near
 
+from braid.errors import ModelError
+from braid.models import selfcheck as models_selfcheck
 from braid.models.attention import LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.fused import fuse
@@ -16,6 +19,7 @@ from braid.rollout.engines.native.cache import Block, DecodeAttention, KVCache
 from braid.rollout.engines.native.compiled import CompiledAttention
 from braid.rollout.engines.native.decoder import Decoder
 from braid.rollout.engines.native.layers import can_fuse
+from braid.rollout.engines.native.selfcheck import check_decoding
 
 TinyLM = Callable[..., CausalLM]
 
@@ -113,3 +117,20 @@ def test_layers_with_anything_added_are_left_to_transformers(tiny_lm: TinyLM) ->
     assert not can_fuse(CausalLM(tiny_lm("llama").model.bfloat16()))
     (hooked := tiny_lm("llama")).backbone.norm.register_forward_hook(lambda *_: None)
     assert not can_fuse(hooked)
+
+
+def test_a_model_that_compiled_steps_decode_incorrectly_is_refused(
+    tiny_lm: TinyLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_selfcheck, "_agreed", set())
+    lm = tiny_lm("qwen3")
+    right = CompiledAttention.attend_prepared
+
+    def wrong(self: CompiledAttention, *args: Any) -> torch.Tensor:
+        return right(self, *args) * 1.01
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CompiledAttention, "attend_prepared", wrong)
+        with pytest.raises(ModelError, match=r"compiled steps.* rollout\.native\.compile=never"):
+            check_decoding(lm, is_compiled=True)
+    check_decoding(lm, is_compiled=True)

@@ -181,7 +181,13 @@ class CausalLM(TrainableModel):
 def hidden_states(
     backbone: PreTrainedModel, input_ids: Tensor, positions: Tensor, context: AttentionContext
 ) -> Tensor:
-    """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`."""
+    """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`. Raises ModelError
+    if transformers would use another one, in which all tokens are one sequence."""
+    if (chosen := backbone.config._attn_implementation) != attention.IMPLEMENTATION:
+        raise ModelError(
+            f"the config of {type(backbone).__name__} has been set to the attention {chosen!r}, with which the sequences of a batch would "
+            "attend to each other; don't share it with another model: pass that one a copy.deepcopy of the config"
+        )
     with attention.attending(context):
         out = backbone(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
     return out.last_hidden_state[0]

@@ -350,8 +350,10 @@ def _engines(config: RunConfig, plan: Plan) -> _Unused:
     else:
         keys = "rollout.{check_weights,check_weights_dir}"
         yield "weights sent to other processes are always verified by fingerprints on arrival", keys
-    has_same_dtype = engine_dtype(config, has_gpus=plan.layout.has_gpus) == config.model.dtype
-    is_shared = config.model.mlp is not None or (is_in_place and has_same_dtype)
+    dtype = engine_dtype(config, has_gpus=plan.layout.has_gpus)
+    if plan.layout.has_gpus or dtype != "fp32":
+        yield "only decoding in fp32 on CPUs is compiled by Numba", "rollout.native.compile"
+    is_shared = config.model.mlp is not None or (is_in_place and dtype == config.model.dtype)
     if is_shared and not plan.needs_critic and not plan.needs_reference:
         yield "the engine samples with the trainer's own weights", "train.offload.weights"
 
@@ -380,8 +382,6 @@ def _cluster(config: RunConfig, plan: Plan) -> _Unused:
         keys = "rollout.{native,vllm,sglang}.cuda_graphs rollout.{vllm,sglang}.cuda_graph_max_batch"
         yield "with run.device=cpu everything is in host memory", f"{_TRAIN}.offload.{{weights,optimizer}}"
         yield "there are no CUDA graphs with run.device=cpu", keys
-    if config.run.device == "cuda":
-        yield "only decoding on CPUs is compiled by Numba", "rollout.native.compile"
 
 
 def _model(config: RunConfig, _: Plan) -> _Unused:

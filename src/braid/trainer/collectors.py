@@ -21,6 +21,7 @@ from braid.models.base import TrainableModel
 from braid.models.causal_lm import CausalLM
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
+from braid.plan.sizes import engine_dtype
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
@@ -152,10 +153,10 @@ def native_engine(
     """The native engine, sampling with `lm` in the arithmetic of training, unless rollout.native.dtype names
     another; with `owns_weights` with a copy of its weights. Raises ModelError if it decodes this architecture
     incorrectly."""
-    check_decoding(lm, longest_row(config))
     options, autocast = config.rollout.native.model_dump(), None
     options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
     options["compile"] = _compiles(config, lm)
+    check_decoding(lm, longest_row(config), is_compiled=options["compile"])
     if options["dtype"] == "auto":
         autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
         if config.train.backend in ("fsdp", "fsdp2"):  # computes with gathered weights in this dtype
@@ -175,8 +176,9 @@ def _compiles(config: RunConfig, lm: CausalLM) -> bool:
     rollout, mode = config.rollout, config.rollout.native.compile
     num_tokens = rollout.prompts_per_round * rollout.group_size * rollout.sampling.max_new_tokens
     size = sum(parameter.numel() for parameter in lm.model.parameters())
-    is_worthwhile = lm.device.type == "cpu" and num_tokens * size >= _LEAST_COMPILED
-    if mode == "never" or (mode == "auto" and not is_worthwhile):
+    is_possible = lm.device.type == "cpu" and engine_dtype(config, has_gpus=False) == "fp32"
+    is_worthwhile = mode == "always" or num_tokens * size >= _LEAST_COMPILED
+    if mode == "never" or not (is_possible and is_worthwhile):
         return False
     why_not = why_not_compiled()
     if why_not and mode == "always":

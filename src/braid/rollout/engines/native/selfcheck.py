@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,15 +19,16 @@ from .decoder import Decoder
 _MOST_DECODED = 6
 
 
-def check_decoding(lm: CausalLM, longest: int | None = None) -> None:
+def check_decoding(lm: CausalLM, longest: int | None = None, *, is_compiled: bool = False) -> None:
     """Compare prefill and decoding of a ragged batch with the model's plain forward pass over each whole row.
-    See models.selfcheck.check_against_plain."""
-    if not check_tiny_copy(lm, _DECODING, longest):
-        check_own_weights(lm, _DECODING, longest)
+    See models.selfcheck.check_against_plain, and Decoder for `is_compiled`."""
+    check = _COMPILED if is_compiled else _DECODING
+    if not check_tiny_copy(lm, check, longest):
+        check_own_weights(lm, check, longest)
 
 
 @torch.no_grad()
-def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
+def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor], *, is_compiled: bool = False) -> list[Tensor]:
     """Log-probs [n + 1, V] of each row, for its last n tokens and the token after: the first from prefill,
     the others from decoding. Rows are ordered from longest to shortest."""
     shortest_first, num_rows = list(rows)[::-1], len(rows)
@@ -43,7 +45,8 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
     hidden = lm.hidden(torch.cat(prompts), torch.cat(positions).to(lm.device), attention)
     last = [sum(widths[:i]) + end - 1 for i, end in enumerate(ends)]
     steps = [lm.logits(hidden[last])]
-    decoder = Decoder(lm, cache, lm.device, cuda_graphs=False)
+    decoder = Decoder(lm, cache, lm.device, is_compiled=is_compiled)
+    decoder.refresh(has_new_weights=True)
     for step in range(num_decoded):
         tokens = [int(row[end + step]) for row, end in zip(shortest_first, ends, strict=True)]
         inputs = np.array([tokens, [end + step for end in ends]])
@@ -52,3 +55,8 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 _DECODING = Check(_decoded_logprobs, "the native engine", "set rollout.engine=vllm")
+_COMPILED = Check(
+    partial(_decoded_logprobs, is_compiled=True),
+    "the native engine with compiled steps",
+    "set rollout.native.compile=never, or rollout.engine=vllm",
+)
