@@ -178,12 +178,16 @@ class CausalLM(TrainableModel):
         return copy
 
 
+_USES_CONTEXT = "uses_attention_context"
+
+
 def hidden_states(
     backbone: PreTrainedModel, input_ids: Tensor, positions: Tensor, context: AttentionContext
 ) -> Tensor:
     """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`. Raises ModelError
     if transformers would use another one, in which all tokens are one sequence."""
-    if (chosen := backbone.config._attn_implementation) != attention.IMPLEMENTATION:
+    chosen = backbone.config._attn_implementation
+    if chosen != attention.IMPLEMENTATION and getattr(backbone, _USES_CONTEXT, False):
         raise ModelError(
             f"the config of {type(backbone).__name__} has been set to the attention {chosen!r}, with which the sequences of a batch would "
             "attend to each other; don't share it with another model: pass that one a copy.deepcopy of the config"
@@ -239,7 +243,10 @@ def use_packed_attention(model: PreTrainedModel) -> None:
             "from one packed row into the next; choose another model (docs/models.md)"
         )
     attention.register()
-    model.set_attn_implementation(attention.IMPLEMENTATION)
+    model.set_attn_implementation(
+        attention.IMPLEMENTATION
+    )  # only warns if it can't, which models.selfcheck refuses
+    setattr(model.base_model, _USES_CONTEXT, model.config._attn_implementation == attention.IMPLEMENTATION)
 
 
 def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
