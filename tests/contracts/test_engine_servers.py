@@ -41,6 +41,8 @@ from .engines import MAX_TOKENS, MODEL, free_port, write_folder
 from .sglang_like import SglangLike
 from .unruly import ANSWERS, TOKENS, Protocol, UnrulyServer
 
+pytestmark = pytest.mark.slow
+
 REQUEST = Request((3, 4, 5), Sampling(max_new_tokens=4), (0,))
 ENGINES: dict[Protocol, type[ServerEngine]] = {"vllm": VllmServer, "sglang": SglangServer}
 
@@ -105,7 +107,6 @@ def test_a_server_that_does_not_answer_at_startup_is_named(tmp_path: Path, proto
                 pass
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults", [["500"], ["429", "503", "502"], ["cut"], ["silent"], ["noise"], ["garbage"]]
 )
@@ -116,7 +117,6 @@ def test_a_request_survives_transient_failures(tmp_path: Path, protocol: Protoco
         assert server.num_asked == len(faults) + 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("faults", "told"),
     [
@@ -193,7 +193,6 @@ def test_a_server_that_recovers_within_the_retries_answers(
         assert tokens_of(ask(engine, REQUEST)) == [TOKENS]
 
 
-@pytest.mark.slow
 def test_a_weight_sync_that_a_server_does_not_answer_times_out_and_leaves_no_version(
     tmp_path: Path, protocol: Protocol
 ) -> None:
@@ -214,7 +213,6 @@ def _versioned(protocol: Protocol, version: str) -> Any:
     return {"meta_info": ANSWERS["sglang"]["meta_info"] | {"weight_version": version}}
 
 
-@pytest.mark.slow
 def test_requests_of_a_hanging_server_move_to_the_others(tmp_path: Path, protocol: Protocol) -> None:
     with ExitStack() as stack:
         pairs = [stack.enter_context(unruly(protocol, tmp_path / str(i), 1.0)) for i in range(2)]
@@ -415,7 +413,6 @@ def start_sglang(lm: CausalLM, folder: Path, **options: Any) -> SglangEngine:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("sglang_installed")
 def test_a_server_of_the_run_is_started_reported_when_it_dies_and_stopped(
     lm: CausalLM, tmp_path: Path

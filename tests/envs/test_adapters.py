@@ -21,6 +21,8 @@ from braid.envs.agents.build import ADAPTERS, AgentEnvs
 from braid.errors import ConfigError, EnvError
 from braid.types import Action, Prompt
 
+pytestmark = pytest.mark.slow
+
 FIELDS = {"reward_spec": {"ground_truth": "7"}, "extra_info": {"max_turns": 3}}
 TASK = Prompt("test:0", "test", (1,), ({"role": "user", "content": "3+4="},), FIELDS)
 LAKE = {"id": "FrozenLake-v1", "is_slippery": False}
@@ -330,7 +332,6 @@ def test_an_end_and_a_limit_of_gem_at_once_are_an_end(maker: Callable[..., Agent
     assert (last.is_done, last.is_truncated) == (True, False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "game"),
     [
@@ -425,7 +426,6 @@ def test_a_game_for_one_has_no_opponent(maker: Callable[..., AgentEnvs]) -> None
 # TextWorld
 
 
-@pytest.mark.slow
 @needs("textworld")
 def test_a_game_of_textworld_is_won(
     maker: Callable[..., AgentEnvs],

@@ -24,6 +24,8 @@ from braid.envs.agents.toolboxes import ToolEnvs
 from braid.errors import ConfigError, EnvError
 from braid.types import Action, ToolCall
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("mcp", reason="mcp is not installed: make test")
 
 SERVER = Path(__file__).with_name("mcp_server.py")
@@ -123,7 +125,6 @@ def test_a_cancelled_episode_leaves_the_shared_server(run: Run) -> None:
     assert run.say(call("process")) == [before]
 
 
-@pytest.mark.slow
 def test_a_time_out_is_a_failure_that_leaves_other_episodes_alone(ended: list[Run]) -> None:
     run = Run(COMMAND, timeout_s=3.0)
     ended.append(run)
@@ -181,7 +182,6 @@ def test_a_function_reads_the_same_through_a_server(ended: list[Run]) -> None:
     assert json.dumps(found[0].tools) == json.dumps(opening.tools), "also in the order of keys"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "why"),
     [
@@ -255,7 +255,6 @@ asyncio.run(play(ToolEnvs(ToolsEnv(kind="tools", tools=(server,)), Path())(), [c
 """
 
 
-@pytest.mark.slow
 def test_no_server_outlives_a_killed_run() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.Popen([sys.executable, "-c", KILLED], env=environment)

@@ -27,7 +27,7 @@ from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engines.simulators import SimulatorEngine
 from braid.types import Status, Trajectory
 
-pytestmark = pytest.mark.usefixtures("nothing_is_left")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("nothing_is_left")]
 
 UNRULY = "tests.envs.unruly:Unruly-v0"
 LATE_S = 3.0

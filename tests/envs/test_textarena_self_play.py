@@ -21,6 +21,8 @@ from braid.report.samples import read_samples
 from braid.trainer import commands
 from braid.types import Action, Message, Prompt
 
+pytestmark = pytest.mark.slow
+
 textarena = pytest.importorskip("textarena")
 __all__ = ["load_tiny"]
 TASK = Prompt("test:0", "test", (), ())
@@ -180,7 +182,6 @@ def _heard(seed: int) -> dict[str, list[str]]:
     return heard
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("earlier", [False, True])
 def test_the_policy_trains_on_the_seats_that_it_plays(
     load_tiny: LoadTiny, earlier: bool, nothing_is_left: None

@@ -25,6 +25,8 @@ from braid.trainer import commands
 
 from .server import Answer, completion, serving
 
+pytestmark = pytest.mark.slow
+
 Load = Callable[..., Loaded]
 
 ALPHABET = "abcdefgh"
@@ -85,7 +87,6 @@ def reward_model(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_policy_learns_what_a_reward_model_likes(load: Load, tmp_path: Path) -> None:
     part = f"reward.parts=[{{kind: model, name: liked, path: {reward_model(tmp_path / 'rm')}, activation: sigmoid}}]"
     settings = (part, "run.max_rounds=30", "rollout.group_size=16", "train.optimizer.lr=1e-2")
@@ -172,7 +173,6 @@ def test_parts_go_by_the_sources_of_rows(load: Load, tmp_path: Path) -> None:
     assert "no part scores the source 'consonant'" in str(caught.value)
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_a_run_that_waits_for_its_judge(load: Load, tmp_path: Path) -> None:
     never, arrived = threading.Event(), threading.Event()
 

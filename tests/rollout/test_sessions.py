@@ -33,6 +33,8 @@ from braid.rollout.sessions.chat_api import message_of
 from braid.rollout.sessions.server import SessionServer
 from braid.types import Action, Group, Prompt, Status, StopReason, ToolCall, Trajectory
 
+pytestmark = pytest.mark.slow
+
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 |\n:{}[]()<>/\"'!?,._-@"
 TOKENIZER = character_tokenizer(CHARACTERS)
 TOKENIZER.chat_template = (

@@ -28,6 +28,8 @@ from braid.weights.fingerprint import check_synced
 from .conftest import LoadTiny
 from .test_runs import lines, weights
 
+pytestmark = pytest.mark.slow
+
 
 def numbers(run: Path) -> list[dict[str, float]]:
     """The metrics of each round, without those that depend on the clock or the machine."""

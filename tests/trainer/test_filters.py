@@ -21,6 +21,8 @@ from braid.types import Group, Prompt, ShapedReward, Trajectory
 
 from .conftest import LoadTiny
 
+pytestmark = pytest.mark.slow
+
 
 def group(*rewards: float | None, uid: str = "", greedy: float | str | None = "none") -> Group:
     """None is an invalid trajectory."""

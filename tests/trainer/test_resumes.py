@@ -16,6 +16,8 @@ from braid.trainer import commands
 
 from .conftest import LoadTiny
 
+pytestmark = pytest.mark.slow
+
 ONE, EACH = "run.max_rounds=1", "checkpoint.every_rounds=1"
 
 

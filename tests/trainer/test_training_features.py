@@ -15,6 +15,8 @@ from braid.trainer import commands
 
 from .conftest import LoadTiny
 
+pytestmark = pytest.mark.slow
+
 PPO = ("algorithm.recipe=ppo", "train.passes_per_round=2", "algorithm.kl_coef=0.01")
 
 
@@ -177,7 +179,6 @@ def test_the_reference_of_adapters_is_the_policy_at_the_first_step(
     assert lines[3]["policy/kl"] > 1e-6
 
 
-@pytest.mark.slow
 def test_adapters_learn_the_task(load_tiny: LoadTiny) -> None:
     # the frozen head of a random model gives logits below 1, which this temperature makes decisive
     keys = ("model.lora={rank: 8}", "train.optimizer.lr=0.01", "rollout.sampling.temperature=0.1")
@@ -194,7 +195,6 @@ def test_adapters_with_a_critic_train_both(load_tiny: LoadTiny) -> None:
     assert "value_head.weight" in critic
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # inductor's own
 def test_compiling_changes_weights_only_by_rounding(load_tiny: LoadTiny) -> None:
     plain = _train(load_tiny, "plain", "run.max_rounds=1", "algorithm.entropy_coef=0.01")
@@ -204,7 +204,6 @@ def test_compiling_changes_weights_only_by_rounding(load_tiny: LoadTiny) -> None
     _assert_equal(other, plain, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_a_half_precision_policy_starts_from_what_its_warm_up_has_learned(load_tiny: LoadTiny) -> None:
     """Both train the same tensors, each through master weights of its own. The policy's rate changes no weight of bf16."""
     data = "data: [{kind: file, path: letters.jsonl, response_key: answer}]"

@@ -26,6 +26,8 @@ from braid.plan import resolve
 from braid.report.video import read_video
 from braid.trainer import commands
 
+pytestmark = pytest.mark.slow
+
 _IMPORTS = "from typing import Any\nimport gymnasium\nimport numpy as np\nfrom gymnasium import spaces\n"
 
 
@@ -253,7 +255,6 @@ def test_an_instruction_that_is_too_long_ends_the_run_with_one_message(
     assert not [of for of in caplog.records if of.name == "asyncio"], "the exceptions of other groups"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("vla", [OFT, OPENVLA], ids=["oft", "openvla"])
 def test_reinforcement_learning_finds_the_best_action(tmp_path: Path, vla: dict[str, Any]) -> None:
     """Random tokens are 1.0 off on average; the best action's are 0."""

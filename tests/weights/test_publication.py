@@ -32,6 +32,8 @@ from braid.weights.sender import LinkedSender, join_send, open_sender
 from braid.weights.sending import Sender, SendOptions
 from braid.weights.wire import Receipt, Ticket
 
+pytestmark = pytest.mark.slow
+
 BUCKET_BYTES = 2**20
 LINKED = ("shared_memory", "gloo")
 
@@ -336,7 +338,6 @@ def test_different_models_on_the_two_sides_are_reported(
                 receiver.receive_into(version, targets)
 
 
-@pytest.mark.slow
 def test_waiting_ends_at_the_deadline_and_names_missing_engines(
     make_sender: MakeSender, make_receiver: MakeReceiver
 ) -> None:
@@ -349,7 +350,6 @@ def test_waiting_ends_at_the_deadline_and_names_missing_engines(
         sender.send(0, _weights(0).items())
 
 
-@pytest.mark.slow
 def test_an_engine_that_stops_reading_is_named_at_the_deadline(make_sender: MakeSender) -> None:
     sender = make_sender(("a",), _options("shared_memory", timeout_s=5.0))
     go_on = threading.Event()
@@ -496,7 +496,6 @@ def _large(number: int) -> Iterator[tuple[str, Tensor]]:
     return ((f"w{i}", torch.zeros(2**19)) for i in range(number))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", LINKED)
 def test_an_engine_killed_during_a_sync_is_named(transport: str, make_sender: MakeSender) -> None:
     sender = make_sender(("a",), _options(transport))
@@ -520,7 +519,6 @@ def test_an_engine_killed_during_a_sync_is_named(transport: str, make_sender: Ma
             sender.send(1, weights())
 
 
-@pytest.mark.slow
 def test_a_trainer_killed_during_a_sync_is_named(make_receiver: MakeReceiver) -> None:
     code = """
         sender = open_sender(("a",), SendOptions("shared_memory", 2**20, 60.0))
