@@ -57,7 +57,8 @@ class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         render_mode: str | None = "rgb_array",
     ) -> None:
         """`shaped`: a success is worth 1, and so is each length of the table by which what remains to move becomes
-        shorter. Grasping the named block is worth HOLDING, which is lost again when it is let go. Colors are the first `num_colors`. Without `images` the state also has the places of the block and the plate, for small networks."""
+        shorter. Grasping the named block is worth HOLDING, which is lost again when it is let go. Colors are the first
+        `num_colors`. Without `images` the state also has the places of the block and the plate, for small networks."""
         self.num_blocks, self.num_plates, self.max_episode_steps = num_blocks, num_plates, max_episode_steps
         self.num_colors, self.reach = num_colors, reach
         self.reward, self.images, self.render_mode = reward, images, render_mode

@@ -66,7 +66,7 @@ class MlpPolicy(TrainableModel):
         return self._net.flops(sum(lengths))
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; with a value head also those of MlpValue."""
+        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; with a value head also the outputs of MlpValue."""
         features, found = self._net.body(batch.observations), {}
         if self.value_head is not None and outputs & VALUES:
             values = self.value_head(features.detach() if self._detaches_values else features)
