@@ -733,7 +733,7 @@ def test_agents_may_have_rewards_of_their_own_and_those_of_untrained_ones_do_not
 def test_an_episode_ended_by_a_limit_is_compared_agent_by_agent_with_the_others_of_its_group(
     limit: str,
 ) -> None:
-    """Each agent has the rewards of its own turns; run() did not come to its result."""
+    """Each agent keeps the rewards of its own turns, since run() never returned a result."""
 
     class Duel(Pair):
         def __init__(self) -> None:

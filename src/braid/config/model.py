@@ -175,8 +175,8 @@ class CriticConfig(Section):
     """The value model, used when the advantage estimator needs values (gae)."""
 
     network: Literal["own", "shared", "shared_detached"] = "own"
-    """own: a model of its own. shared, for robots: a value head on the policy's features, trained with the policy by one loss,
-    the policy's plus the value loss. shared_detached: the value loss trains the head alone."""
+    """own: a separate model. shared, for robots: a value head on the policy's features, trained together with the policy by
+    the sum of both losses. shared_detached: the same, but the value loss trains only the head."""
     path: str | None = None
     """Model folder of the backbone; a copy of the policy's initial weights when null."""
     train: TrainConfig | None = None

@@ -243,9 +243,8 @@ def use_packed_attention(model: PreTrainedModel) -> None:
             "from one packed row into the next; choose another model (docs/models.md)"
         )
     attention.register()
-    model.set_attn_implementation(
-        attention.IMPLEMENTATION
-    )  # only warns if it can't, which models.selfcheck refuses
+    # A model that can't only warns; models.selfcheck refuses it.
+    model.set_attn_implementation(attention.IMPLEMENTATION)
     setattr(model.base_model, _USES_CONTEXT, model.config._attn_implementation == attention.IMPLEMENTATION)
 
 

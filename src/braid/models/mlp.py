@@ -71,6 +71,8 @@ class MlpPolicy(TrainableModel):
         if self.value_head is not None and outputs & VALUES:
             values = self.value_head(features.detach() if self._detaches_values else features)
             found = self.value_head.of_observations(values, batch, outputs)
+        if outputs <= VALUES:
+            return found
         return found | self._of_actions(features, batch, outputs - VALUES)
 
     def _of_actions(

@@ -129,7 +129,7 @@ def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _values(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if plan.learns_values and not plan.needs_critic and is_of_text(config):
-        why = "the critic of a language model is a model of its own; only robot policies share theirs"
+        why = "a language model's critic is a separate model; only robot policies can share theirs"
         yield "critic.network", f"{why}; set it to own"
 
 

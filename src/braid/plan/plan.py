@@ -34,8 +34,8 @@ class Memory:
 class Plan:
     """Everything derived from a config.
 
-    Token counts are upper bounds; None if there are no tokens (simulators). `learns_values` with a critic of its own
-    (`needs_critic`), or with a value head of the policy. `planned_rounds` and the planned
+    Token counts are upper bounds; None if there are no tokens (simulators). With `learns_values`, values
+    are learned by a separate critic (`needs_critic`) or by a value head of the policy. `planned_rounds` and the planned
     steps are None while they depend on an unknown number of training prompts, and 0 for commands other than
     train. Steps are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `memory`
     is empty if the model's size is unknown.

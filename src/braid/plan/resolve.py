@@ -103,7 +103,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
         constant = float(output)
     old_logprobs = _old_logprobs(config, recipe, steps_per_round)
-    has_critic = recipe.advantage == "gae" and config.critic.network == "own"
+    has_critic = _has_critic(config, recipe)
     is_used: dict[Role, bool] = {
         "policy": True,
         "critic": verb == "train" and has_critic,
@@ -201,6 +201,10 @@ def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> Ol
     return "recompute" if is_needed or steps_per_round > 1 else "current"
 
 
+def _has_critic(config: RunConfig, recipe: Recipe) -> bool:
+    return recipe.advantage == "gae" and config.critic.network == "own"
+
+
 def _memory(
     config: RunConfig,
     recipe: Recipe,
@@ -213,11 +217,7 @@ def _memory(
     width, lora = BYTES[config.model.dtype], config.model.lora
     adapters = None if lora is None else policy.adapter_parameters(lora)
     roles = [_trained("policy", policy.parameters, width, config.train, adapters)]
-    if (
-        recipe.advantage == "gae"
-        and config.critic.network == "own"
-        and (critic := sizes["critic"]) is not None
-    ):
+    if _has_critic(config, recipe) and (critic := sizes["critic"]) is not None:
         values = critic.parameters - critic.head_parameters + critic.hidden_size + 1
         roles.append(_trained("critic", values, width, config.critic.train or config.train))
     if recipe.kl_coef > 0 and (reference := sizes["reference"]) is not None:
