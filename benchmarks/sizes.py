@@ -9,5 +9,12 @@ SIZES: dict[str, dict[str, int]] = {
         "num_heads": 8,
         "num_kv_heads": 4,
     },
+    "120m": {
+        "hidden_size": 768,
+        "intermediate_size": 2560,
+        "num_layers": 16,
+        "num_heads": 12,
+        "num_kv_heads": 4,
+    },
 }
-"""Keys of config.model.BuildSpec; about 3 and 30 million parameters."""
+"""Keys of config.model.BuildSpec; about 3, 30 and 120 million parameters."""

@@ -26,7 +26,7 @@ from torch import Tensor
 from braid.models.attention import LayerCall, causal_attention, softmax_with_sinks
 
 _LENGTH_MULTIPLE, _KERNEL_BLOCK, _WHOLE_SUMS = 32, 512, 384
-_ROW_MULTIPLE, _MIN_ROWS, _PROMPT_MULTIPLE = 4, 16, 16
+_ROW_MULTIPLE, _MIN_ROWS = 4, 16
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -46,18 +46,13 @@ def padded_length(length: int) -> int:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Number of rows to compute for `num_rows`, such that on CPU in fp32 a row is bitwise independent of
-    their number.
+    """Number of rows to compute for `num_rows` sequences or for a prompt of as many tokens, such that on CPU in fp32 a row
+    is bitwise independent of their number.
 
     Matrix products use a different kernel below 16 rows; element-wise functions do where a tensor ends within
     a vector register.
     """
     return max(_MIN_ROWS, round_up(num_rows, _ROW_MULTIPLE))
-
-
-def padded_prompt(length: int) -> int:
-    """Number of positions to prefill for a prompt; depends only on `length`, for the same reason."""
-    return round_up(length, _PROMPT_MULTIPLE)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -1,16 +1,16 @@
-"""Runs a decoding step of the model for all running sequences: eager, or replayed from CUDA graphs."""
+"""Runs the model for the engine: prefills, and decoding steps for all running sequences, eager or replayed from CUDA graphs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
 
 from .cache import Block, DecodeAttention, KVCache, padded_length, padded_rows, row_blocks
@@ -35,8 +35,8 @@ class Decoder:
         cuda_graphs: bool = False,
         is_compiled: bool = False,
     ) -> None:
-        """`is_compiled`: on CPUs steps are computed by layers.py where it knows the model, else attention by compiled.py;
-        to import and compile them takes some seconds."""
+        """`is_compiled`: on CPUs layers are computed by layers.py where it knows the model, else attention in steps by
+        compiled.py; to import and compile them takes some seconds."""
         self._lm, self._cache, self._device = lm, cache, device
         self._attention, self._layers = DecodeAttention, None
         if is_compiled and device.type == "cpu":
@@ -99,7 +99,7 @@ class Decoder:
 
     def refresh(self, *, has_new_weights: bool) -> None:
         """Copy the weights of compiled layers if they have changed, and drop all graphs if a weight has moved, since they
-        read fixed addresses. To be called before the first step after weights may have changed."""
+        read fixed addresses. To be called before the first prefill or step after weights may have changed."""
         if self._layers is not None:
             self._layers.update(is_new=has_new_weights)
         addresses = [p.data_ptr() for p in self._lm.model.parameters()] if self._has_graphs else []
@@ -107,11 +107,15 @@ class Decoder:
             self.drop_graphs()
             self._addresses = addresses
 
+    def compute(self, tokens: Tensor, positions: Tensor, attention: AttentionContext, rows: Tensor) -> Tensor:
+        """Logits [R, V] after `rows` [R] of the tokens [T] at `positions` [T]."""
+        if self._layers is not None:
+            return self._lm.logits(self._layers.hidden(tokens, positions, attention, rows))
+        return self._lm.logits(self._lm.hidden(tokens, positions, attention).index_select(0, rows))
+
     def _compute(self, batch: Tensor, blocks: list[Block]) -> Tensor:
         tokens, positions, places = batch
-        model: Any = self._layers or self._lm
-        hidden = model.hidden(tokens, positions, self._attention(positions, blocks))
-        return self._lm.logits(hidden.index_select(0, places))
+        return self.compute(tokens, positions, self._attention(positions, blocks), places)
 
     def _capture(self, batch: Tensor, blocks: list[Block]) -> _Graph:
         batch = batch.to(self._device)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.errors import EngineError
+from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request, check_request, version_runs
 from braid.rollout.engines.stepped import SteppedEngine
@@ -41,7 +42,6 @@ from .cache import (
     KVCache,
     PrefillAttention,
     free_bytes,
-    padded_prompt,
     padded_rows,
     size_class,
 )
@@ -80,7 +80,7 @@ class _Sequence:
 
     @property
     def padded_prefix(self) -> int:
-        return padded_prompt(len(self.request.prompt_ids) + len(self.token_ids))
+        return padded_rows(len(self.request.prompt_ids) + len(self.token_ids))
 
     @property
     def longest(self) -> int:
@@ -241,7 +241,7 @@ class NativeEngine(SteppedEngine):
         free = free_bytes(self._device)
         if free is None:
             return CPU_KV_BUDGET_TOKENS
-        sample, width = KVCache(_SAMPLE_TOKENS, 1), padded_prompt(1)
+        sample, width = KVCache(_SAMPLE_TOKENS, 1), padded_rows(1)
         sample.reserve([width])
         sample.add(width)
         ids = self._to_device([0] * width)
@@ -358,9 +358,7 @@ class NativeEngine(SteppedEngine):
         last = [end - 1 for end in ends]
         last += last[:1] * (padded_rows(len(last)) - len(last))
         with self._autocast():
-            ids = self._to_device(tokens + padding)
-            hidden = self._lm.hidden(ids, self._to_device(positions + padding), attention)
-            logits = self._lm.logits(hidden.index_select(0, self._to_device(last)))
+            logits = self._logits(tokens + padding, positions + padding, attention, last)
         self._take(logits[: len(continued)], first)
 
     def _keep_prefix(self, sequence: _Sequence) -> None:
@@ -382,21 +380,21 @@ class NativeEngine(SteppedEngine):
         tokens: list[int] = []
         positions: list[int] = []
         ends: list[int] = []
-        for group in pack:
+        prompt_of: list[int] = []
+        for index, group in enumerate(pack):
             prefix, width = group[0].prefix, group[0].padded_prefix
-            ends += [len(tokens) + len(prefix) - 1] * len(group)
+            ends.append(len(tokens) + len(prefix) - 1)
+            prompt_of += [index] * len(group)
             padding = [0] * (width - len(prefix))
             tokens += [*prefix, *padding]
             positions += [*range(len(prefix)), *padding]
             for sequence in group:
                 self._start(sequence)
         attention = PrefillAttention(self._cache, first, [(g[0].padded_prefix, len(g)) for g in pack])
-        num = len(ends)
-        ends += ends[:1] * (padded_rows(num) - num)
+        ends += ends[:1] * (padded_rows(len(ends)) - len(ends))
         with self._autocast():
-            hidden = self._lm.hidden(self._to_device(tokens), self._to_device(positions), attention)
-            logits = self._lm.logits(hidden.index_select(0, self._to_device(ends)))
-        self._take(logits[:num], first)
+            logits = self._logits(tokens, positions, attention, ends)
+        self._take(logits.index_select(0, self._to_device(prompt_of)), first)
 
     def _start(self, sequence: _Sequence) -> None:
         """Assign the next slot to a sequence. Its next input is at the position after the prefix."""
@@ -503,6 +501,13 @@ class NativeEngine(SteppedEngine):
                 error = EngineError(reason)
                 error.__cause__ = cause
                 sequence.future.set_exception(error)
+
+    def _logits(
+        self, tokens: list[int], positions: list[int], attention: AttentionContext, rows: list[int]
+    ) -> Tensor:
+        """See Decoder.compute."""
+        ids, places, chosen = (self._to_device(numbers) for numbers in (tokens, positions, rows))
+        return self._decoder.compute(ids, places, attention, chosen)
 
     def _to_device(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self._device)

@@ -1,8 +1,8 @@
-"""Decode step of Llama-like models in float32 on CPUs: products with packed weights, and between them compiled kernels that
+"""Layers of Llama-like models in float32 on CPUs: products with packed weights, and between them compiled kernels that
 read and write activations once.
 
 Queries, keys and values are one product, as are gate and up projection. oneDNN's products are faster with weights in its own
-order, so the step has a copy of the weights, made anew when they have changed.
+order, so the engine has a copy of the weights, made anew when they have changed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from braid.models.attention import LayerCall
+from braid.models.attention import AttentionContext, LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.fused import RMSNorm
 from braid.models.linear import LEAST_WEIGHTS, cpu_products
 
-from .compiled import CompiledAttention, Preparation, add_and_norm, gate, in_parallel
+from .compiled import CompiledAttention, Preparation, add_and_norm, gate, in_parallel, prepared
 
 _LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _MOST_PARAMETERS = 2**29
@@ -62,15 +62,22 @@ class FusedLayers:
             self._last = _norm(self._backbone.norm)
             self._state = state
 
-    def hidden(self, input_ids: Tensor, positions: Tensor, context: CompiledAttention) -> Tensor:
-        """See CausalLM.hidden."""
+    def hidden(self, input_ids: Tensor, positions: Tensor, context: AttentionContext, rows: Tensor) -> Tensor:
+        """See CausalLM.hidden; states [R, D] of the chosen `rows` [R] only. The others end with the last layer's keys and
+        values."""
         x = F.embedding(input_ids, self._backbone.embed_tokens.weight)
         cosines, sines = self._backbone.rotary_emb(x, positions[None])
         rotary, delta = torch.cat((cosines[0], sines[0]), dim=-1), None
         for layer in self._layers:
             heads = layer.qkv(_normed(x, delta, layer.before)).view(len(x), sum(layer.num_heads), -1)
             qkv = heads.split(layer.num_heads, dim=1)
-            mixed = context.attend_prepared(layer.call, *qkv, layer.preparation._replace(rotary=rotary))
+            preparation = layer.preparation._replace(rotary=rotary)
+            if isinstance(context, CompiledAttention):
+                mixed = context.attend_prepared(layer.call, *qkv, preparation)
+            else:
+                mixed = context.attend(layer.call, *prepared(*qkv, preparation))
+            if layer is self._layers[-1]:
+                x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
             states = _normed(x, layer.out(mixed.view(len(x), -1)), layer.between)
             delta = layer.down(_gated(layer.gate_up(states)))
         return _normed(x, delta, self._last)

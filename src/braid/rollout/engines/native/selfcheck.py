@@ -13,7 +13,7 @@ from torch import Tensor
 from braid.models.causal_lm import CausalLM
 from braid.models.selfcheck import Check, check_own_weights, check_tiny_copy
 
-from .cache import KVCache, PrefillAttention, padded_prompt
+from .cache import KVCache, PrefillAttention, padded_rows
 from .decoder import Decoder
 
 _MOST_DECODED = 6
@@ -34,7 +34,7 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor], *, is_compiled: bool
     shortest_first, num_rows = list(rows)[::-1], len(rows)
     num_decoded = min(_MOST_DECODED, len(rows[-1]) - 1)
     ends = [len(row) - num_decoded for row in shortest_first]
-    widths = [padded_prompt(end) for end in ends]
+    widths = [padded_rows(end) for end in ends]
     cache = KVCache(num_rows * 64, num_rows)
     cache.reserve(map(len, shortest_first))
     for row in shortest_first:
@@ -42,11 +42,10 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor], *, is_compiled: bool
     prompts = [F.pad(row[:e], (0, w - e)) for row, e, w in zip(shortest_first, ends, widths, strict=True)]
     positions = [F.pad(torch.arange(e), (0, w - e)) for e, w in zip(ends, widths, strict=True)]
     attention = PrefillAttention(cache, 0, [(width, 1) for width in widths])
-    hidden = lm.hidden(torch.cat(prompts), torch.cat(positions).to(lm.device), attention)
-    last = [sum(widths[:i]) + end - 1 for i, end in enumerate(ends)]
-    steps = [lm.logits(hidden[last])]
+    last = torch.tensor([sum(widths[:i]) + end - 1 for i, end in enumerate(ends)], device=lm.device)
     decoder = Decoder(lm, cache, lm.device, is_compiled=is_compiled)
     decoder.refresh(has_new_weights=True)
+    steps = [decoder.compute(torch.cat(prompts), torch.cat(positions).to(lm.device), attention, last)]
     for step in range(num_decoded):
         tokens = [int(row[end + step]) for row, end in zip(shortest_first, ends, strict=True)]
         inputs = np.array([tokens, [end + step for end in ends]])
