@@ -4,7 +4,7 @@ Both sides have the same weights, float32, prompts and numbers of new tokens as 
 temperature 1 in this process, and take turns; the figures are tokens per second of CPU time. vLLM gets all requests at
 once, and may run them all together.
 
-    python benchmarks/engine_vs_vllm.py [--sizes 3m 30m 120m] [--sequences 64 256] [--repeats 3]
+    python benchmarks/engine_vs_vllm.py [--size 3m|30m|120m] [--sequences 64 256] [--repeats 3]
 """
 
 from __future__ import annotations
@@ -63,37 +63,35 @@ def run_vllm(llm: LLM, requests: list[Request]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", nargs="+", default=["3m", "30m"], choices=list(SIZES))
+    parser.add_argument("--size", default="3m", choices=list(SIZES))
     parser.add_argument("--sequences", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # it serves both sides
-    for name in args.sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            parameters = make_model(Path(folder), SIZES[name])
-            llm = LLM(
-                folder, dtype="float32", max_model_len=2 * LONGEST, max_num_seqs=max(args.sequences), seed=0, disable_log_stats=True,
-                enable_prefix_caching=False,
-            )  # fmt: skip
-            lm = load_policy(ModelConfig(path=folder), temperature=1.0, seed=0, device=torch.device("cpu"))
-        print(f"{name}: {parameters / 1e6:.1f}M parameters, fp32, one thread; tokens per second of CPU time")
-        for num in args.sequences:
-            requests = make_requests(num, lm.vocab_size, is_ragged=True)
-            tokens = sum(r.sampling.max_new_tokens for r in requests)
-            engine = NativeEngine(lm, decode=str, max_running=num, compile=True)
-            turns = [
-                (tokens / run_engine(engine, requests), tokens / run_vllm(llm, requests))
-                for _ in range(args.repeats + 1)
-            ][1:]
-            engine.close()
-            ours, theirs = (statistics.median(side) for side in zip(*turns, strict=True))
-            ratio = statistics.median(a / b for a, b in turns)
-            print(
-                f"  {num:4} sequences: engine {ours:8,.0f}  vLLM {theirs:8,.0f}  ratio {ratio:.2f}",
-                flush=True,
-            )
-        del llm
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = make_model(Path(folder), SIZES[args.size])
+        llm = LLM(
+            folder, dtype="float32", max_model_len=2 * LONGEST, max_num_seqs=max(args.sequences), seed=0, disable_log_stats=True,
+            enable_prefix_caching=False,
+        )  # fmt: skip
+        lm = load_policy(ModelConfig(path=folder), temperature=1.0, seed=0, device=torch.device("cpu"))
+    print(f"{args.size}: {parameters / 1e6:.1f}M parameters, fp32, one thread; tokens per second of CPU time")
+    for num in args.sequences:
+        requests = make_requests(num, lm.vocab_size, is_ragged=True)
+        tokens = sum(r.sampling.max_new_tokens for r in requests)
+        engine = NativeEngine(lm, decode=str, max_running=num, compile=True)
+        turns = [
+            (tokens / run_engine(engine, requests), tokens / run_vllm(llm, requests))
+            for _ in range(args.repeats + 1)
+        ][1:]
+        engine.close()
+        ours, theirs = (statistics.median(side) for side in zip(*turns, strict=True))
+        ratio = statistics.median(a / b for a, b in turns)
+        print(
+            f"  {num:4} sequences: engine {ours:8,.0f}  vLLM {theirs:8,.0f}  ratio {ratio:.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
