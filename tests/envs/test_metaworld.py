@@ -16,6 +16,7 @@ from gymnasium.utils.env_checker import check_env
 from tests.needs import needs
 
 from braid.envs.simulators.adapters.metaworld import MetaWorld
+from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.errors import ConfigError
 
 pytestmark = needs("metaworld")
@@ -149,3 +150,28 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(import_module("sys").modules, "metaworld.env_dict", None)
     with pytest.raises(ConfigError, match=r"env\.kind: .*pip install 'braid-rl\[metaworld\]'"):
         MetaWorld("reach-v3")
+
+
+def test_images_within_a_chunk_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered: list[str] = []
+    plain = MetaWorld._image
+    monkeypatch.setattr(
+        MetaWorld, "_image", lambda env, camera: (rendered.append(camera), plain(env, camera))[1]
+    )
+    _with_camera().close()
+    options = {"task": "reach-v3", "cameras": {"image": "corner4"}, "image_size": 32}
+    simulator = GymnasiumSimulator("braid.envs.simulators.adapters.metaworld.MetaWorld", 2, options)
+    with closing(simulator):
+        first = simulator.reset({0: 1, 1: 2}, filmed=[1]).observations["image"].copy()
+        rendered.clear()
+        chunk = np.ones((5, 4), np.float32)
+        tick = simulator.step({0: chunk, 1: chunk})
+        assert len(rendered) == 1 + 5 + 1, (
+            "one for the policy, one per step of a film, and one again at its end"
+        )
+        assert len(tick.frames[1]) == 5
+        with closing(_with_camera()) as alone:
+            alone.reset(seed=1)
+            last = [alone.step(action)[0] for action in chunk][-1]
+        np.testing.assert_array_equal(tick.observations["image"][0], last["image"])
+        assert (tick.observations["image"] != first).any(axis=(1, 2, 3)).all()

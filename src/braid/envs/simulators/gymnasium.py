@@ -35,8 +35,11 @@ class GymnasiumSimulator:
     else is flattened into the float32 vector `state`. Action spaces are Discrete or Box. Box actions are clipped to
     the bounds here, while their log-probs remain those of the unclipped sample. `success` or `is_success` in the info of a
     step is reported. Images are written into the arrays of `image_memory` [E, ...] if it is set, which the next call
-    overwrites.
+    overwrites. An environment with `images_on_demand` and `with_images(observation)` renders only the images that are read,
+    which leaves out those within a chunk of actions.
     """
+
+    _images_on_demand = False
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class GymnasiumSimulator:
         self.num_envs = num_envs
         self.resets_together = False
         self._filmed: set[int] = set()
+        self._images_on_demand = hasattr(self._envs[0].unwrapped, "images_on_demand")
         self._read_spaces(env_id, self._envs[0].observation_space, self._envs[0].action_space)
 
     def _read_spaces(self, env_id: str, seen: spaces.Space, acted: spaces.Space) -> None:
@@ -134,6 +138,13 @@ class GymnasiumSimulator:
                 break
         self._observe(slot, observation, tick)
 
+    def _complete(self, slot: int, observation: Any) -> Any:
+        """The observation with its images."""
+        if not self._images_on_demand or self.spaces.images.keys() <= observation.keys():
+            return observation
+        env: Any = self._envs[slot].unwrapped
+        return env.with_images(observation)
+
     def _begin(self, slot: int, observation: Any, tick: Tick) -> None:
         """Store the first observation of an episode, with its instruction."""
         self._observe(slot, observation, tick)
@@ -145,6 +156,7 @@ class GymnasiumSimulator:
     def _observe(self, slot: int, observation: Any, tick: Tick) -> None:
         """Store an observation. Raises EnvError if it does not fit its space."""
         try:
+            observation = self._complete(slot, observation)
             for name, shape in self.spaces.images.items():
                 image = observation[name] if self._is_dict else observation
                 if image.shape != shape or image.dtype != np.uint8:
@@ -165,7 +177,7 @@ class GymnasiumSimulator:
 
     def _film(self, slot: int, observation: Any, tick: Tick) -> None:
         if slot in self._filmed:
-            self._add_frame(slot, self._picture(observation, self._envs[slot]), tick)
+            self._add_frame(slot, self._picture(self._complete(slot, observation), self._envs[slot]), tick)
 
     def _picture(self, observation: Any, env: Any) -> Any:
         """The first image of an observation, or else what the environment renders; None if it renders nothing."""
@@ -236,6 +248,8 @@ def _make(env_id: str, kwargs: Mapping[str, Any], base_dir: Path, rules: Episode
         env = RescaleAction(env, *unit_bounds(env_id, env.action_space))
     if limit is not None and _is_path(env_id):
         env = TimeLimit(env, limit)
+    if hasattr(env.unwrapped, "images_on_demand"):
+        env.unwrapped.images_on_demand = True  # pyright: ignore[reportAttributeAccessIssue]
     return (
         env if rules == EpisodeRules(limit, rescale_actions=rules.rescale_actions) else RuledEnv(env, rules)
     )

@@ -63,6 +63,8 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self._size, self._shadows = image_size, shadows
         self._renderer: _Renderer | None = None
         self.render_mode = render_mode
+        self.images_on_demand = False
+        """Leave images out of observations, for `with_images` to add."""
         size = _PROPRIOCEPTION if self._cameras else 39
         of: dict[str, spaces.Space] = dict.fromkeys(
             self._cameras, spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
@@ -91,6 +93,10 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
             {**info, "success": is_success},
         )
 
+    def with_images(self, observation: dict[str, Any]) -> dict[str, Any]:
+        """The observation of the present state, with what the cameras see."""
+        return {name: self._image(camera) for name, camera in self._cameras.items()} | observation
+
     def render(self) -> NDArray[np.uint8]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The image of the first camera, or of MetaWorld's corner4."""
         return self._image(next(iter(self._cameras.values()), "corner4"))
@@ -102,9 +108,9 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self._env.close()
 
     def _observed(self, observation: NDArray[np.float64]) -> dict[str, Any]:
-        images = {name: self._image(camera) for name, camera in self._cameras.items()}
-        state = observation[:_PROPRIOCEPTION] if images else observation
-        return {**images, "state": state.astype(np.float32), "instruction": self._instruction}
+        state = observation[:_PROPRIOCEPTION] if self._cameras else observation
+        found = {"state": state.astype(np.float32), "instruction": self._instruction}
+        return found if self.images_on_demand else self.with_images(found)
 
     def _image(self, camera: str) -> NDArray[np.uint8]:
         if self._renderer is None:
