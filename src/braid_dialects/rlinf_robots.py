@@ -79,7 +79,7 @@ _OPENPI = section("actor.model.openpi", "model.vla", ROBOTS_ONLY, _PI0)(
     to("detach_critic_input", "critic.network", "bool?", VALUES, lambda v, _: "shared_detached" if v else "shared"),
     ignored("{action_horizon,model_action_dim,paligemma_variant,action_expert_variant,max_token_len,task}",
             "the folder determines it"),
-    ignored("value_after_vlm", "the critic reads the mean of the vision-language model's states in any case", "bool"),
+    ignored("value_after_vlm", "the critic reads the expert's state at the robot's state in any case", "bool"),
     to("value_vlm_mode", "", "mean_token|last_token|first_token",
        lambda v, _: implied("see value_after_vlm") if v == "mean_token" else unsupported("use mean_token")),
     missing("{noise_params,noise_anneal,chunk_critic_input,safe_get_logprob,ignore_last}", "remove it", default=False),

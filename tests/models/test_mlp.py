@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import log, pi
+from typing import Any
 
 import numpy as np
 import pytest
@@ -191,10 +192,10 @@ def test_values_cover_the_final_observation() -> None:
     assert out[2] != 0
 
 
-@pytest.mark.parametrize("is_detached", [False, True])
-def test_a_policy_with_a_value_head_predicts_values_from_its_hidden_layers(*, is_detached: bool) -> None:
+@pytest.mark.parametrize("detaches", ["never", "alone", "always"])
+def test_a_policy_with_a_value_head_predicts_values_from_its_hidden_layers(detaches: Any) -> None:
     policy, plain = _policy(KINDS[0]), _policy(KINDS[0])
-    policy.add_value_head("value_head", is_detached=is_detached)
+    policy.add_value_head("value_head", detaches=detaches)
     torch.nn.init.ones_(policy.module.get_parameter("value_head.weight"))
     observations = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
     batch = _batch(observations, np.zeros(3, np.int64), np.array([True, True, False]))
@@ -203,10 +204,13 @@ def test_a_policy_with_a_value_head_predicts_values_from_its_hidden_layers(*, is
     out = policy.forward(batch, frozenset({"logprobs", "values", "value_deviation"}))
     assert torch.equal(out["values"], alone)
     assert torch.equal(out["logprobs"], plain.forward(batch, frozenset({"logprobs"}))["logprobs"])
+    body = policy.module.get_parameter("body.layers.0.weight")
+    alone.sum().backward()
+    assert (body.grad is not None) is (detaches == "never")
+    body.grad = None
     out["values"].sum().backward()
     assert policy.module.get_parameter("value_head.weight").grad is not None
-    body = policy.module.get_parameter("body.layers.0.weight").grad
-    assert body is None if is_detached else body is not None
+    assert (body.grad is not None) is (detaches != "always")
     with pytest.raises(ModelError, match=r"critic\.head_name=body"):
         plain.add_value_head("body")
 

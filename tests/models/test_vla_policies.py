@@ -173,7 +173,7 @@ def test_flow_sde_has_one_stochastic_step(tmp_path: Path) -> None:
             actions, inputs, logprob = policy.draw(seen, uniforms)
             prefix, x, t, d = policy._prefix(seen), torch.zeros(1, chunk, size), 1.0, 0.25
             for n in range(4):
-                velocity, _ = policy._velocity(prefix, seen, x, torch.tensor([n]))
+                velocity, *_ = policy._velocity(prefix, seen, x, torch.tensor([n]))
                 x0, x1 = x - velocity * t, x + velocity * (1 - t)
                 if n == step:
                     sigma = 0.7 * math.sqrt(t / (1 - t if n else d))
@@ -191,6 +191,22 @@ def test_flow_sde_has_one_stochastic_step(tmp_path: Path) -> None:
         torch.testing.assert_close(logprob[0, 0], density, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("noise", ["flow_sde", "flow_noise"])
+def test_the_values_of_pi0_follow_the_robots_state_but_not_its_actions(tmp_path: Path, noise: str) -> None:
+    """From the observation alone, and beside log-probs."""
+    policy = make(tmp_path, KINDS[3] | {"noise": noise}, "chunk")
+    seen = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 2)).items()}
+    with torch.no_grad():
+        alone = policy.features(seen)
+        assert alone.shape == (2, policy.hidden_size)
+        for number in (0.2, 0.7):
+            uniforms = torch.full((2, policy.num_uniforms), number, dtype=torch.float64)
+            _, inputs, _ = policy.draw(seen, uniforms)
+            torch.testing.assert_close(policy.evaluate(seen, inputs)[2], alone, rtol=1e-4, atol=1e-5)
+        moved = policy.features(seen | {"state": seen["state"] + 1})
+    assert (moved - alone).abs().max() > 1e-2
+
+
 def test_flow_noise_counts_every_step_and_the_initial_noise(tmp_path: Path) -> None:
     policy = make(tmp_path, KINDS[4] | {"denoise_steps": 3}, "chunk")
     assert isinstance(policy, Pi0Policy)
@@ -204,7 +220,7 @@ def test_flow_noise_counts_every_step_and_the_initial_noise(tmp_path: Path) -> N
         assert chain.shape == (2, 4, 4, 5)
         total = torch.distributions.Normal(0, 1).log_prob(chain[:, 0])
         for n in range(3):
-            velocity, out = policy._velocity(prefix, seen, chain[:, n], torch.full((2,), n))
+            velocity, out, _ = policy._velocity(prefix, seen, chain[:, n], torch.full((2,), n))
             deviation = policy._transition(chain[:, n], velocity, out, torch.full((2,), n))[1]
             assert deviation.min() >= 0.08
             assert deviation.max() <= 0.16
@@ -311,19 +327,20 @@ def test_values_of_observations(tmp_path: Path, kind: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[2]])
-@pytest.mark.parametrize("is_detached", [False, True])
+@pytest.mark.parametrize("detaches", ["never", "alone", "always"])
+@pytest.mark.parametrize("outputs", [{"values", "logprobs"}, {"values"}])
 def test_the_value_loss_trains_the_policys_layers_unless_detached(
-    tmp_path: Path, kind: dict[str, Any], *, is_detached: bool
+    tmp_path: Path, kind: dict[str, Any], detaches: Any, outputs: Any
 ) -> None:
     policy = make(tmp_path, kind, "chunk")
-    policy.add_value_head("value_head", seed=0, is_detached=is_detached)
+    policy.add_value_head("value_head", seed=0, detaches=detaches)
     torch.nn.init.ones_(policy.module.get_parameter("value_head.weight"))
     batch = pack([play(policy)[0]], CPU)
-    policy.forward(batch, frozenset({"values", "logprobs"}))["values"].sum().backward()
+    policy.forward(batch, frozenset(outputs))["values"].sum().backward()
     trained = {name for name, p in policy.module.named_parameters() if p.grad is not None}
     own = {name for name in trained if name.startswith(("value_layers.", "value_head."))}
     assert own
-    assert (trained == own) is is_detached
+    assert (trained == own) is (detaches == "always" or (detaches == "alone" and outputs == {"values"}))
 
 
 def test_unusable_settings_are_refused(tmp_path: Path) -> None:

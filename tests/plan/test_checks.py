@@ -253,7 +253,11 @@ def test_each_verb_needs_its_own_parts() -> None:
     assert complaints(bare, verb="sft") == [
         "sft: no examples; add sources with response_key, response_function or messages_key to sft.data"
     ]
-    assert warnings([*bare, "sft.data=[{kind: file, path: x, response_key: y}]"], verb="sft") == []
+    examples = [*bare, "sft.data=[{kind: file, path: x, response_key: y}]"]
+    assert warnings(examples, verb="sft") == []
+    assert warnings([*examples, "algorithm.recipe=ppo"], verb="sft") == [], (
+        "a critic without rounds is no problem"
+    )
     assert warnings([*bare, *TEXT[3:]], verb="eval") == []
 
 

@@ -182,7 +182,7 @@ class CriticConfig(Section):
     train: TrainConfig | None = None
     """Optimizer and batch settings of the critic; the policy's when null."""
     warmup_rounds: int = Field(default=0, ge=0)
-    """Number of initial rounds in which only the critic is trained."""
+    """Number of initial rounds in which only the critic is trained; of a shared network, only its value head."""
     normalize_values: bool = False
     """Normalize value targets by a running mean and standard deviation of the returns (PopArt, arXiv
     1602.07714)."""

@@ -18,7 +18,7 @@ from braid.types import DecisionLevel, Spaces
 from .base import Acted, Output, TrainableModel, choose
 from .batch import PackedBatch
 from .flops import Flops, flops_of_linear
-from .value_head import VALUES, ValueHead, taken_name, with_head
+from .value_head import VALUES, Detaching, ValueHead, detached, taken_name, with_head
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _MIN_ROWS = 16
@@ -52,15 +52,15 @@ class MlpPolicy(TrainableModel):
             self._net.register_parameter("log_std", nn.Parameter(torch.zeros(self._size)))
 
     def add_value_head(
-        self, name: str, *, num_values: int = 1, normalizes: bool = False, is_detached: bool = False
+        self, name: str, *, num_values: int = 1, normalizes: bool = False, detaches: Detaching = "never"
     ) -> None:
-        """Add a head that predicts values from the hidden layers of the policy. With `is_detached` the value loss does not
-        train these. `num_values` and `normalizes` as in ValueHead."""
+        """Add a head that predicts values from the hidden layers of the policy. `num_values` and `normalizes` as in
+        ValueHead."""
         if hasattr(self._net, name):
             raise taken_name(name)
         self.value_head = ValueHead(self._net.head.in_features, num_values=num_values, normalizes=normalizes)
         self._net.add_module(name, self.value_head)
-        self._detaches_values = is_detached
+        self._detaches: Detaching = detaches
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002  # all are computed
         return self._net.flops(sum(lengths))
@@ -69,7 +69,7 @@ class MlpPolicy(TrainableModel):
         """`logprobs` [T] and `entropy` [T], 0 where the mask is False; with a value head also the outputs of MlpValue."""
         features, found = self._net.body(batch.observations), {}
         if self.value_head is not None and outputs & VALUES:
-            values = self.value_head(features.detach() if self._detaches_values else features)
+            values = self.value_head(detached(features, self._detaches, outputs))
             found = self.value_head.of_observations(values, batch, outputs)
         if outputs <= VALUES:
             return found

@@ -23,6 +23,7 @@ from .mlp import MlpPolicy, MlpValue
 from .value import ValueModel
 
 if TYPE_CHECKING:
+    from .value_head import Detaching
     from .vla.policy import VlaPolicy
 
 
@@ -117,7 +118,8 @@ def make_robot_model(
             return value
         model = MlpPolicy(spec, spaces, seed=seed, level=config.algorithm.logprob_level)
     if role == "critic" or critic.network != "own":
-        model.add_value_head(critic.head_name, is_detached=critic.network == "shared_detached", **head)
+        detaches: dict[str, Detaching] = {"own": "never", "shared": "alone", "shared_detached": "always"}
+        model.add_value_head(critic.head_name, detaches=detaches[critic.network], **head)
     model.module.to(device)
     return model
 

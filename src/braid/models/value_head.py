@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .base import Output
     from .batch import PackedBatch
 
+Detaching = Literal["never", "alone", "always"]
+"""When the value loss does not train the features that values are predicted from. alone: where a model computes nothing but values,
+as in the warm-up of a critic, which must not change the policy whose features it shares."""
 RATE = 0.01
 """Weight of the newest returns in the running moments. With bias correction (arXiv 1602.07714, section 2.2),
 so that early moments are plain means."""
@@ -25,6 +28,13 @@ VALUES: frozenset[Output] = frozenset({"values", "value_deviation"})
 """The outputs of a critic."""
 MIN_DEVIATION = 1e-2
 """Lower bound on the deviation of returns, for returns that are nearly all equal."""
+
+
+def detached(features: Tensor, detaches: Detaching, outputs: frozenset[Output]) -> Tensor:
+    """The features, without their gradient where `detaches` says so."""
+    return (
+        features.detach() if detaches == "always" or (detaches == "alone" and outputs <= VALUES) else features
+    )
 
 
 class ValueHead(nn.Linear):

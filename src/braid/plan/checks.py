@@ -119,7 +119,9 @@ def _demonstrations(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    if plan.verb == "train" and config.run.max_rounds is None and config.run.max_epochs is None:
+    if plan.verb != "train":
+        return
+    if config.run.max_rounds is None and config.run.max_epochs is None:
         yield "run.max_rounds", "the run never ends; set run.max_rounds or run.max_epochs"
     rounds, warmup = plan.planned_rounds, config.critic.warmup_rounds
     if plan.learns_values and rounds is not None and warmup >= rounds:

@@ -94,17 +94,10 @@ def load_pi0(
 
 @dataclass(slots=True)
 class _Prefix:
-    """What the vision-language model computed for B observations: its keys and values, and last hidden states."""
+    """What the vision-language model computed for B observations: its keys and values."""
 
     cache: Any
     mask: Tensor
-    states: Tensor
-
-    @property
-    def mean_state(self) -> Tensor:
-        """[B, D], without padding."""
-        weights = self.mask.to(self.states.dtype).unsqueeze(-1)
-        return (self.states * weights).sum(1) / weights.sum(1)
 
 
 class Pi0Policy(VlaPolicy):
@@ -151,12 +144,12 @@ class Pi0Policy(VlaPolicy):
 
     @property
     def hidden_size(self) -> int:
-        sizes: Any = self.module.config.vlm_config
-        return sizes.text_config.hidden_size
+        return self.module.action_out_proj.in_features
 
     def features(self, observations: Tensors) -> Tensor:
-        """The mean of the vision-language model's last hidden states."""
-        return self._prefix(observations).mean_state
+        """The expert's last hidden state at the robot's state, which attends to images and instruction, but not to actions."""
+        embedded = self.module.embed_action_time.state_proj(self._state(observations))
+        return self._expert(self._prefix(observations), embedded.unsqueeze(1))[:, 0]
 
     def draw(
         self, observations: Tensors, uniforms: Tensor | None
@@ -164,14 +157,14 @@ class Pi0Policy(VlaPolicy):
         prefix, count = self._prefix(observations), len(observations["prompt_ids"])
         num_steps, is_sde = self.config.denoise_steps, self.config.noise == "flow_sde"
         shape = (-1, self._chunk, self._size)
-        normal = _normal(uniforms, count, self.num_uniforms - 1, prefix.states.device).view(count, *shape)
+        normal = _normal(uniforms, count, self.num_uniforms - 1, prefix.mask.device).view(count, *shape)
         chosen = torch.full((count,), -1, device=normal.device)
         if uniforms is not None and is_sde:
             chosen = (uniforms[:, -1] * num_steps).long()
         x, chain = normal[:, 0], [normal[:, 0]]
         for number in range(num_steps):
             step = torch.full((count,), number, device=x.device)
-            velocity, out = self._velocity(prefix, observations, x, step)
+            velocity, out, _ = self._velocity(prefix, observations, x, step)
             mean, deviation = self._transition(x, velocity, out, step)
             ode = x - velocity / num_steps
             noise = normal[:, 1 if is_sde else 1 + number]
@@ -190,31 +183,32 @@ class Pi0Policy(VlaPolicy):
         else:
             step = torch.zeros_like(chosen)
         inputs = {"chain": states.unsqueeze(1), "step": step.unsqueeze(1)}
-        logprobs, _ = self._logprobs(prefix, observations, states, step)
+        logprobs, *_ = self._logprobs(prefix, observations, states, step)
         if uniforms is None:
             logprobs = torch.zeros_like(logprobs)
         return x[:, : self.config.num_action_chunks, : self.config.action_dim], inputs, logprobs
 
     def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         prefix = self._prefix(observations)
-        found = self._logprobs(prefix, observations, inputs["chain"][:, 0], inputs["step"][:, 0])
-        return *found, prefix.mean_state
+        return self._logprobs(prefix, observations, inputs["chain"][:, 0], inputs["step"][:, 0])
 
     def _logprobs(
         self, prefix: _Prefix, observations: Tensors, chain: Tensor, step: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [B, 1] of the executed part of chains [B, M, C, D]."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs and entropies [B, 1] of the executed part of chains [B, M, C, D], and `features`."""
         used = (..., slice(self.config.num_action_chunks), slice(self.config.action_dim))
         steps = range(chain.shape[1] - 1)
         found: list[tuple[Tensor, Tensor, Tensor]] = []
+        features = chain.new_zeros(0)
         for n in steps:
-            velocity, out = self._velocity(prefix, observations, chain[:, n], step + n)
+            velocity, out, features = self._velocity(prefix, observations, chain[:, n], step + n)
             found.append((chain[:, n + 1], *self._transition(chain[:, n], velocity, out, step + n)))
         if self.config.noise == "flow_noise":
             found.append((chain[:, 0], torch.zeros_like(chain[:, 0]), torch.ones_like(chain[:, 0])))
         logprobs = [_log_density(*(part[used] for part in of)) for of in found]
         entropies = [(0.5 + 0.5 * math.log(2 * math.pi) + of[2][used].log()) for of in found]
-        return tuple(torch.stack(of).mean(0).sum((1, 2)).unsqueeze(1) for of in (logprobs, entropies))  # pyright: ignore[reportReturnType]
+        means = [torch.stack(of).mean(0).sum((1, 2)).unsqueeze(1) for of in (logprobs, entropies)]
+        return means[0], means[1], features
 
     def _prefix(self, observations: Tensors) -> _Prefix:
         """Run the vision-language model over images and instruction."""
@@ -241,23 +235,32 @@ class Pi0Policy(VlaPolicy):
                 token_type_ids=torch.zeros_like(mask, dtype=torch.long),
                 use_cache=True,
             )
-        return _Prefix(out.past_key_values, mask, out.last_hidden_state)
+        return _Prefix(out.past_key_values, mask)
+
+    def _state(self, observations: Tensors) -> Tensor:
+        """Padded to the model's size."""
+        state = observations["state"]
+        state = F.pad(state, (0, self.module.config.max_state_dim - state.shape[1]))
+        return state.to(self.module.action_out_proj.weight.dtype)
 
     def _velocity(
         self, prefix: _Prefix, observations: Tensors, x: Tensor, step: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Velocity [B, C, D] at `x`, before denoising step `step` [B], and the expert's output [B, C, W]."""
-        dtype = self.module.action_out_proj.weight.dtype
-        state = observations["state"]
-        state = F.pad(state, (0, self.module.config.max_state_dim - state.shape[1]))
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Velocity [B, C, D] at `x`, before denoising step `step` [B], the expert's output [B, C, W], and `features`."""
         t = 1 - step.float() / self.config.denoise_steps
-        embeddings = self.module.embed_action_time(state.to(dtype), x.to(dtype), t)
-        num_before = prefix.cache.get_seq_length()
+        state = self._state(observations)
+        out = self._expert(prefix, self.module.embed_action_time(state, x.to(state.dtype), t))
+        features, out = out[:, 0], out[:, 1:]
+        return self.module.action_out_proj(out).float(), out, features
+
+    def _expert(self, prefix: _Prefix, embeddings: Tensor) -> Tensor:
+        """Last hidden states of the expert at `embeddings` [B, N, W], the first of which is that of the state."""
+        mask = prefix.mask.long()
         out = self.module.model(
-            action_embeds=embeddings, attention_mask=prefix.mask.long(), past_key_values=prefix.cache
-        ).last_hidden_state[:, -self._chunk :]
-        prefix.cache.crop(num_before)
-        return self.module.action_out_proj(out).float(), out
+            action_embeds=embeddings, attention_mask=mask, past_key_values=prefix.cache
+        ).last_hidden_state
+        prefix.cache.crop(-embeddings.shape[1])
+        return out
 
     def _transition(self, x: Tensor, velocity: Tensor, out: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and deviation [B, C, D] of what follows `x`; see above."""

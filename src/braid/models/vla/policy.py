@@ -21,7 +21,7 @@ from braid.models.base import Acted, Output, TrainableModel, choose, unique_weig
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops, flops_of_linear
 from braid.models.lora import has_adapters, named_adapters
-from braid.models.value_head import VALUES, ValueHead, taken_name
+from braid.models.value_head import VALUES, Detaching, ValueHead, detached, taken_name
 from braid.types import DecisionLevel, Spaces
 
 from .actions import Range, values_of
@@ -127,7 +127,7 @@ class VlaPolicy(TrainableModel):
     def __init__(self, module: nn.Module, processor: Processor) -> None:
         self.module, self.processor = module.eval(), processor
         self.config, self.observe = processor.config, processor.observe
-        self._recomputes = self._detaches_values = False
+        self._recomputes = False
         self._added: dict[str, nn.Module] = {}
 
     def add_value_head(
@@ -137,10 +137,10 @@ class VlaPolicy(TrainableModel):
         seed: int,
         num_values: int = 1,
         normalizes: bool = False,
-        is_detached: bool = False,
+        detaches: Detaching = "never",
     ) -> None:
-        """Add a perceptron that predicts values from `features`. With `is_detached` the value loss does not train these.
-        `seed` is that of the weights, `num_values` and `normalizes` as in ValueHead."""
+        """Add a perceptron that predicts values from `features`. `seed` is that of the weights, `num_values` and
+        `normalizes` as in ValueHead."""
         if name == "value_layers" or hasattr(self.module, name):
             raise taken_name(name)
         like = next(self.module.parameters())
@@ -150,7 +150,7 @@ class VlaPolicy(TrainableModel):
         self._value_layers = self._add("value_layers", nn.Sequential(*layers).to(like.device, like.dtype))
         head = ValueHead(sizes[-1], num_values=num_values, normalizes=normalizes)
         self.value_head = self._add(name, head.to(like.device, like.dtype))
-        self._detaches_values = is_detached
+        self._detaches: Detaching = detaches
 
     def _add(self, name: str, layer: T) -> T:
         """Add a part that checkpoint folders of the model don't have; it is trained beside adapters too."""
@@ -234,7 +234,7 @@ class VlaPolicy(TrainableModel):
     def _values(self, features: Tensor, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """From the features [K, D] of the batch's observations."""
         assert self.value_head is not None, "values are those of a value head"
-        hidden = self._value_layers(features.detach() if self._detaches_values else features)
+        hidden = self._value_layers(detached(features, self._detaches, outputs))
         return self.value_head.of_observations(self.value_head(hidden), batch, outputs)
 
     def _in_parts(self, function: Any, *named: Tensors) -> tuple[Tensor, ...]:
