@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.gpu import machine
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,11 @@ def test_every_step_runs_with_the_packages_of_one_process_alone(tmp_path: Path) 
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_observations_of_a_batched_simulator_stay_on_its_device() -> None:
+    """The step needs Gymnasium, which is not among the packages of the test above."""
+    assert machine.simulators(machine.Machine(torch.device("cpu"), is_tiny=True)) == {"episodes": 6}
 
 
 @pytest.mark.slow

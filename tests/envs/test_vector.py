@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.envs.counting import HOT
+from tests.envs.on_device import OnDevice
 
 from braid.config.model import MlpSpec
 from braid.envs.simulators.base import EpisodeRules, reset_prompts
@@ -136,3 +138,53 @@ def test_in_processes_too() -> None:
 def test_what_makes_no_vector_is_refused(env_id: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         VectorSimulator(env_id, 2)
+
+
+class Watched(MlpPolicy):
+    """Records the types of the observations by which it acts."""
+
+    def act(self, observations: dict[str, Any], uniforms: Any) -> Any:
+        self.seen = {name: type(of) for name, of in observations.items()}
+        return super().act(
+            {name: torch.as_tensor(of).as_subclass(torch.Tensor) for name, of in observations.items()},
+            uniforms,
+        )
+
+
+def drifted(*, is_guarded: bool, num_processes: int = 0) -> tuple[Any, Any]:
+    """Four episodes in three slots, and the types of the observations that the policy got."""
+    env_id, options = "tests.envs.on_device.Drifting", {"is_guarded": is_guarded}
+    simulator: Any = VectorSimulator(env_id, 3, options)
+    if num_processes:
+        simulator = SimulatorProcesses(env_id, 3, options, is_vectorized=True, timeout_s=60.0)
+    with closing(simulator):
+        policy = Watched(MlpSpec(channels=(4,), num_action_chunks=2), simulator.spaces, seed=0)
+        driver = SimulatorDriver(SimulatorEngine(simulator, policy, retries=0), seed=1)
+        (prompt,) = reset_prompts("drifting", 1)
+        group = asyncio.run(driver.group(prompt, 4, (0,)))
+    return [(t.reward, t.env_steps) for t in group.trajectories], policy.seen
+
+
+def test_tensors_stay_on_their_device_until_an_episode_has_ended() -> None:
+    before = OnDevice.moved
+    guarded, seen = drifted(is_guarded=True)
+    assert seen == {"image": OnDevice, "state": OnDevice}
+    assert OnDevice.moved - before == 2 * 4, "the image and the state of each episode, once"
+    in_processes, of_processes = drifted(is_guarded=True, num_processes=1)
+    assert of_processes == {"image": np.ndarray, "state": np.ndarray}
+    for other in (drifted(is_guarded=False)[0], in_processes):
+        for (reward, steps), (expected, of) in zip(other, guarded, strict=True):
+            assert reward == expected
+            for name, values in of.observations.items():
+                assert type(values) is np.ndarray
+                np.testing.assert_array_equal(steps.observations[name], values)
+            assert of.observations["image"].dtype == np.uint8
+            np.testing.assert_array_equal(steps.logprobs, of.logprobs)
+
+
+def test_a_tensor_that_is_not_finite_is_a_failure_of_its_slot_alone() -> None:
+    with closing(VectorSimulator("tests.envs.on_device.Drifting", 2, {"is_guarded": True})) as simulator:
+        simulator.reset({0: 1, 1: 2})
+        tick = simulator.step({0: chunk(0.5), 1: chunk(float("nan"))})
+    assert list(tick.failures) == [1]
+    assert "is not finite" in tick.failures[1]

@@ -1,4 +1,4 @@
-"""Proves a machine with a CUDA GPU: nine steps, each in a separate process, and one JSON with the result or the
+"""Proves a machine with a CUDA GPU: ten steps, each in a separate process, and one JSON with the result or the
 traceback of each.
 
     PYTHONPATH=src:. python tests/gpu/machine.py --output gpu.json
@@ -40,17 +40,21 @@ import braid
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
 from braid.config.load import load_config
+from braid.config.model import MlpSpec
 from braid.config.train import TrainConfig
 from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
+from braid.models.mlp import MlpPolicy
 from braid.plan.machine import count_gpus
+from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import Request, Sampling
 from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.simulators import SimulatorEngine
 from braid.trainer import commands
 from braid.training.backends.fsdp import FsdpBackend
 from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss
-from braid.types import Row
+from braid.types import Row, Status
 from braid.weights.receiver import open_receiver
 from braid.weights.sender import LinkedSender
 from braid.weights.sending import SendOptions
@@ -494,7 +498,42 @@ def engines(machine: Machine) -> dict[str, Any]:
     return found
 
 
-STEPS = (imports, tests, transfers, fsdp, learning, updates, decoding, offloading, engines)
+def simulators(machine: Machine) -> dict[str, Any]:
+    """Episodes of a batched simulator on the device: the policy gets tensors there, and acts as for one on the host."""
+    try:
+        vector = importlib.import_module("braid.envs.simulators.vector")
+        base = importlib.import_module("braid.envs.simulators.base")
+    except ModuleNotFoundError as error:
+        if error.name != "gymnasium":
+            raise
+        return {"gymnasium": "not installed"}
+    places, played = set[str](), list[Any]()
+
+    class Watched(MlpPolicy):
+        def act(self, observations: dict[str, Any], uniforms: Any) -> Any:
+            places.update(values.device.type for values in observations.values())
+            return super().act(observations, uniforms)
+
+    for device in ("cpu", machine.device.type):
+        places.clear()
+        simulator = vector.VectorSimulator(
+            str(ROOT / "tests/envs/on_device.py") + ":Drifting", 4, {"device": device}
+        )
+        policy = Watched(MlpSpec(channels=(4,), num_action_chunks=2), simulator.spaces, seed=0)
+        policy.module.to(device)
+        driver = SimulatorDriver(SimulatorEngine(simulator, policy, retries=0), seed=1)
+        (prompt,) = base.reset_prompts("drifting", 1)
+        played.append(asyncio.run(driver.group(prompt, 6, (0,))).trajectories)
+        simulator.close()
+        assert places == {device}, places
+    for one, other in zip(*played, strict=True):
+        assert (one.status, other.status) == (Status.FINISHED, Status.FINISHED)
+        np.testing.assert_allclose(one.reward, other.reward, rtol=1e-3, atol=1e-3)
+        assert all(isinstance(values, np.ndarray) for values in other.env_steps.observations.values())
+    return {"episodes": len(played[1])}
+
+
+STEPS = (imports, tests, transfers, fsdp, learning, updates, decoding, offloading, engines, simulators)
 
 
 # -- running them

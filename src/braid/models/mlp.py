@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import functional
 
 from braid.config.model import MlpSpec
 from braid.errors import ConfigError, Problem
@@ -93,7 +95,7 @@ class MlpPolicy(TrainableModel):
         }
         return {name: torch.where(batch.mask, _per_row(computed[name]()), 0.0) for name in outputs}
 
-    def observe(self, observation: dict[str, NDArray], instruction: str) -> dict[str, NDArray]:  # noqa: ARG002
+    def observe(self, observation: dict[str, Any], instruction: str) -> dict[str, Any]:  # noqa: ARG002
         """See ActingPolicy; instructions are not read."""
         return observation
 
@@ -103,7 +105,7 @@ class MlpPolicy(TrainableModel):
         return self._chunk * (1 if self._is_discrete else self._size)
 
     @torch.no_grad()
-    def act(self, observations: dict[str, NDArray], uniforms: NDArray[np.float64] | None) -> Acted:
+    def act(self, observations: dict[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
         """Actions ([E, H] int64, or [E, H, A] float32) for observations [E, ...], and their log-probs.
 
         Sampled from `uniforms` [E, num_uniforms] in [0, 1) by inverse transform; the most likely action if
@@ -113,7 +115,7 @@ class MlpPolicy(TrainableModel):
         count = len(next(iter(observations.values())))
         padding = max(_MIN_ROWS - count, 0)
         padded = {
-            name: torch.from_numpy(np.pad(of, [(0, padding)] + [(0, 0)] * (of.ndim - 1))).to(device)
+            name: functional.pad(torch.as_tensor(of, device=device), [0, 0] * (of.ndim - 1) + [0, padding])
             for name, of in observations.items()
         }
         head = self._head(self._net.body(padded))[:count]

@@ -19,7 +19,8 @@ class Tick:
     """Result of a reset, or of a chunk of H actions (0 for a reset), of E environments; entries of slots that did not
     take part are undefined.
 
-    `observations` [E, ...] by name, after the last executed action; `rewards` [E, H]; `num_executed` [E]: the
+    `observations` [E, ...] by name, after the last executed action: arrays, or tensors on the device of a simulator whose
+    observations are tensors. The rest is on the host: `rewards` [E, H]; `num_executed` [E]: the
     actions until the episode ended, or all; `is_terminated` [E]: the task itself ended; `is_truncated` [E]: a time
     limit ended the episode, so its last state still has a value; `success` [E, H]: whether the task was fulfilled
     after each action, nan where the environment does not say. `instructions`: slot -> text of its episode, after a
@@ -27,7 +28,7 @@ class Tick:
     filmed. `failures`: slot -> error message; a failed slot must be reset before its next step.
     """
 
-    observations: dict[str, NDArray[Any]]
+    observations: dict[str, Any]
     rewards: NDArray[np.float32]
     num_executed: NDArray[np.int32]
     is_terminated: NDArray[np.bool_]
@@ -119,6 +120,11 @@ class Overlapping(Simulator, Protocol):
     def begin_step(self, actions: Mapping[int, NDArray]) -> Callable[[], Tick]:
         """Begin a `step`; see `begin_reset`."""
         ...
+
+
+def as_array(value: Any) -> Any:
+    """A tensor as an array on the host; anything else as it is. Simulators need no torch of their own."""
+    return value.cpu().numpy() if hasattr(value, "cpu") else value
 
 
 def refused(key: str, why: str) -> ConfigError:

@@ -22,7 +22,7 @@ from braid.errors import EnvError, suggest
 from braid.functions import load_function
 from braid.types import ActionSpace, Spaces
 
-from .base import AS_IT_IS, EpisodeRules, Tick, refused
+from .base import AS_IT_IS, EpisodeRules, Tick, as_array, refused
 from .rules import RuledEnv
 
 
@@ -74,12 +74,13 @@ class GymnasiumSimulator:
             raise refused("id", f"unsupported observation space of {env_id}: {seen} cannot be flattened")
         state_size = 0 if self._state is None else spaces.flatdim(self._state)
         self._flat: Callable[[Any], Any] = partial(_flat, self._state)
+        self._is_flat = self._state is None
         only, of = self._state, lambda observation: observation
         if isinstance(only, spaces.Dict) and len(only.spaces) == 1:
             ((name, only),) = only.spaces.items()
             of = itemgetter(name)
         if isinstance(only, spaces.Box) and only.shape == (state_size,):
-            self._flat = of  # the usual case, without the general way's 20 us
+            self._flat, self._is_flat = of, True  # the usual case, without the general way's 20 us
         actions, self._to_action = _actions(env_id, acted)
         self._is_dict = isinstance(seen, spaces.Dict)
         self.image_memory: Mapping[str, NDArray[np.uint8]] | None = None
@@ -159,12 +160,14 @@ class GymnasiumSimulator:
             observation = self._complete(slot, observation)
             for name, shape in self.spaces.images.items():
                 image = observation[name] if self._is_dict else observation
-                if image.shape != shape or image.dtype != np.uint8:
+                kept = tick.observations[name]
+                if image.shape != shape or image.dtype != kept.dtype:
                     raise self._misfit(observation)
-                tick.observations[name][slot] = image
+                kept[slot] = image
             if self._state is not None:
                 state = self._flat(observation)
-                if np.shape(state) != (self.spaces.state_size,):  # numpy would repeat a single number
+                shape = state.shape if hasattr(state, "shape") else np.shape(state)
+                if shape != (self.spaces.state_size,):  # numpy would repeat a single number
                     raise self._misfit(observation)
                 tick.observations["state"][slot] = state
         except (TypeError, ValueError, LookupError, AttributeError) as error:
@@ -194,11 +197,11 @@ class GymnasiumSimulator:
 def check_finite(slots: Collection[int], tick: Tick) -> None:
     """Rewards or observations that are not finite are failures of their slots."""
     for name, values in (("reward", tick.rewards), ("observation", tick.observations.get("state"))):
-        if values is None or np.isfinite(values).all():
+        if values is None or (abs(values) < np.inf).all():  # of arrays and tensors
             continue
         for slot in slots:
-            if slot not in tick.failures and not np.isfinite(values[slot]).all():
-                tick.failures[slot] = f"the {name} {values[slot]} is not finite"
+            if slot not in tick.failures and not np.isfinite(as_array(values[slot])).all():
+                tick.failures[slot] = f"the {name} {as_array(values[slot])} is not finite"
 
 
 def _outline(value: Any) -> str:

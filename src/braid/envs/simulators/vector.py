@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from braid.children import as_env_error
 from braid.errors import BraidError, ConfigError, EnvError
 
-from .base import AS_IT_IS, EpisodeRules, Tick, refused
+from .base import AS_IT_IS, EpisodeRules, Tick, as_array, refused
 from .gymnasium import GymnasiumSimulator, check_finite, make_env, unit_bounds
+
+_SUCCESS = ("success", "is_success")
 
 
 class VectorSimulator(GymnasiumSimulator):
@@ -29,7 +31,7 @@ class VectorSimulator(GymnasiumSimulator):
     last observation of an episode is in `final_obs`. NEXT_STEP: the step after an end is ignored. In the last two,
     environments reset themselves without a seed, so that episodes begin together (`resets_together`), in a
     reset of all of them with seeds of their own. `step` needs an action for every running episode. An exception fails
-    all episodes.
+    all episodes. Observations that are tensors stay on their device, unless they go to another process.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class VectorSimulator(GymnasiumSimulator):
         try:
             each: Any = [seeds.get(slot, 0) for slot in range(self.num_envs)]
             observations, _ = self._vector.reset(seed=each, options=options)
+            observations = self._kept(observations, tick)
             self._is_over[mask | self.resets_together] = False
             self._steps[mask], self._before[mask] = 0, 0.0
             for slot in seeds:
@@ -101,7 +104,10 @@ class VectorSimulator(GymnasiumSimulator):
         given = {slot: self._to_action(chunk[number]) for slot, chunk in live.items()}
         idle = next(iter(given.values()))
         batch = np.stack([given.get(slot, idle) for slot in range(self.num_envs)])
-        observations, rewards, is_terminated, is_truncated, info = self._vector.step(batch)
+        observations, *of_step, info = self._vector.step(batch)
+        observations = self._kept(observations, tick)
+        rewards, is_terminated, is_truncated = map(as_array, of_step)
+        info |= {name: as_array(info[name]) for name in _SUCCESS if name in info}
         self._is_over |= is_terminated | is_truncated
         self._steps += 1
         is_late = self._steps >= (self._rules.max_episode_steps or np.inf)
@@ -122,6 +128,20 @@ class VectorSimulator(GymnasiumSimulator):
                 on[slot] = chunk
         return on
 
+    def _kept(self, observations: Any, tick: Tick) -> Any:
+        """A batch of observations. If they are tensors, those of the tick become tensors on the same device; but the batch
+        becomes arrays if it goes to another process, or if its state has several parts."""
+        if self.image_memory is not None or not self._is_flat:
+            return _on_host(observations)
+        batch = {name: observations[name] if self._is_dict else observations for name in self.spaces.images}
+        if self._state is not None:
+            batch["state"] = self._flat(observations)
+        for name, values in batch.items():
+            if hasattr(values, "new_zeros") and isinstance(tick.observations[name], np.ndarray):
+                zeros = values.new_zeros(tick.observations[name].shape)
+                tick.observations[name] = zeros.float() if name == "state" else zeros.byte()
+        return observations
+
     def _of(self, slot: int, batch: Any) -> Any:
         """One environment's part of a batch of observations."""
         return _part(self._vector.single_observation_space, slot, batch)
@@ -130,7 +150,7 @@ class VectorSimulator(GymnasiumSimulator):
         if filmed := self._filmed.intersection(slots):
             of = self._picture(observations, self._vector)
             for slot in filmed:
-                self._add_frame(slot, None if of is None else of[slot], tick)
+                self._add_frame(slot, None if of is None else as_array(of[slot]), tick)
 
     def _new(self) -> VectorEnv:
         vector = self._make_vector()
@@ -179,8 +199,15 @@ def _part(space: spaces.Space, slot: int, batch: Any) -> Any:
     return batch[slot]
 
 
+def _on_host(batch: Any) -> Any:
+    """A batch of observations as arrays."""
+    if isinstance(batch, Mapping):
+        return {name: _on_host(of) for name, of in batch.items()}
+    return tuple(map(_on_host, batch)) if isinstance(batch, tuple) else as_array(batch)
+
+
 def _success(info: Mapping[str, Any], slot: int) -> float:
-    for name in ("success", "is_success"):
+    for name in _SUCCESS:
         if name in info and (f"_{name}" not in info or info[f"_{name}"][slot]):
             return float(info[name][slot])
     return np.nan

@@ -80,14 +80,16 @@ class Processor:
         self._tokenizer, self._state = tokenizer, state
         self._prompts: dict[str, NDArray[np.int64]] = {}
 
-    def observe(self, observation: Mapping[str, NDArray], instruction: str) -> dict[str, NDArray]:
+    def observe(self, observation: Mapping[str, Any], instruction: str) -> dict[str, Any]:
         """See ActingPolicy: the images, `prompt_ids`, and the normalized `state`."""
         if instruction not in self._prompts:
             self._prompts[instruction] = np.array(self.prompt(instruction), np.int64)
         out = {name: observation[name] for name in self.images}
         out["prompt_ids"] = self._prompts[instruction]
         if self._state is not None:
-            out["state"] = self._state.normalize(observation["state"]).astype(np.float32)
+            out["state"] = self._state.normalize(torch.as_tensor(observation["state"]).cpu().numpy()).astype(
+                np.float32
+            )
         return out
 
     def prompt(self, instruction: str) -> list[int]:
@@ -178,7 +180,7 @@ class VlaPolicy(TrainableModel):
         their `features`."""
 
     @torch.no_grad()
-    def act(self, observations: dict[str, NDArray], uniforms: NDArray[np.float64] | None) -> Acted:
+    def act(self, observations: dict[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
         """See ActingPolicy. Greedy actions are computed for `eval_batch_rows` observations at a time."""
         size = self.config.eval_batch_rows
         if uniforms is None and len(observations["prompt_ids"]) > size:
@@ -193,7 +195,7 @@ class VlaPolicy(TrainableModel):
             )
             return Acted(actions, inputs, logprobs)
         device = next(self.module.parameters()).device
-        seen = {name: torch.from_numpy(values).to(device) for name, values in observations.items()}
+        seen = {name: torch.as_tensor(values, device=device) for name, values in observations.items()}
         drawn = None if uniforms is None else torch.from_numpy(uniforms).to(device)
         actions, inputs, logprobs = self.draw(seen, drawn)
         unnormalized = self.processor.actions.unnormalize(actions.cpu().numpy()).astype(np.float32)

@@ -15,13 +15,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from braid.envs.simulators.base import Overlapping, Simulator, Tick
+from braid.envs.simulators.base import Overlapping, Simulator, Tick, as_array
 from braid.errors import BraidError, EngineError
 from braid.models.base import Acted
 from braid.rollout.engine import version_runs
@@ -36,7 +37,8 @@ class ActingPolicy(Protocol):
 
     `observe` returns the part of an observation of one environment that `act` and the model's forward pass read;
     a text policy adds the tokens of the instruction. `act` takes observations [E, ...] by name, and uniform random
-    numbers [E, num_uniforms] in [0, 1), or None for the likeliest actions.
+    numbers [E, num_uniforms] in [0, 1), or None for the likeliest actions. Observations are arrays, or tensors on the
+    simulator's device.
     """
 
     @property
@@ -45,9 +47,9 @@ class ActingPolicy(Protocol):
     @property
     def num_uniforms(self) -> int: ...
 
-    def observe(self, observation: dict[str, NDArray], instruction: str) -> dict[str, NDArray]: ...
+    def observe(self, observation: dict[str, Any], instruction: str) -> dict[str, Any]: ...
 
-    def act(self, observations: dict[str, NDArray], uniforms: NDArray[np.float64] | None) -> Acted: ...
+    def act(self, observations: dict[str, Any], uniforms: NDArray[np.float64] | None) -> Acted: ...
 
 
 class SimulatorEngine(SteppedEngine):
@@ -269,7 +271,7 @@ class Episode:
     reason: str = ""
     is_cut: bool = False
     instruction: str = ""
-    observations: list[dict[str, NDArray]] = field(default_factory=list)
+    observations: list[dict[str, Any]] = field(default_factory=list)
     acts: list[Acted] = field(default_factory=list)
     rewards: list[NDArray[np.float32]] = field(default_factory=list)
     num_executed: list[int] = field(default_factory=list)
@@ -323,7 +325,7 @@ class Episode:
             trajectory.invalidate(self.reason)
             return trajectory
         trajectory.env_steps = EnvSteps(
-            observations=_stacked(self.observations),
+            observations={name: as_array(of) for name, of in _stacked(self.observations).items()},
             inputs=_stacked([acted.inputs for acted in self.acts]),
             logprobs=np.stack([acted.logprobs for acted in self.acts]),
             rewards=np.stack(self.rewards),
@@ -344,5 +346,9 @@ class Episode:
         return trajectory
 
 
-def _stacked(parts: Sequence[dict[str, NDArray]]) -> dict[str, NDArray]:
-    return {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+def _stacked(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Arrays, or tensors on their device."""
+    return {
+        name: (torch.stack if isinstance(first, Tensor) else np.stack)([part[name] for part in parts])
+        for name, first in parts[0].items()
+    }

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
-from braid.envs.simulators.base import refused
+from braid.envs.simulators.base import as_array, refused
 
 from .packages import check_known, imported
 
@@ -33,7 +33,7 @@ _REWARDS: dict[str, dict[str, float]] = {
 
 class _Task:
     """A scene of `num_envs` copies of a task, its rewards, and its observations: the colour images of all cameras, by their names;
-    everything else is `state` [..., N]. Tensors become arrays."""
+    everything else is `state` [..., N]. They are tensors on the scene's device."""
 
     def __init__(
         self,
@@ -64,12 +64,12 @@ class _Task:
         self.instruction = getattr(self.env, "get_language_instruction", None)
         observation = self.observed(self.env._init_raw_obs, [""] * num_envs)
         of: dict[str, spaces.Space] = {
-            name: spaces.Box(0, 255, seen.shape[1:], np.uint8)
+            name: spaces.Box(0, 255, tuple(seen.shape[1:]), np.uint8)
             for name, seen in observation.items()
             if name not in ("state", "instruction")
         }
         if "state" in observation:
-            of["state"] = spaces.Box(-np.inf, np.inf, observation["state"].shape[1:], np.float32)
+            of["state"] = spaces.Box(-np.inf, np.inf, tuple(observation["state"].shape[1:]), np.float32)
         if self.instruction is not None:
             of["instruction"] = spaces.Text(200, charset=string.printable)
         self.observation_space = spaces.Dict(of)
@@ -99,14 +99,10 @@ class _Task:
         """Batched over environments."""
         seen: dict[str, Any] = {}
         if isinstance(observation, Mapping):
-            cameras = {
-                name: of["rgb"] for name, of in observation.get("sensor_data", {}).items() if "rgb" in of
-            }
-            seen = {name: image.cpu().numpy() for name, image in cameras.items()}
+            seen = {name: of["rgb"] for name, of in observation.get("sensor_data", {}).items() if "rgb" in of}
             observation = [observation[name] for name in ("agent", "extra") if name in observation]
-        states = [part.reshape(len(part), -1) for part in _leaves(observation)]
-        if states:
-            seen["state"] = np.concatenate(states, axis=-1, dtype=np.float32)
+        if states := [part.reshape(len(part), -1).float() for part in _leaves(observation)]:
+            seen["state"] = import_module("torch").cat(states, dim=-1)
         if self.instruction is not None:
             seen["instruction"] = tuple(instructions)
         return seen
@@ -148,20 +144,20 @@ class ManiSkill(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         return self._first(observation), float(reward[0]), is_over, is_late and not is_over, said
 
     def render(self) -> NDArray[np.uint8]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._task.env.render()[0].cpu().numpy()
+        return as_array(self._task.env.render()[0])
 
     def close(self) -> None:
         self._task.env.close()
 
     def _first(self, observation: Any) -> dict[str, Any]:
-        return {name: of[0] for name, of in self._task.observed(observation, self._said).items()}
+        return {name: as_array(of[0]) for name, of in self._task.observed(observation, self._said).items()}
 
 
 class ManiSkillBatch(gymnasium.vector.VectorEnv[dict[str, Any], Any, Any]):
     """`num_envs` environments in one scene, simulated on a GPU. An ended episode waits for its reset.
 
     A scene that resets several environments draws all their states from the first one's seed, so that they would depend on
-    which others are reset. Here they are reset one by one.
+    which others are reset. Here they are reset one by one. Observations, rewards and ends are tensors on the GPU.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012
@@ -201,16 +197,14 @@ class ManiSkillBatch(gymnasium.vector.VectorEnv[dict[str, Any], Any, Any]):
     def step(self, actions: Any) -> tuple[dict[str, Any], Any, Any, Any, dict[str, Any]]:
         env = self._task.env
         observation, reward, is_terminated, _, info = self._task.step(actions)
-        is_terminated = is_terminated.cpu().numpy() & (not self._goes_on)
-        is_late = np.zeros(self.num_envs, bool)
-        if self._limit is not None:
-            is_late = env.elapsed_steps.cpu().numpy() >= self._limit
-        said = {"success": info["success"].cpu().numpy()} if "success" in info else {}
+        is_terminated = is_terminated & (not self._goes_on)
+        is_late = env.elapsed_steps >= (np.inf if self._limit is None else self._limit)
+        said = {"success": info["success"]} if "success" in info else {}
         seen = self._task.observed(observation, self._said)
-        return seen, reward.cpu().numpy(), is_terminated, is_late & ~is_terminated, said
+        return seen, reward, is_terminated, is_late & ~is_terminated, said
 
     def render(self) -> Any:
-        return tuple(self._task.env.render().cpu().numpy())
+        return tuple(as_array(self._task.env.render()))
 
     def close_extras(self, **kwargs: Any) -> None:  # noqa: ARG002
         self._task.env.close()
@@ -233,10 +227,10 @@ def _spec(task: str) -> Any:
     return known[task]
 
 
-def _leaves(value: Any) -> list[NDArray[Any]]:
-    """The tensors of nested dicts and lists, in their order, as arrays."""
+def _leaves(value: Any) -> list[Any]:
+    """The tensors of nested dicts and lists, in their order."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list):
         return [leaf for part in value for leaf in _leaves(part)]
-    return [np.asarray(value.cpu())]
+    return [value]
