@@ -54,6 +54,13 @@ def test_step_reward_return_and_success_are_drawn_below(tmp_path: Path) -> None:
     assert abs(other[3, 192:] - strips[3]).max() > 60, "without a success the word is missing"
 
 
+def test_a_line_separates_episodes_side_by_side(tmp_path: Path) -> None:
+    write_video(tmp_path / "a.mp4", [_recording(200, 2), _recording(200, 2)])
+    frame = _read(tmp_path / "a.mp4")[0].astype(int)
+    assert frame[10:180, 192:194].max() < 100
+    assert frame[10:180, [100, 180, 206, 300]].min() > 180
+
+
 @pytest.mark.parametrize("size", [33, 480])
 def test_images_of_any_size_are_encoded(tmp_path: Path, size: int) -> None:
     write_video(tmp_path / "a.mp4", [_recording(90, 1, size)])

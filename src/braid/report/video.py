@@ -21,7 +21,7 @@ def write_video(
     path: Path, episodes: Sequence[Recording], *, frames_per_s: int = 10, overlay: bool = True
 ) -> None:
     """Write an mp4 (H.264) of the episodes as one grid; one that ends earlier stays at its last frame. `overlay` draws
-    title, step, reward, return and success below each."""
+    title, step, reward, return and success below each, and a line between them."""
     import av  # 60 ms, and only a run with videos has it
 
     height, width = (max(e.frames[0].shape[axis] for e in episodes) for axis in (0, 1))
@@ -42,6 +42,8 @@ def write_video(
                 tile = _tile(episode, step, factor, overlay=overlay)
                 top, left = row * tile_height, column * tile_width
                 grid[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
+                if overlay and column:
+                    grid[top : top + tile_height, left : left + 2] = 0
             file.mux(stream.encode(av.VideoFrame.from_ndarray(grid)))
         file.mux(stream.encode())
     os.replace(unfinished, path)
