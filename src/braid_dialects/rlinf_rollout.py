@@ -16,7 +16,7 @@ ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe",
 OPENVLA = ("openvla", "openvla_oft")
 _ROBOT_MODELS = {name: {"model.vla.kind": name} for name in OPENVLA} | {
     "openpi": {"model.vla.kind": "pi0"},
-    "mlp_policy": {"model.mlp.hidden_sizes": [256, 256, 256]},
+    "mlp_policy": {"model.mlp.hidden_sizes": [256, 256, 256], "model.mlp.initial_std": 0.6065},
     "cnn_policy": {"model.mlp.channels": [32, 64, 64, 64], "model.mlp.hidden_sizes": [256]},
 }
 """model_type of a robot policy -> native keys."""

@@ -288,6 +288,7 @@ def test_small_policies_are_built_from_sizes() -> None:
     assert (found.path, found.vla) == (None, None)
     assert found.mlp is not None
     assert (found.mlp.hidden_sizes, found.mlp.num_action_chunks) == ((256, 256, 256), 8)
+    assert found.mlp.initial_std == 0.6065  # exp(-0.5)
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,18 @@ def test_binned_actions_are_values_from_minus_1_to_1_with_the_same_logprobs_in_t
     assert (out["entropy"] <= log(5) * 6 / each + 1e-6).all()
 
 
+def test_the_standard_deviation_at_the_start_is_that_of_the_config() -> None:
+    policy = MlpPolicy(MlpSpec(initial_std=0.3), Spaces(4, KINDS[1]), seed=0)
+    states = np.zeros((4000, 4), np.float32)
+    uniforms = np.random.default_rng(0).random((4000, policy.num_uniforms))
+    acted = policy.act({"state": states}, uniforms)
+    assert acted.actions.std() == pytest.approx(0.3, rel=0.03)  # three standard errors
+    with pytest.raises(ConfigError, match=r"model\.mlp\.initial_std.*discrete"):
+        MlpPolicy(MlpSpec(initial_std=0.3), Spaces(4, KINDS[0]), seed=0)
+    with pytest.raises(ValueError, match="remove one"):
+        MlpSpec(initial_std=0.3, num_bins=5)
+
+
 def test_discrete_actions_cannot_be_binned() -> None:
     with pytest.raises(ConfigError, match=r"model\.mlp\.num_bins.*discrete already"):
         MlpPolicy(MlpSpec(num_bins=5), Spaces(4, KINDS[0]), seed=0)

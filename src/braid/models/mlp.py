@@ -46,12 +46,17 @@ class MlpPolicy(TrainableModel):
         if self._is_discrete and self._num_bins:
             why = "the environment's actions are discrete already; remove it"
             raise ConfigError([Problem("model.mlp.num_bins", why, "model")])
+        if self._is_discrete and spec.initial_std != 1.0:
+            why = "the environment's actions are discrete; remove it"
+            raise ConfigError([Problem("model.mlp.initial_std", why, "model")])
         self._is_categorical = self._is_discrete or self._num_bins is not None
         self._level = "action" if level is None or (level == "token" and self._is_discrete) else level
         width = self._chunk * self._size * (self._num_bins or 1)
         self._net = self.module = _Net(spec, spaces, width, head_gain=0.01, seed=seed)
         if not self._is_categorical:
-            self._net.register_parameter("log_std", nn.Parameter(torch.zeros(self._size)))
+            self._net.register_parameter(
+                "log_std", nn.Parameter(torch.full((self._size,), math.log(spec.initial_std)))
+            )
 
     def add_value_head(
         self, name: str, *, num_values: int = 1, normalizes: bool = False, detaches: Detaching = "never"
