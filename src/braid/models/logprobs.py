@@ -54,7 +54,10 @@ class Head:
         """Logits of `states` for a part of the vocabulary, divided by the temperature. `weight` are the rows of the
         weight for these `columns`."""
         bias = None if self.bias is None else self.bias[columns]
-        raw = _product(states, weight.to(states.dtype).t(), bias)
+        return self.scaled(_product(states, weight.to(states.dtype).t(), bias), temperature)
+
+    def scaled(self, raw: Tensor, temperature: float = 1.0) -> Tensor:
+        """Logits from the product with the weight and bias, which may be changed in place."""
         logits = raw if raw.dtype == torch.float64 else raw.float()
         if self.scale != 1.0:
             logits.mul_(self.scale)

@@ -26,7 +26,7 @@ from torch import Tensor
 from braid.models.attention import LayerCall, causal_attention, softmax_with_sinks
 
 _LENGTH_MULTIPLE, _KERNEL_BLOCK, _WHOLE_SUMS = 32, 512, 384
-_ROW_MULTIPLE, _MIN_ROWS = 4, 16
+ROW_MULTIPLE, _MIN_ROWS = 4, 16
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -52,7 +52,7 @@ def padded_rows(num_rows: int) -> int:
     Matrix products use a different kernel below 16 rows; element-wise functions do where a tensor ends within
     a vector register.
     """
-    return max(_MIN_ROWS, round_up(num_rows, _ROW_MULTIPLE))
+    return max(_MIN_ROWS, round_up(num_rows, ROW_MULTIPLE))
 
 
 def free_bytes(device: torch.device) -> int | None:

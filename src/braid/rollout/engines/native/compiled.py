@@ -47,7 +47,7 @@ _floats_at, _ints_at = _pointer_to(types.float32), _pointer_to(types.int64)
 
 
 @_intrinsic
-def _call(_: Any, _address: Any) -> Any:
+def result_of(_: Any, _address: Any) -> Any:
     """The result of the C function `int f(void)` at an address."""
 
     def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
@@ -246,7 +246,7 @@ def _kernel(size: int, groups: int) -> Any:
         num_rows, heads, most, window = args[0], args[1], args[2], args[3]
         rows, buckets = carray(_ints_at(args[4]), (num_rows, 3)), carray(_ints_at(args[5]), (num_rows, 3))
         options = carray(_floats_at(args[6]), (3 + heads * groups,))
-        num_threads, thread = _call(args[18]), _call(args[19])
+        num_threads, thread = result_of(args[18]), result_of(args[19])
         own = args[11] + 4 * thread * (groups * (most + size) + size)
         scores = carray(_floats_at(own), (groups * most,))
         scaled_at = own + 4 * groups * most
@@ -361,7 +361,7 @@ def _prepare_rows(data: Any) -> None:
     """Prepare heads in place. Arguments: rows, heads of a row, size of a head; addresses of the heads, norm, rotary
     embedding, epsilon; distance of rows."""
     args = carray(data, (10,), np.int64)
-    heads, size, num_threads, thread = args[1], args[2], _call(args[8]), _call(args[9])
+    heads, size, num_threads, thread = args[1], args[2], result_of(args[8]), result_of(args[9])
     norm, eps = carray(_floats_at(args[4]), (size if args[4] else 0,)), carray(_floats_at(args[6]), (1,))[0]
     for row in range(thread, args[0], num_threads):
         rotary = carray(_floats_at(args[5] + 8 * row * size), (2 * size if args[5] else 0,))
@@ -413,7 +413,7 @@ def add_and_norm(data: Any) -> None:
     """x [rows, size] += delta, if any; out = x / rms(x) * weight. Arguments: addresses of x, delta, weight, out and
     epsilon; rows, size."""
     args = carray(data, (9,), np.int64)
-    size, num_threads, thread = args[6], _call(args[7]), _call(args[8])
+    size, num_threads, thread = args[6], result_of(args[7]), result_of(args[8])
     weight, eps = carray(_floats_at(args[2]), (size,)), carray(_floats_at(args[4]), (1,))[0]
     for row in range(thread, args[5], num_threads):
         at = 4 * row * size
@@ -434,7 +434,7 @@ def add_and_norm(data: Any) -> None:
 def gate(data: Any) -> None:
     """out [rows, size] = silu(x[:, :size]) * x[:, size:]. Arguments: addresses of x and out; rows, size."""
     args = carray(data, (6,), np.int64)
-    size, num_threads, thread = args[3], _call(args[4]), _call(args[5])
+    size, num_threads, thread = args[3], result_of(args[4]), result_of(args[5])
     for row in range(thread, args[2], num_threads):
         x = carray(_floats_at(args[0] + 8 * row * size), (2 * size,))
         out = carray(_floats_at(args[1] + 4 * row * size), (size,))

@@ -13,7 +13,7 @@ from torch import Tensor
 from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
 
-from .cache import Block, DecodeAttention, KVCache, padded_length, padded_rows, row_blocks
+from .cache import ROW_MULTIPLE, Block, DecodeAttention, KVCache, padded_length, padded_rows, round_up, row_blocks
 
 
 @dataclass(slots=True)
@@ -88,7 +88,9 @@ class Decoder:
                 width = 1 << max(8, (padded_length(int(lengths.max())) - 1).bit_length())
                 blocks.append(Block(bucket, slice(0, rows), min(bucket.length, width), size))
                 size += rows
-        batch = np.zeros((3, padded_rows(size) if is_cpu else size), np.int64)
+        if is_cpu:
+            size = padded_rows(size) if self._layers is None else round_up(size, ROW_MULTIPLE)
+        batch = np.zeros((3, size), np.int64)
         slots, place = np.concatenate([of.slots for of in buckets]), np.concatenate(places)
         batch[:2, place], batch[2, slots] = inputs[:, slots], place
         return torch.from_numpy(batch), blocks
@@ -110,7 +112,7 @@ class Decoder:
     def compute(self, tokens: Tensor, positions: Tensor, attention: AttentionContext, rows: Tensor) -> Tensor:
         """Logits [R, V] after `rows` [R] of the tokens [T] at `positions` [T]."""
         if self._layers is not None:
-            return self._lm.logits(self._layers.hidden(tokens, positions, attention, rows))
+            return self._layers.logits(tokens, positions, attention, rows)
         return self._lm.logits(self._lm.hidden(tokens, positions, attention).index_select(0, rows))
 
     def _compute(self, batch: Tensor, blocks: list[Block]) -> Tensor:

@@ -8,7 +8,7 @@ order, so the engine has a copy of the weights, made anew when they have changed
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from braid.models.attention import AttentionContext, LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.fused import RMSNorm
-from braid.models.linear import LEAST_WEIGHTS, cpu_products
 
 from .compiled import CompiledAttention, Preparation, add_and_norm, gate, in_parallel, prepared
+from .products import packed_product
 
 _LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _MOST_PARAMETERS = 2**29
 """Larger models gain little from it, for a large copy of the weights."""
-_PACKED_ROWS = 64
 
 
 class _Norm(NamedTuple):
@@ -49,22 +48,24 @@ class FusedLayers:
     """The layers of a model that `can_fuse`."""
 
     def __init__(self, lm: CausalLM) -> None:
-        self._backbone: Any = lm.backbone
+        self._lm, self._backbone = lm, cast("Any", lm.backbone)
         self._layers: list[_Layer] = []
         self._last: Any = None
+        self._head: Any = None
         self._state: list[tuple[int, int]] = []
 
     def update(self, *, is_new: bool) -> None:
         """Copy the weights if they have changed: `is_new`, or seen by their addresses and version counters."""
-        state = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._backbone.parameters()]
+        state = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._lm.model.parameters()]
         if is_new or state != self._state:
             self._layers = [_layer(index, layer) for index, layer in enumerate(self._backbone.layers)]
             self._last = _norm(self._backbone.norm)
+            self._head = packed_product([self._lm.head.weight], [self._lm.head.bias])
             self._state = state
 
-    def hidden(self, input_ids: Tensor, positions: Tensor, context: AttentionContext, rows: Tensor) -> Tensor:
-        """See CausalLM.hidden; states [R, D] of the chosen `rows` [R] only. The others end with the last layer's keys and
-        values."""
+    def logits(self, input_ids: Tensor, positions: Tensor, context: AttentionContext, rows: Tensor) -> Tensor:
+        """Logits [R, V] after the chosen `rows` [R] of the tokens [T] at `positions` [T]. The other rows end with the last layer's
+        keys and values."""
         x = F.embedding(input_ids, self._backbone.embed_tokens.weight)
         cosines, sines = self._backbone.rotary_emb(x, positions[None])
         rotary, delta = torch.cat((cosines[0], sines[0]), dim=-1), None
@@ -80,13 +81,13 @@ class FusedLayers:
                 x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
             states = _normed(x, layer.out(mixed.view(len(x), -1)), layer.between)
             delta = layer.down(_gated(layer.gate_up(states)))
-        return _normed(x, delta, self._last)
+        return self._lm.head.scaled(self._head(_normed(x, delta, self._last)))
 
 
 def can_fuse(lm: CausalLM) -> bool:
     """Whether the model consists of layers that FusedLayers knows, without anything added to them."""
     backbone: Any = lm.backbone
-    layers, parameters = getattr(backbone, "layers", ()), list(backbone.parameters())
+    layers, parameters = getattr(backbone, "layers", ()), list(lm.model.parameters())
     return (
         lm.device.type == "cpu"
         and type(lm).hidden is CausalLM.hidden
@@ -134,15 +135,9 @@ def _norm(module: Any) -> _Norm:
     return _Norm(module.weight.detach(), torch.tensor(eps))
 
 
-@torch.no_grad()
 def _product(*modules: Any) -> Callable[[Tensor], Tensor]:
     """The linear layers of one input as one product."""
-    weight = torch.cat([module.weight for module in modules])
-    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
-    if cpu_products() != "onednn" or weight.numel() < LEAST_WEIGHTS:
-        return lambda x: F.linear(x, weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return packed_product([module.weight for module in modules], [module.bias for module in modules])
 
 
 def _normed(x: Tensor, delta: Tensor | None, norm: _Norm) -> Tensor:
