@@ -16,9 +16,11 @@ from braid.models.attention import LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.fused import fuse
 from braid.rollout.engines.native.cache import Block, DecodeAttention, KVCache
+from braid.rollout.engines.native.calls import Calls
 from braid.rollout.engines.native.compiled import CompiledAttention
 from braid.rollout.engines.native.decoder import Decoder
 from braid.rollout.engines.native.layers import can_fuse
+from braid.rollout.engines.native.products import PackedProduct
 from braid.rollout.engines.native.selfcheck import check_decoding
 
 TinyLM = Callable[..., CausalLM]
@@ -105,10 +107,34 @@ def test_fused_layers_equal_the_model(kind: str, biases: dict[str, bool], tiny_l
         decoder = Decoder(lm, cache, torch.device("cpu"), is_compiled=is_compiled)
         assert (decoder._layers is not None) == is_compiled
         decoder.refresh(has_new_weights=False)
-        return decoder.logits(inputs)[:4]
+        decoder.logits(inputs + np.array([[1], [2]]))
+        return decoder.logits(inputs)[:4]  # the recorded step, with other tokens
 
     with torch.inference_mode():
         assert_near(logits(is_compiled=True), logits(is_compiled=False), 3e-6)
+
+
+@pytest.mark.parametrize(("size", "depth"), [(64, 64), (100, 33), (1, 300), (192, 520)])
+def test_a_products_rows_do_not_depend_on_the_batch_or_on_threads(size: int, depth: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, depth, generator=generator) for n in (20, size))
+    bias = torch.randn(size, generator=generator)
+    product = PackedProduct(
+        [weight[: size // 2], weight[size // 2 :]], [bias[: size // 2], bias[size // 2 :]]
+    )
+    whole = product(x, Calls(), "out")
+    exact = x.double() @ weight.double().T + bias.double()
+    assert_near(whole.double(), exact, 2e-6 * depth**0.5)
+    wide = torch.full((20, depth + 3), torch.nan)
+    wide[:, :depth] = x
+    assert torch.equal(product(wide[:, :depth], Calls(), "out"), whole)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for num in range(1, 20):
+            assert torch.equal(product(x[:num], Calls(), "out"), whole[:num])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_layers_with_anything_added_are_left_to_transformers(tiny_lm: TinyLM) -> None:

@@ -2,8 +2,8 @@
 length, in one call per layer; norms and gates.
 
 Each row, or key head of a row, is computed by one thread in an order that depends on its own length only, so its result
-is independent of the batch and of the number of threads. Threads are those of PyTorch: a second pool would compete with it
-for the cores. Machine code is kept on disk by Numba, beside this file or in its cache folder (NUMBA_CACHE_DIR).
+is independent of the batch and of the number of threads. Machine code is kept on disk by Numba, beside this file or in its
+cache folder (NUMBA_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,35 +25,11 @@ from torch import Tensor
 from braid.models.attention import LayerCall
 
 from .cache import Block, DecodeAttention
+from .calls import Calls, floats_at, integers, ints_at, result_of
 
 _FLOAT = np.float32
 _intrinsic: Any = intrinsic
 _ORDERED = {"contract", "reassoc", "nsz", "arcp"}  # but NaN stays NaN
-
-
-def _pointer_to(kind: types.Type) -> Any:
-    @_intrinsic
-    def pointer(_: Any, _address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return types.CPointer(kind)(types.int64), generate
-
-    return pointer
-
-
-_floats_at, _ints_at = _pointer_to(types.float32), _pointer_to(types.int64)
-
-
-@_intrinsic
-def result_of(_: Any, _address: Any) -> Any:
-    """The result of the C function `int f(void)` at an address."""
-
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        function = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        return builder.sext(builder.call(builder.inttoptr(args[0], function), []), ir.IntType(64))
-
-    return types.int64(types.int64), generate
 
 
 @_intrinsic
@@ -244,28 +219,33 @@ def _kernel(size: int, groups: int) -> Any:
     def kernel(data: Any) -> None:  # one nest of loops, with `size` a constant
         args = carray(data, (20,), np.int64)
         num_rows, heads, most, window = args[0], args[1], args[2], args[3]
-        rows, buckets = carray(_ints_at(args[4]), (num_rows, 3)), carray(_ints_at(args[5]), (num_rows, 3))
-        options = carray(_floats_at(args[6]), (3 + heads * groups,))
+        rows, buckets = carray(ints_at(args[4]), (num_rows, 3)), carray(ints_at(args[5]), (num_rows, 3))
+        options = carray(floats_at(args[6]), (3 + heads * groups,))
         num_threads, thread = result_of(args[18]), result_of(args[19])
         own = args[11] + 4 * thread * (groups * (most + size) + size)
-        scores = carray(_floats_at(own), (groups * most,))
+        scores = carray(floats_at(own), (groups * most,))
         scaled_at = own + 4 * groups * most
-        scaled = carray(_floats_at(scaled_at), (width,))
+        scaled = carray(floats_at(scaled_at), (width,))
         # written to the cache when complete: a read of half-written memory would wait for it
-        rotated = carray(_floats_at(scaled_at + 4 * width), (size,))
-        query_norm = carray(_floats_at(args[14]), (size if args[14] else 0,))
-        key_norm = carray(_floats_at(args[15]), (size if args[15] else 0,))
+        rotated = carray(floats_at(scaled_at + 4 * width), (size,))
+        query_norm = carray(floats_at(args[14]), (size if args[14] else 0,))
+        key_norm = carray(floats_at(args[15]), (size if args[15] else 0,))
         for item in range(thread, num_rows * heads, num_threads):
             row, head = item // heads, item % heads
             bucket, length = rows[row, 0], rows[row, 2]
+            if length == 0:  # padding
+                out = carray(floats_at(args[10] + 4 * item * width), (width,))
+                for j in range(width):
+                    out[j] = _FLOAT(0)
+                continue
             num = min(length, window)
             strip = 4 * size * ((rows[row, 1] * heads + head) * buckets[bucket, 2] + length - num)
             k_at, v_at = buckets[bucket, 0] + strip, buckets[bucket, 1] + strip
-            k, v = carray(_floats_at(k_at), (num * size,)), carray(_floats_at(v_at), (num * size,))
-            query = carray(_floats_at(args[7] + 4 * (row * args[12] + head * width)), (width,))
-            new_k = carray(_floats_at(args[8] + 4 * (row * args[13] + head * size)), (size,))
-            new_v = carray(_floats_at(args[9] + 4 * (row * args[13] + head * size)), (size,))
-            rotary = carray(_floats_at(args[16] + 8 * row * size), (2 * size if args[16] else 0,))
+            k, v = carray(floats_at(k_at), (num * size,)), carray(floats_at(v_at), (num * size,))
+            query = carray(floats_at(args[7] + 4 * (row * args[12] + head * width)), (width,))
+            new_k = carray(floats_at(args[8] + 4 * (row * args[13] + head * size)), (size,))
+            new_v = carray(floats_at(args[9] + 4 * (row * args[13] + head * size)), (size,))
+            rotary = carray(floats_at(args[16] + 8 * row * size), (2 * size if args[16] else 0,))
             last = (num - 1) * size
             _prepare(new_k, rotated, key_norm, options[2], rotary, _FLOAT(1))
             for j in range(size):
@@ -285,34 +265,24 @@ def _kernel(size: int, groups: int) -> Any:
     return kernel
 
 
-@cache
-def openmp() -> tuple[Any, int, int]:
-    """GOMP_parallel of the OpenMP library that PyTorch uses, and the addresses of omp_get_num_threads and
-    omp_get_thread_num. Raises AttributeError or OSError if PyTorch uses another one."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    parallel = library.GOMP_parallel
-    parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    parallel.restype = None
-    functions = (library.omp_get_num_threads, library.omp_get_thread_num)
-    num_threads, thread = (ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions)
-    return parallel, num_threads, thread
-
-
 class CompiledAttention(DecodeAttention):
     """DecodeAttention of float32 keys and values by the kernel above; of others as before."""
 
     def __init__(self, positions: Tensor, blocks: Sequence[Block]) -> None:
         super().__init__(positions, blocks)
         self._buckets = list(dict.fromkeys(block.bucket for block in blocks))
-        num = blocks[-1].places.stop
-        self._rows = np.empty((num, 3), np.int64)  # bucket, row in it, length
+        self._longest = max(bucket.length for bucket in self._buckets)
+        self._rows = np.empty((len(positions), 3), np.int64)  # bucket, row in it, length
+        self.move(positions, blocks)
+
+    def move(self, positions: Tensor, blocks: Sequence[Block]) -> None:
+        """Continue with other positions, in the same buckets."""
+        self._rows[blocks[-1].places.stop :] = 0
         for block in blocks:
             places = block.places
             self._rows[places, 0] = self._buckets.index(block.bucket)
             self._rows[places, 1] = np.arange(block.rows.start, block.rows.stop)
-        self._rows[:, 2] = positions[:num].numpy() + 1
-        self._sizes = num, int(self._rows[:, 2].max()), self._rows.ctypes.data
-        self._scratch = torch.empty(0)
+            self._rows[places, 2] = positions[places].numpy() + 1
 
     def _of_layer(self, layer: int, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         store = self._buckets[0].layers[layer][0]
@@ -320,38 +290,34 @@ class CompiledAttention(DecodeAttention):
         if not (is_float and query.shape[2] == key.shape[2] == value.shape[2]):
             return super()._of_layer(layer, call, query, key, value)
         query, key, value = (x.contiguous() for x in (query, key, value))
-        return self.attend_prepared(replace(call, layer=layer), query, key, value, Preparation())
+        return self.attend_prepared(replace(call, layer=layer), query, key, value, Preparation(), Calls())
 
     def attend_prepared(
-        self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor, preparation: Preparation
+        self,
+        call: LayerCall,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        preparation: Preparation,
+        calls: Calls,
     ) -> Tensor:
         """Attention [B, Hq, d] of float32 queries [B, Hq, d], keys and values [B, Hkv, d] after the preparation. Rows may
         be apart. `call.layer` is the cache's number."""
         (heads, size), (num, num_queries) = key.shape[1:], query.shape[:2]
-        num_rows, longest, rows = self._sizes
-        groups = num_queries // heads
-        if self._scratch.numel() < (needed := torch.get_num_threads() * (groups * (longest + size) + size)):
-            self._scratch = torch.empty(needed)
+        groups, longest = num_queries // heads, self._longest
         stores = [bucket.layers[call.layer] for bucket in self._buckets]
-        buckets = _integers([n for k, v in stores for n in (k.data_ptr(), v.data_ptr(), k.shape[2])])
+        buckets = integers([n for k, v in stores for n in (k.data_ptr(), v.data_ptr(), k.shape[2])])
         sinks = None if call.sinks is None else tuple(call.sinks.tolist())
         options = _options(
             call.scaling, call.softcap or 0.0, preparation.eps, sinks or (-np.inf,) * num_queries
         )
-        out = query.new_empty(num, num_queries, size)
-        if num > num_rows:
-            out[num_rows:] = 0.0
-        arrays = rows, ctypes.addressof(buckets), ctypes.addressof(options)
-        tensors = (x.data_ptr() for x in (query, key, value, out, self._scratch))
-        more = (preparation.query_norm, preparation.key_norm, preparation.rotary)
-        in_parallel(
+        out = calls.empty("mixed", num, num_queries, size)
+        scratch = calls.empty("scratch", torch.get_num_threads(), groups * (longest + size) + size)
+        calls.run(
             _kernel(size, groups),
-            *(num_rows, heads, longest, call.sliding_window or longest),
-            *arrays,
-            *tensors,
-            *(query.stride(0), key.stride(0)),
-            *(0 if x is None else x.data_ptr() for x in more),
-            0,
+            *(num, heads, longest, call.sliding_window or longest, self._rows, buckets, options),
+            *(query, key, value, out, scratch, query.stride(0), key.stride(0)),
+            *(preparation.query_norm, preparation.key_norm, preparation.rotary, 0),
         )
         return out
 
@@ -362,11 +328,11 @@ def _prepare_rows(data: Any) -> None:
     embedding, epsilon; distance of rows."""
     args = carray(data, (10,), np.int64)
     heads, size, num_threads, thread = args[1], args[2], result_of(args[8]), result_of(args[9])
-    norm, eps = carray(_floats_at(args[4]), (size if args[4] else 0,)), carray(_floats_at(args[6]), (1,))[0]
+    norm, eps = carray(floats_at(args[4]), (size if args[4] else 0,)), carray(floats_at(args[6]), (1,))[0]
     for row in range(thread, args[0], num_threads):
-        rotary = carray(_floats_at(args[5] + 8 * row * size), (2 * size if args[5] else 0,))
+        rotary = carray(floats_at(args[5] + 8 * row * size), (2 * size if args[5] else 0,))
         for head in range(heads):
-            x = carray(_floats_at(args[3] + 4 * (row * args[7] + head * size)), (size,))
+            x = carray(floats_at(args[3] + 4 * (row * args[7] + head * size)), (size,))
             _prepare(x, x, norm, eps, rotary, _FLOAT(1))
 
 
@@ -375,10 +341,8 @@ def prepared(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, Hq, d] and keys [B, Hkv, d] prepared in place, and the values. Rows may be apart."""
     eps = torch.tensor(preparation.eps)
-    rotary = 0 if preparation.rotary is None else preparation.rotary.data_ptr()
     for x, norm in ((query, preparation.query_norm), (key, preparation.key_norm)):
-        addresses = x.data_ptr(), 0 if norm is None else norm.data_ptr(), rotary, eps.data_ptr()
-        in_parallel(_prepare_rows, *x.shape, *addresses, x.stride(0))
+        Calls().run(_prepare_rows, *x.shape, x, norm, preparation.rotary, eps, x.stride(0))
     return query, key, value
 
 
@@ -391,35 +355,23 @@ class Preparation(NamedTuple):
     eps: float = 0.0
 
 
-def in_parallel(function: Any, *args: int) -> None:
-    """Run a C function of one address, that of `args` and of two functions (number of threads, this thread), on
-    PyTorch's threads."""
-    parallel, *functions = openmp()
-    given = _integers([*args, *functions])
-    parallel(function.address, ctypes.addressof(given), torch.get_num_threads(), 0)
-
-
-def _integers(numbers: Sequence[int]) -> Any:
-    return (ctypes.c_int64 * len(numbers))(*numbers)
-
-
 @lru_cache(maxsize=256)  # in a model without sinks, few
-def _options(scaling: float, softcap: float, eps: float, sinks: tuple[float, ...]) -> Any:
+def _options(scaling: float, softcap: float, eps: float, sinks: tuple[float, ...]) -> ctypes.Array[Any]:
     return (ctypes.c_float * (3 + len(sinks)))(scaling, softcap, eps, *sinks)
 
 
 @cfunc(types.void(types.voidptr), fastmath=_ORDERED, error_model="numpy", cache=True)
 def add_and_norm(data: Any) -> None:
-    """x [rows, size] += delta, if any; out = x / rms(x) * weight. Arguments: addresses of x, delta, weight, out and
-    epsilon; rows, size."""
-    args = carray(data, (9,), np.int64)
-    size, num_threads, thread = args[6], result_of(args[7]), result_of(args[8])
-    weight, eps = carray(_floats_at(args[2]), (size,)), carray(_floats_at(args[4]), (1,))[0]
-    for row in range(thread, args[5], num_threads):
+    """x [rows, size] += delta, if any; out = x / rms(x) * weight. Arguments: rows, size; addresses of x, delta, weight, epsilon
+    and out; distance of delta's rows."""
+    args = carray(data, (10,), np.int64)
+    size, num_threads, thread = args[1], result_of(args[8]), result_of(args[9])
+    weight, eps = carray(floats_at(args[4]), (size,)), carray(floats_at(args[5]), (1,))[0]
+    for row in range(thread, args[0], num_threads):
         at = 4 * row * size
-        x, out = carray(_floats_at(args[0] + at), (size,)), carray(_floats_at(args[3] + at), (size,))
-        if args[1]:
-            delta = carray(_floats_at(args[1] + at), (size,))
+        x, out = carray(floats_at(args[2] + at), (size,)), carray(floats_at(args[6] + at), (size,))
+        if args[3]:
+            delta = carray(floats_at(args[3] + 4 * row * args[7]), (size,))
             for j in range(size):
                 x[j] += delta[j]
         square = _FLOAT(0)
@@ -432,12 +384,12 @@ def add_and_norm(data: Any) -> None:
 
 @cfunc(types.void(types.voidptr), fastmath=_ORDERED, error_model="numpy", cache=True)
 def gate(data: Any) -> None:
-    """out [rows, size] = silu(x[:, :size]) * x[:, size:]. Arguments: addresses of x and out; rows, size."""
-    args = carray(data, (6,), np.int64)
-    size, num_threads, thread = args[3], result_of(args[4]), result_of(args[5])
-    for row in range(thread, args[2], num_threads):
-        x = carray(_floats_at(args[0] + 8 * row * size), (2 * size,))
-        out = carray(_floats_at(args[1] + 4 * row * size), (size,))
+    """out [rows, size] = silu(x[:, :size]) * x[:, size:]. Arguments: rows, size; addresses of x and out; distance of x's rows."""
+    args = carray(data, (7,), np.int64)
+    size, num_threads, thread = args[1], result_of(args[5]), result_of(args[6])
+    for row in range(thread, args[0], num_threads):
+        x = carray(floats_at(args[2] + 4 * row * args[4]), (2 * size,))
+        out = carray(floats_at(args[3] + 4 * row * size), (size,))
         for j in range(size):
             small = _exp(-abs(x[j]))
             out[j] = x[j] * (_FLOAT(1) if x[j] > 0 else small) / (_FLOAT(1) + small) * x[size + j]

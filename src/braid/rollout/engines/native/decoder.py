@@ -13,7 +13,16 @@ from torch import Tensor
 from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
 
-from .cache import ROW_MULTIPLE, Block, DecodeAttention, KVCache, padded_length, padded_rows, round_up, row_blocks
+from .cache import (
+    ROW_MULTIPLE,
+    Block,
+    DecodeAttention,
+    KVCache,
+    padded_length,
+    padded_rows,
+    round_up,
+    row_blocks,
+)
 
 
 @dataclass(slots=True)
@@ -55,11 +64,13 @@ class Decoder:
         The next call may overwrite the result.
         """
         batch, blocks = self._batch(inputs)
-        if not self._has_graphs:
-            return self._compute(batch.to(self._device), blocks)
         if self._generation != self._cache.generation:
             self.drop_graphs()
             self._generation = self._cache.generation
+        if self._layers is not None:
+            return self._layers.step(batch, blocks)
+        if not self._has_graphs:
+            return self._compute(batch.to(self._device), blocks)
         key = tuple((block.bucket.length, block.places.stop, block.width) for block in blocks)
         graph = self._graphs.get(key)
         if graph is None:
@@ -79,9 +90,9 @@ class Decoder:
             num, lengths = len(bucket.slots), inputs[1, bucket.slots] + 1
             places.append(np.arange(size, size + num))
             if is_cpu:
-                blocks += [
-                    Block(bucket, rows, width, size + rows.start) for rows, width in row_blocks(lengths)
-                ]
+                whole = [(slice(0, num), bucket.length)]  # compiled layers read each row's own length
+                of_rows = row_blocks(lengths) if self._layers is None else whole
+                blocks += [Block(bucket, rows, width, size + rows.start) for rows, width in of_rows]
                 size += num
             else:
                 rows = min(bucket.rows, padded_rows(1 << (num - 1).bit_length()))
@@ -96,8 +107,10 @@ class Decoder:
         return torch.from_numpy(batch), blocks
 
     def drop_graphs(self) -> None:
-        """Free the graphs with their memory."""
+        """Free the graphs, or recorded steps, with their memory."""
         self._graphs.clear()
+        if self._layers is not None:
+            self._layers.forget()
 
     def refresh(self, *, has_new_weights: bool) -> None:
         """Copy the weights of compiled layers if they have changed, and drop all graphs if a weight has moved, since they
@@ -137,7 +150,7 @@ def why_not_compiled() -> str | None:
     """Why compiled.py does not work on this machine, with what to do; None if it does."""
     if find_spec("numba") is None:
         return "the package numba is not installed; install it (pip install numba)"
-    from .compiled import openmp
+    from .calls import openmp
 
     try:
         openmp()

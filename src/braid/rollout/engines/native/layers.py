@@ -1,13 +1,13 @@
 """Layers of Llama-like models in float32 on CPUs: products with packed weights, and between them compiled kernels that
 read and write activations once.
 
-Queries, keys and values are one product, as are gate and up projection. oneDNN's products are faster with weights in its own
-order, so the engine has a copy of the weights, made anew when they have changed.
+Queries, keys and values are one product, as are gate and up projection. The engine has a packed copy of the weights, made anew
+when they have changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -18,8 +18,10 @@ from braid.models.attention import AttentionContext, LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.fused import RMSNorm
 
-from .compiled import CompiledAttention, Preparation, add_and_norm, gate, in_parallel, prepared
-from .products import packed_product
+from .cache import Block
+from .calls import Calls, Recording
+from .compiled import CompiledAttention, Preparation, add_and_norm, gate, prepared
+from .products import PackedProduct
 
 _LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 _MOST_PARAMETERS = 2**29
@@ -34,10 +36,10 @@ class _Norm(NamedTuple):
 class _Layer(NamedTuple):
     before: _Norm
     between: _Norm
-    qkv: Callable[[Tensor], Tensor]
-    out: Callable[[Tensor], Tensor]
-    gate_up: Callable[[Tensor], Tensor]
-    down: Callable[[Tensor], Tensor]
+    qkv: PackedProduct
+    out: PackedProduct
+    gate_up: PackedProduct
+    down: PackedProduct
     call: LayerCall
     preparation: Preparation
     num_heads: tuple[int, int, int]
@@ -53,6 +55,8 @@ class FusedLayers:
         self._last: Any = None
         self._head: Any = None
         self._state: list[tuple[int, int]] = []
+        self._steps: dict[tuple[int, ...], _Step] = {}
+        self._memory: dict[str, Tensor] = {}
 
     def update(self, *, is_new: bool) -> None:
         """Copy the weights if they have changed: `is_new`, or seen by their addresses and version counters."""
@@ -60,28 +64,77 @@ class FusedLayers:
         if is_new or state != self._state:
             self._layers = [_layer(index, layer) for index, layer in enumerate(self._backbone.layers)]
             self._last = _norm(self._backbone.norm)
-            self._head = packed_product([self._lm.head.weight], [self._lm.head.bias])
+            self._head = PackedProduct([self._lm.head.weight], [self._lm.head.bias])
             self._state = state
+            self._steps.clear()
 
     def logits(self, input_ids: Tensor, positions: Tensor, context: AttentionContext, rows: Tensor) -> Tensor:
         """Logits [R, V] after the chosen `rows` [R] of the tokens [T] at `positions` [T]. The other rows end with the last layer's
         keys and values."""
-        x = F.embedding(input_ids, self._backbone.embed_tokens.weight)
+        x, calls = F.embedding(input_ids, self._backbone.embed_tokens.weight), Calls()
+        return self._logits(self._states(x, self._rotary(x, positions), context, calls, rows))
+
+    def step(self, inputs: Tensor, blocks: Sequence[Block]) -> Tensor:
+        """Logits after a decode step: `inputs` [3, B] are tokens, their positions, and the row of each result. Steps of as many rows
+        in the same buckets are recorded once."""
+        tokens, positions, rows = inputs
+        key = len(tokens), torch.get_num_threads(), *(id(block.bucket) for block in blocks)
+        step = self._steps.get(key)
+        if step is None:
+            recording = Recording(self._memory)
+            attention = CompiledAttention(positions, blocks)
+            x = recording.empty("x", len(tokens), self._backbone.embed_tokens.weight.shape[1])
+            rotary = self._rotary(x, positions)
+            states = self._states(x, rotary, attention, recording)
+            step = self._steps[key] = _Step(x, rotary, attention, recording, states)
+        step.attention.move(positions, blocks)
+        torch.index_select(self._backbone.embed_tokens.weight, 0, tokens, out=step.x)
+        step.rotary.copy_(self._rotary(step.x, positions))
+        step.recording.replay()
+        return self._logits(step.states.index_select(0, rows))
+
+    def forget(self) -> None:
+        """Drop the recorded steps, with their memory. To be called when the cache's layout has changed."""
+        self._steps.clear()
+        self._memory.clear()
+
+    def _rotary(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Cosines and sines [T, 2 d]."""
         cosines, sines = self._backbone.rotary_emb(x, positions[None])
-        rotary, delta = torch.cat((cosines[0], sines[0]), dim=-1), None
+        return torch.cat((cosines[0], sines[0]), dim=-1)
+
+    def _states(
+        self, x: Tensor, rotary: Tensor, context: AttentionContext, calls: Calls, rows: Tensor | None = None
+    ) -> Tensor:
+        """Final states [T, D], or [R, D] of `rows` [R]. Changes x."""
+        delta = None
         for layer in self._layers:
-            heads = layer.qkv(_normed(x, delta, layer.before)).view(len(x), sum(layer.num_heads), -1)
-            qkv = heads.split(layer.num_heads, dim=1)
+            heads = layer.qkv(_normed(x, delta, layer.before, calls), calls, "qkv")
+            qkv = heads.view(len(x), sum(layer.num_heads), -1).split(layer.num_heads, dim=1)
             preparation = layer.preparation._replace(rotary=rotary)
             if isinstance(context, CompiledAttention):
-                mixed = context.attend_prepared(layer.call, *qkv, preparation)
+                mixed = context.attend_prepared(layer.call, *qkv, preparation, calls)
             else:
                 mixed = context.attend(layer.call, *prepared(*qkv, preparation))
-            if layer is self._layers[-1]:
+            if rows is not None and layer is self._layers[-1]:
                 x, mixed = x.index_select(0, rows), mixed.index_select(0, rows)
-            states = _normed(x, layer.out(mixed.view(len(x), -1)), layer.between)
-            delta = layer.down(_gated(layer.gate_up(states)))
-        return self._lm.head.scaled(self._head(_normed(x, delta, self._last)))
+            out = layer.out(mixed.view(len(x), -1), calls, "out")
+            states = layer.gate_up(_normed(x, out, layer.between, calls), calls, "gate_up")
+            delta = layer.down(_gated(states, calls), calls, "down")
+        return _normed(x, delta, self._last, calls)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self._lm.head.scaled(self._head(states, Calls(), "logits"))
+
+
+class _Step(NamedTuple):
+    """A recorded step: its inputs and result, and the attention whose positions change."""
+
+    x: Tensor
+    rotary: Tensor
+    attention: CompiledAttention
+    recording: Recording
+    states: Tensor
 
 
 def can_fuse(lm: CausalLM) -> bool:
@@ -135,20 +188,19 @@ def _norm(module: Any) -> _Norm:
     return _Norm(module.weight.detach(), torch.tensor(eps))
 
 
-def _product(*modules: Any) -> Callable[[Tensor], Tensor]:
-    """The linear layers of one input as one product."""
-    return packed_product([module.weight for module in modules], [module.bias for module in modules])
+def _product(*modules: Any) -> PackedProduct:
+    return PackedProduct([module.weight for module in modules], [module.bias for module in modules])
 
 
-def _normed(x: Tensor, delta: Tensor | None, norm: _Norm) -> Tensor:
+def _normed(x: Tensor, delta: Tensor | None, norm: _Norm, calls: Calls) -> Tensor:
     """Norm of x + delta, which becomes x."""
-    out = torch.empty_like(x)
-    addresses = (0 if of is None else of.data_ptr() for of in (x, delta, norm.weight, out, norm.eps))
-    in_parallel(add_and_norm, *addresses, *x.shape)
+    out = calls.empty("normed", *x.shape)
+    stride = 0 if delta is None else delta.stride(0)
+    calls.run(add_and_norm, *x.shape, x, delta, norm.weight, norm.eps, out, stride)
     return out
 
 
-def _gated(x: Tensor) -> Tensor:
-    out = x.new_empty(x.shape[0], x.shape[1] // 2)
-    in_parallel(gate, x.data_ptr(), out.data_ptr(), *out.shape)
+def _gated(x: Tensor, calls: Calls) -> Tensor:
+    out = calls.empty("gated", len(x), x.shape[1] // 2)
+    calls.run(gate, *out.shape, x, out, x.stride(0))
     return out

@@ -7,7 +7,7 @@ that of the processor's multiplications. The terms of a sum have a fixed order, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from .compiled import in_parallel, result_of
+from .calls import Calls, result_of
 
 _intrinsic: Any = intrinsic
 _I64, _FLOATS, _LANES = ir.IntType(64), ir.FloatType(), 16
@@ -32,8 +32,19 @@ _DEPTH = 256
 
 
 @_intrinsic
-def _multiply(  # noqa: PLR0913  # addresses and their strides
-    _: Any, _num: Any, _x: Any, _x_stride: Any, _panel: Any, _depth: Any, _added: Any, _added_stride: Any, _out: Any, _out_stride: Any, _ahead: Any, _all: Any
+def _multiply(  # addresses and their strides
+    _: Any,
+    _num: Any,
+    _x: Any,
+    _x_stride: Any,
+    _panel: Any,
+    _depth: Any,
+    _added: Any,
+    _added_stride: Any,
+    _out: Any,
+    _out_stride: Any,
+    _ahead: Any,
+    _all: Any,
 ) -> Any:
     """out [num, columns] = x [num, depth] @ panel [depth, columns] + added [num, columns], all given as addresses, with strides
     in bytes, for 1 to _ROWS rows. Meanwhile fetches a line from `ahead` for each row of the panel, or if `all` as many as a row has."""
@@ -58,7 +69,18 @@ def _multiply(  # noqa: PLR0913  # addresses and their strides
 
 
 def _tile(  # noqa: PLR0913  # as above
-    builder: Any, num: int, num_lines: int, x: Any, x_stride: Any, panel: Any, depth: Any, added: Any, added_stride: Any, out: Any, out_stride: Any, ahead: Any
+    builder: Any,
+    num: int,
+    num_lines: int,
+    x: Any,
+    x_stride: Any,
+    panel: Any,
+    depth: Any,
+    added: Any,
+    added_stride: Any,
+    out: Any,
+    out_stride: Any,
+    ahead: Any,
 ) -> None:
     kind, byte, number = ir.VectorType(_FLOATS, _LANES), ir.IntType(8).as_pointer(), ir.IntType(32)
 
@@ -81,7 +103,9 @@ def _tile(  # noqa: PLR0913  # as above
         start = builder.add(ahead, builder.mul(loop.index, _I64(_LINE_BYTES * num_lines)))
         for line in range(num_lines):
             at = builder.inttoptr(builder.add(start, _I64(_LINE_BYTES * line)), byte)
-            builder.call(fetch, [at, number(0), number(2), number(1)])  # to read, keep in the second cache, data
+            builder.call(
+                fetch, [at, number(0), number(2), number(1)]
+            )  # to read, keep in the second cache, data
         for row, of_row in zip(rows, sums, strict=True):
             at = builder.add(row, builder.mul(loop.index, _I64(4)))
             factor = builder.load(builder.inttoptr(at, _FLOATS.as_pointer()))
@@ -124,21 +148,23 @@ def _product(data: Any) -> None:
             ahead += _LINE_BYTES * num * (_VECTORS if takes_all else 1)
 
 
-@torch.no_grad()
-def packed_product(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Callable[[Tensor], Tensor]:
-    """The product with linear layers of the same input as one: a function from [M, D] to [M, N]."""
-    weight = torch.cat(list(weights))
-    size, depth = weight.shape
-    padding = -size % _COLUMNS
-    panels = F.pad(weight, (0, 0, 0, padding)).view(-1, _COLUMNS, depth).transpose(1, 2).contiguous()
-    bias = panels.new_zeros(size + padding)
-    if biases[0] is not None:
-        bias[:size] = torch.cat([of for of in biases if of is not None])
+class PackedProduct:
+    """The product with linear layers of the same input as one."""
 
-    def product(x: Tensor) -> Tensor:
-        out = x.new_empty(len(x), len(bias))
-        addresses = panels.data_ptr(), bias.data_ptr(), out.data_ptr(), 4 * len(bias)
-        in_parallel(_product, len(x), depth, len(panels), x.data_ptr(), 4 * x.stride(0), *addresses)
-        return out if padding == 0 else out[:, :size].contiguous()
+    @torch.no_grad()
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        weight = torch.cat(list(weights))
+        self._size, self._depth = weight.shape
+        padding = -self._size % _COLUMNS
+        panels = F.pad(weight, (0, 0, 0, padding)).view(-1, _COLUMNS, self._depth)
+        self._panels = panels.transpose(1, 2).contiguous()
+        self._bias = panels.new_zeros(self._size + padding)
+        if biases[0] is not None:
+            self._bias[: self._size] = torch.cat([of for of in biases if of is not None])
 
-    return product
+    def __call__(self, x: Tensor, calls: Calls, name: str) -> Tensor:
+        """[M, D] -> [M, N], the result `name` of `calls`. Rows may be apart."""
+        out = calls.empty(name, len(x), len(self._bias))
+        sizes = len(x), self._depth, len(self._panels)
+        calls.run(_product, *sizes, x, 4 * x.stride(0), self._panels, self._bias, out, 4 * len(self._bias))
+        return out[:, : self._size]
