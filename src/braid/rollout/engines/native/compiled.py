@@ -43,15 +43,20 @@ def _power_of_two(_: Any, _exponent: Any) -> Any:
 
 _I64, _FLOATS = ir.IntType(64), ir.FloatType()
 _AHEAD_BYTES = 6144
-"""Keys and values are fetched this early from memory, which makes attention over large caches a fifth faster."""
+"""Keys and values are fetched this early from memory."""
 
 
-def _fetch_ahead(builder: Any, address: Any, num_bytes: int) -> None:
+def _fetch_ahead(builder: Any, here: Any, index: Any, num: Any, num_bytes: int, then: Any) -> None:
+    """Fetch what follows element `index` of `num` at `here` after _AHEAD_BYTES; near the end, the start of what is at `then`."""
     pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
     prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    ahead = builder.add(index, _I64(_AHEAD_BYTES // num_bytes))
+    is_within = builder.icmp_signed("<", ahead, num)
+    start = builder.select(is_within, here, builder.sub(then, builder.mul(num, _I64(num_bytes))))
+    first = _place(builder, start, ahead, num_bytes)
     for line in range(0, num_bytes, 64):
-        at = builder.inttoptr(builder.add(address, _I64(_AHEAD_BYTES + line)), pointer)
+        at = builder.inttoptr(builder.add(first, _I64(line)), pointer)
         builder.call(prefetch, [at, number(0), number(3), number(1)])  # to read, keep in all caches, data
 
 
@@ -80,14 +85,14 @@ def _add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
 
 @_intrinsic(prefer_literal=True)
 def _products(
-    _: Any, size: Any, heads: Any, _queries: Any, _keys: Any, _num: Any, _out: Any, _stride: Any
+    _: Any, size: Any, heads: Any, _queries: Any, _keys: Any, _num: Any, _out: Any, _stride: Any, _then: Any
 ) -> Any:
     """Write the inner products of `heads` queries [heads, size] with keys [num, size] to out [heads, stride], given as
-    addresses. Each key is loaded once. `size` and `heads` are constants."""
+    addresses. Each key is loaded once; `then` is what is read next. `size` and `heads` are constants."""
     num_heads, length = heads.literal_value, size.literal_value
 
     def generate(context: Any, builder: Any, __: Any, args: Any) -> Any:
-        queries, keys, num, out, stride = args[2:]
+        queries, keys, num, out, stride, then = args[2:]
         kind = ir.VectorType(_FLOATS, _lanes(length))
         name = f"llvm.vector.reduce.fadd.v{kind.count}f32"
         add = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_FLOATS, [_FLOATS, kind]), name)
@@ -95,9 +100,8 @@ def _products(
             _vectors(builder, builder.add(queries, _I64(4 * g * length)), length) for g in range(num_heads)
         ]
         with cgutils.for_range(builder, num) as loop:
-            at = _place(builder, keys, loop.index, 4 * length)
-            _fetch_ahead(builder, at, 4 * length)
-            key = _vectors(builder, at, length)
+            _fetch_ahead(builder, keys, loop.index, num, 4 * length, then)
+            key = _vectors(builder, _place(builder, keys, loop.index, 4 * length), length)
             for g, query in enumerate(of_heads):
                 total = builder.fmul(query[0], key[0])
                 for a, b in zip(query[1:], key[1:], strict=True):
@@ -107,28 +111,28 @@ def _products(
                 builder.store(score, builder.inttoptr(to, _FLOATS.as_pointer()))
         return context.get_dummy_value()
 
-    return types.void(size, heads, *[types.int64] * 5), generate
+    return types.void(size, heads, *[types.int64] * 6), generate
 
 
 @_intrinsic(prefer_literal=True)
 def _weighted_sums(
-    _: Any, size: Any, heads: Any, _weights: Any, _stride: Any, _values: Any, _num: Any, _out: Any
+    _: Any, size: Any, heads: Any, _weights: Any, _stride: Any, _values: Any, _num: Any, _out: Any, _then: Any
 ) -> Any:
     """Write the sums of values [num, size] with the weights [heads, stride] of `heads` to out [heads, size], given as
-    addresses. Each value is loaded once, and the sums stay in registers. `size` and `heads` are constants."""
+    addresses. Each value is loaded once, and the sums stay in registers; `then` is what is read next. `size` and `heads` are
+    constants."""
     num_heads, length = heads.literal_value, size.literal_value
 
     def generate(context: Any, builder: Any, __: Any, args: Any) -> Any:
-        weights, stride, values, num, out = args[2:]
+        weights, stride, values, num, out, then = args[2:]
         kind = ir.VectorType(_FLOATS, _lanes(length))
         parts = [(g, i) for g in range(num_heads) for i in range(length // kind.count)]
         totals = {part: cgutils.alloca_once(builder, kind) for part in parts}
         for total in totals.values():
             builder.store(kind(None), total)
         with cgutils.for_range(builder, num) as loop:
-            at = _place(builder, values, loop.index, 4 * length)
-            _fetch_ahead(builder, at, 4 * length)
-            value = _vectors(builder, at, length)
+            _fetch_ahead(builder, values, loop.index, num, 4 * length, then)
+            value = _vectors(builder, _place(builder, values, loop.index, 4 * length), length)
             for (g, i), total in totals.items():
                 at = _place(builder, weights, builder.add(builder.mul(stride, _I64(g)), loop.index), 4)
                 weight = builder.load(builder.inttoptr(at, _FLOATS.as_pointer()))
@@ -141,7 +145,7 @@ def _weighted_sums(
             builder.store(builder.load(total), builder.inttoptr(at, kind.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(size, heads, *[types.int64] * 5), generate
+    return types.void(size, heads, *[types.int64] * 6), generate
 
 
 @njit(fastmath=_ORDERED)
@@ -209,6 +213,13 @@ def _prepare(x: Any, out: Any, norm: Any, eps: Any, rotary: Any, scale: Any) -> 
         out[j] *= scale
 
 
+@njit
+def _strip(rows: Any, buckets: Any, item: Any, heads: Any, window: Any, size: Any) -> Any:
+    """Bytes before the first key that a key head of a row reads."""
+    bucket, row, length = rows[item // heads]
+    return 4 * size * ((row * heads + item % heads) * buckets[bucket, 2] + length - min(length, window))
+
+
 @cache
 def _kernel(size: int, groups: int) -> Any:
     """C function of one address, that of the arguments, for heads of `size` of which `groups` share a key head."""
@@ -239,8 +250,12 @@ def _kernel(size: int, groups: int) -> Any:
                     out[j] = _FLOAT(0)
                 continue
             num = min(length, window)
-            strip = 4 * size * ((rows[row, 1] * heads + head) * buckets[bucket, 2] + length - num)
+            strip = _strip(rows, buckets, item, heads, window, size)
+            following = min(item + num_threads, num_rows * heads - 1)
             k_at, v_at = buckets[bucket, 0] + strip, buckets[bucket, 1] + strip
+            then = buckets[rows[following // heads, 0], 0] + _strip(
+                rows, buckets, following, heads, window, size
+            )
             k, v = carray(floats_at(k_at), (num * size,)), carray(floats_at(v_at), (num * size,))
             query = carray(floats_at(args[7] + 4 * (row * args[12] + head * width)), (width,))
             new_k = carray(floats_at(args[8] + 4 * (row * args[13] + head * size)), (size,))
@@ -255,12 +270,12 @@ def _kernel(size: int, groups: int) -> Any:
                 q, prepared = query[at : at + size], scaled[at : at + size]
                 _prepare(q, prepared, query_norm, options[2], rotary, options[0])
             for g in range(0, groups, together):
-                _products(size, together, scaled_at + 4 * g * size, k_at, num, own + 4 * g * most, most)
+                _products(size, together, scaled_at + 4 * g * size, k_at, num, own + 4 * g * most, most, v_at)
             for g in range(groups):
                 _softmax(scores[g * most : g * most + num], options[1], options[3 + head * groups + g])
             for g in range(0, groups, together):
                 to = args[10] + 4 * (item * width + g * size)
-                _weighted_sums(size, together, own + 4 * g * most, most, v_at, num, to)
+                _weighted_sums(size, together, own + 4 * g * most, most, v_at, num, to, then)
 
     return kernel
 
