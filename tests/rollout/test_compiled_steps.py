@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,9 +120,8 @@ def test_a_products_rows_do_not_depend_on_the_batch_or_on_threads(size: int, dep
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, depth, generator=generator) for n in (20, size))
     bias = torch.randn(size, generator=generator)
-    product = PackedProduct(
-        [weight[: size // 2], weight[size // 2 :]], [bias[: size // 2], bias[size // 2 :]]
-    )
+    parts = slice(0, size // 2), slice(size // 2, size)
+    product = PackedProduct(*(SimpleNamespace(weight=weight[part], bias=bias[part]) for part in parts))
     whole = product(x, Calls(), "out")
     exact = x.double() @ weight.double().T + bias.double()
     assert_near(whole.double(), exact, 2e-6 * depth**0.5)

@@ -49,6 +49,8 @@ class SamplingConfig(Section):
         return self
 
 
+MOST_PACKED = 2**29
+"""Parameters up to which compiled steps have a packed copy of the weights: larger models gain little from it."""
 CPU_KV_BUDGET_TOKENS = 131_072
 
 

@@ -95,6 +95,13 @@ class _Linear(torch.autograd.Function):
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         return (
             _onednn(grad, weight.t(), None) if wants_x else None,
-            _onednn(grad.t(), x.t(), None) if wants_weight else None,
+            _gradient(grad, x) if wants_weight else None,
             grad.sum(0) if wants_bias else None,
         )
+
+
+def _gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """grad.T @ x. oneDNN copies a first factor that is transposed, at the rate of memory, but not the second."""
+    return (
+        _onednn(grad.t(), x.t(), None) if grad.shape[1] <= x.shape[1] else _onednn(x.t(), grad.t(), None).t()
+    )

@@ -17,6 +17,7 @@ from braid.config.data import ProceduralSource
 from braid.config.env import AgentEnvConfig, SimulatorEnv
 from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole
+from braid.config.rollout import MOST_PACKED
 from braid.config.schema import RunConfig
 from braid.config.source import DEFAULT
 from braid.config.train import TrainConfig
@@ -27,7 +28,7 @@ from .layout import Needs, lay_out
 from .lengths import token_bounds
 from .machine import count_gpus
 from .plan import Memory, OldLogprobs, Plan, Verb
-from .sizes import BYTES, ModelSize, engine_dtype, kv_budget_tokens, policy_size, size_of_folder
+from .sizes import BYTES, ModelSize, engine_dtype, kv_budget_tokens, may_compile, policy_size, size_of_folder
 
 
 def resolve(
@@ -147,7 +148,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
             trajectories, rollout.native.max_running, *([] if kv_budget is None else [kv_budget // total])
         ),
         model_size=size,
-        memory=() if size is None else _memory(config, recipe, size, sizes, samples_in),
+        memory=() if size is None else _memory(config, recipe, size, sizes, samples_in, has_gpus=has_gpus),
         is_pipelined=verb == "train" and config.pipeline is not None,
         layout=lay_out(config, needs),
     )
@@ -211,6 +212,8 @@ def _memory(
     policy: ModelSize,
     sizes: Mapping[TrainingRole, ModelSize | None],
     samples_in: str,
+    *,
+    has_gpus: bool,
 ) -> tuple[Memory, ...]:
     """Gradients, AdamW's two moments, and the master weights of half-precision models are fp32. With adapters
     only these are trained, and the reference is a copy of them. `samples_in`: dtype of the native engine."""
@@ -225,6 +228,13 @@ def _memory(
         roles.append(Memory("reference", held, held * width))
     if config.rollout.engine == "native" and (samples_in != config.model.dtype or config.pipeline):
         roles.append(Memory("engine's copy", policy.parameters, policy.parameters * BYTES[samples_in]))
+    is_packed = lora is None and policy.parameters <= MOST_PACKED
+    if (
+        config.rollout.engine == "native"
+        and is_packed
+        and may_compile(config, policy.parameters, has_gpus=has_gpus)
+    ):
+        roles.append(Memory("engine's packed weights", policy.parameters, policy.parameters * BYTES["fp32"]))
     for part in config.reward.parts:
         if isinstance(part, ModelReward) and (size := size_of_folder(part.path)) is not None:
             name, held = part.name or part.kind, size.parameters * BYTES[part.dtype]

@@ -22,6 +22,8 @@ VOCAB_MULTIPLE = 16
 """The vocabulary of a built model is padded to a multiple of this."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts per layer in transformers configs."""
+_LEAST_COMPILED = 2e10
+"""Tokens of a round, at most, times parameters: a second of sampling, of which compiled steps save a third."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per number of each dtype."""
 
@@ -162,6 +164,15 @@ def engine_dtype(config: RunConfig, *, has_gpus: bool) -> str:
     if train.autocast == "none" or (train.autocast == "auto" and not has_gpus):
         return config.model.dtype
     return "fp16" if train.autocast == "fp16" else "bf16"
+
+
+def may_compile(config: RunConfig, num_parameters: int, *, has_gpus: bool) -> bool:
+    """Whether the native engine's steps are to be compiled, if they can be."""
+    mode, rollout = config.rollout.native.compile, config.rollout
+    num_tokens = rollout.prompts_per_round * rollout.group_size * rollout.sampling.max_new_tokens
+    is_worthwhile = mode == "always" or num_tokens * num_parameters >= _LEAST_COMPILED
+    is_possible = not has_gpus and engine_dtype(config, has_gpus=False) == "fp32"
+    return mode != "never" and is_possible and is_worthwhile
 
 
 def kv_budget_tokens(config: RunConfig, *, has_gpus: bool) -> int | None:

@@ -21,7 +21,7 @@ from braid.models.base import TrainableModel
 from braid.models.causal_lm import CausalLM
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
-from braid.plan.sizes import engine_dtype
+from braid.plan.sizes import may_compile
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
@@ -49,8 +49,6 @@ from .services import reward_services
 from .weight_sync import send_options
 
 _log = logging.getLogger(__name__)
-_LEAST_COMPILED = 2e10
-"""Tokens of a round, at most, times parameters: a second of sampling, of which compiled steps save a third."""
 _NAMES = {None: "auto", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -173,15 +171,11 @@ def native_engine(
 
 def _compiles(config: RunConfig, lm: CausalLM) -> bool:
     """Whether decode steps are compiled: the same for every process and every resume of a run."""
-    rollout, mode = config.rollout, config.rollout.native.compile
-    num_tokens = rollout.prompts_per_round * rollout.group_size * rollout.sampling.max_new_tokens
     size = sum(parameter.numel() for parameter in lm.model.parameters())
-    is_possible = lm.device.type == "cpu" and engine_dtype(config, has_gpus=False) == "fp32"
-    is_worthwhile = mode == "always" or num_tokens * size >= _LEAST_COMPILED
-    if mode == "never" or not (is_possible and is_worthwhile):
+    if not may_compile(config, size, has_gpus=lm.device.type != "cpu"):
         return False
     why_not = why_not_compiled()
-    if why_not and mode == "always":
+    if why_not and config.rollout.native.compile == "always":
         raise ModelError(f"rollout.native.compile=always, but {why_not}; or set rollout.native.compile=auto")
     _log.info("decode steps are %s", f"not compiled: {why_not}" if why_not else "compiled by Numba")
     return not why_not

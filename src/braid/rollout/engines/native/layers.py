@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from braid.config.rollout import MOST_PACKED
 from braid.models.attention import AttentionContext, LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.fused import RMSNorm
@@ -24,8 +25,6 @@ from .compiled import CompiledAttention, Preparation, add_and_norm, gate, prepar
 from .products import PackedProduct
 
 _LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-_MOST_PARAMETERS = 2**29
-"""Larger models gain little from it, for a large copy of the weights."""
 
 
 class _Norm(NamedTuple):
@@ -54,19 +53,25 @@ class FusedLayers:
         self._layers: list[_Layer] = []
         self._last: Any = None
         self._head: Any = None
-        self._state: list[tuple[int, int]] = []
+        self._addresses, self._versions = list[int](), list[int]()
         self._steps: dict[tuple[int, ...], _Step] = {}
         self._memory: dict[str, Tensor] = {}
 
     def update(self, *, is_new: bool) -> None:
         """Copy the weights if they have changed: `is_new`, or seen by their addresses and version counters."""
-        state = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._lm.model.parameters()]
-        if is_new or state != self._state:
+        parameters = list(self._lm.model.parameters())
+        addresses = [p.data_ptr() for p in parameters]
+        versions = [0 if p.is_inference() else p._version for p in parameters]
+        if addresses != self._addresses:
             self._layers = [_layer(index, layer) for index, layer in enumerate(self._backbone.layers)]
-            self._last = _norm(self._backbone.norm)
-            self._head = PackedProduct([self._lm.head.weight], [self._lm.head.bias])
-            self._state = state
-            self._steps.clear()
+            self._last, self._head = _norm(self._backbone.norm), PackedProduct(self._lm.head)
+            self.forget()
+        elif is_new or versions != self._versions:
+            for layer in self._layers:
+                for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                    product.load()
+            self._head.load()
+        self._addresses, self._versions = addresses, versions
 
     def logits(self, input_ids: Tensor, positions: Tensor, context: AttentionContext, rows: Tensor) -> Tensor:
         """Logits [R, V] after the chosen `rows` [R] of the tokens [T] at `positions` [T]. The other rows end with the last layer's
@@ -150,7 +155,7 @@ def can_fuse(lm: CausalLM) -> bool:
         and 2 * backbone.rotary_emb.inv_freq.numel() == layers[0].self_attn.head_dim
         and all(isinstance(module, nn.Linear) for layer in layers for module in _products(layer))
         and all(p.dtype == torch.float32 and type(p) in (Tensor, nn.Parameter) for p in parameters)
-        and sum(p.numel() for p in parameters) <= _MOST_PARAMETERS
+        and sum(p.numel() for p in parameters) <= MOST_PACKED
         and not any(m._forward_hooks or m._forward_pre_hooks for m in backbone.modules())
     )
 
@@ -172,10 +177,10 @@ def _layer(index: int, layer: Any) -> _Layer:
     return _Layer(
         _norm(layer.input_layernorm),
         _norm(layer.post_attention_layernorm),
-        _product(query, key, value),
-        _product(out),
-        _product(gate, up),
-        _product(down),
+        PackedProduct(query, key, value),
+        PackedProduct(out),
+        PackedProduct(gate, up),
+        PackedProduct(down),
         call,
         preparation,
         tuple(module.out_features // attention.head_dim for module in (query, key, value)),
@@ -186,10 +191,6 @@ def _norm(module: Any) -> _Norm:
     """An RMSNorm of transformers or of models.fused."""
     eps = module.eps if isinstance(module, RMSNorm) else module.variance_epsilon
     return _Norm(module.weight.detach(), torch.tensor(eps))
-
-
-def _product(*modules: Any) -> PackedProduct:
-    return PackedProduct([module.weight for module in modules], [module.bias for module in modules])
 
 
 def _normed(x: Tensor, delta: Tensor | None, norm: _Norm, calls: Calls) -> Tensor:

@@ -7,7 +7,6 @@ that of the processor's multiplications. The terms of a sum have a fixed order, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -151,16 +150,22 @@ def _product(data: Any) -> None:
 class PackedProduct:
     """The product with linear layers of the same input as one."""
 
+    def __init__(self, *modules: Any) -> None:
+        """`modules` have a `weight` and a `bias`, which may be None."""
+        self._modules = modules
+        self._size, self._depth = sum(len(of.weight) for of in modules), modules[0].weight.shape[1]
+        num = -(-self._size // _COLUMNS)
+        self._panels = torch.zeros(num, self._depth, _COLUMNS)
+        self._bias = torch.zeros(num * _COLUMNS)
+        self.load()
+
     @torch.no_grad()
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        weight = torch.cat(list(weights))
-        self._size, self._depth = weight.shape
-        padding = -self._size % _COLUMNS
-        panels = F.pad(weight, (0, 0, 0, padding)).view(-1, _COLUMNS, self._depth)
-        self._panels = panels.transpose(1, 2).contiguous()
-        self._bias = panels.new_zeros(self._size + padding)
-        if biases[0] is not None:
-            self._bias[: self._size] = torch.cat([of for of in biases if of is not None])
+    def load(self) -> None:
+        """Copy the modules' weights."""
+        weight, padding = torch.cat([of.weight for of in self._modules]), len(self._bias) - self._size
+        self._panels.copy_(F.pad(weight, (0, 0, 0, padding)).view(-1, _COLUMNS, self._depth).transpose(1, 2))
+        if self._modules[0].bias is not None:
+            self._bias[: self._size] = torch.cat([of.bias for of in self._modules])
 
     def __call__(self, x: Tensor, calls: Calls, name: str) -> Tensor:
         """[M, D] -> [M, N], the result `name` of `calls`. Rows may be apart."""
