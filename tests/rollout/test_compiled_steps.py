@@ -15,13 +15,13 @@ from braid.errors import ModelError
 from braid.models import selfcheck as models_selfcheck
 from braid.models.attention import LayerCall
 from braid.models.causal_lm import CausalLM
+from braid.models.cpu.calls import Calls
+from braid.models.cpu.products import PackedProduct
 from braid.models.fused import fuse
 from braid.rollout.engines.native.cache import Block, DecodeAttention, KVCache
-from braid.rollout.engines.native.calls import Calls
 from braid.rollout.engines.native.compiled import CompiledAttention
 from braid.rollout.engines.native.decoder import Decoder
 from braid.rollout.engines.native.layers import can_fuse
-from braid.rollout.engines.native.products import PackedProduct
 from braid.rollout.engines.native.selfcheck import check_decoding
 
 TinyLM = Callable[..., CausalLM]

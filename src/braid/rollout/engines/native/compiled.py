@@ -23,22 +23,14 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from braid.models.attention import LayerCall
+from braid.models.cpu.calls import Calls, floats_at, integers, ints_at, result_of
+from braid.models.cpu.vectors import exp
 
 from .cache import Block, DecodeAttention
-from .calls import Calls, floats_at, integers, ints_at, result_of
 
 _FLOAT = np.float32
 _intrinsic: Any = intrinsic
 _ORDERED = {"contract", "reassoc", "nsz", "arcp"}  # but NaN stays NaN
-
-
-@_intrinsic
-def _power_of_two(_: Any, _exponent: Any) -> Any:
-    def generate(_: Any, builder: Any, __: Any, args: Any) -> Any:
-        bits = ir.IntType(32)
-        return builder.bitcast(builder.shl(builder.add(args[0], bits(127)), bits(23)), ir.FloatType())
-
-    return types.float32(types.int32), generate
 
 
 _I64, _FLOATS = ir.IntType(64), ir.FloatType()
@@ -148,21 +140,6 @@ def _weighted_sums(
     return types.void(size, heads, *[types.int64] * 6), generate
 
 
-@njit(fastmath=_ORDERED)
-def _exp(x: Any) -> Any:
-    """exp(x) for x <= 0 within 2 ulp, by the polynomial of Cephes, since a call of libm cannot be vectorised."""
-    x = _FLOAT(-87.0) if x < _FLOAT(-87.0) else x
-    power = np.floor(x * _FLOAT(1.44269504) + _FLOAT(0.5))
-    x = x - power * _FLOAT(0.693359375) + power * _FLOAT(2.12194440e-4)
-    y = _FLOAT(1.9875691500e-4)
-    y = y * x + _FLOAT(1.3981999507e-3)
-    y = y * x + _FLOAT(8.3334519073e-3)
-    y = y * x + _FLOAT(4.1665795894e-2)
-    y = y * x + _FLOAT(1.6666665459e-1)
-    y = y * x + _FLOAT(5.0000001201e-1)
-    return (y * x * x + x + _FLOAT(1)) * _power_of_two(np.int32(power))
-
-
 @njit(fastmath=True)
 def _largest(x: Any) -> Any:
     most = x[0]
@@ -178,11 +155,11 @@ def _softmax(scores: Any, softcap: Any, sink: Any) -> Any:
         for t in range(len(scores)):
             scores[t] = np.tanh(scores[t] / softcap) * softcap
     most = max(_largest(scores), sink)
-    total = _exp(sink - most)
+    total = exp(sink - most)
     if sink == -np.inf:
         total = _FLOAT(0)
     for t in range(len(scores)):
-        scores[t] = _exp(scores[t] - most)
+        scores[t] = exp(scores[t] - most)
         total += scores[t]
     rate = _FLOAT(1) / total
     for t in range(len(scores)):
@@ -406,5 +383,5 @@ def gate(data: Any) -> None:
         x = carray(floats_at(args[2] + 4 * row * args[4]), (2 * size,))
         out = carray(floats_at(args[3] + 4 * row * size), (size,))
         for j in range(size):
-            small = _exp(-abs(x[j]))
+            small = exp(-abs(x[j]))
             out[j] = x[j] * (_FLOAT(1) if x[j] > 0 else small) / (_FLOAT(1) + small) * x[size + j]

@@ -150,7 +150,7 @@ def why_not_compiled() -> str | None:
     """Why compiled.py does not work on this machine, with what to do; None if it does."""
     if find_spec("numba") is None:
         return "the package numba is not installed; install it (pip install numba)"
-    from .calls import openmp
+    from braid.models.cpu.calls import openmp
 
     try:
         openmp()

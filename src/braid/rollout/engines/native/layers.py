@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from braid.config.rollout import MOST_PACKED
 from braid.models.attention import AttentionContext, LayerCall
 from braid.models.causal_lm import CausalLM
+from braid.models.cpu.calls import Calls, Recording
+from braid.models.cpu.products import PackedProduct
 from braid.models.fused import RMSNorm
 
 from .cache import Block
-from .calls import Calls, Recording
 from .compiled import CompiledAttention, Preparation, add_and_norm, gate, prepared
-from .products import PackedProduct
 
 _LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
