@@ -97,11 +97,12 @@ def seconds(call: Callable[[], object]) -> float:
 
 def measure(dtype: str, micro_batch_tokens: int, repeats: int, profile: bool) -> None:
     """Print what one dtype reaches."""
-    lm = load_policy(ModelConfig(build=SPEC), temperature=1.0, seed=0, device=torch.device("cpu"))
-    config = TrainConfig(
+    config = ModelConfig(build=SPEC, attention="compiled")  # as in a run of this size
+    lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))
+    train = TrainConfig(
         optimizer=OptimizerConfig(lr=1e-5), micro_batch_tokens=micro_batch_tokens, autocast=AUTOCAST[dtype]
     )
-    backend = SingleBackend(lm, config, total_steps=1000, device=torch.device("cpu"))
+    backend = SingleBackend(lm, train, total_steps=1000, device=torch.device("cpu"))
     rows = make_rows(lm.vocab_size)
     weights = row_weights(
         [r.num_tokens for r in rows], [r.group for r in rows], mode="token_mean", constant=None

@@ -154,9 +154,11 @@ class ModelConfig(Section):
     """Allow the model folder to run its own Python code."""
     architecture: str | None = None
     """Required transformers architecture (qwen2, also for qwen2.5, llama, ...); null accepts any."""
-    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
+    attention: Literal["auto", "sdpa", "flash_attention_2", "compiled", "eager"] = "auto"
     """Attention implementation for packed rows in training. sdpa: torch's scaled_dot_product_attention. auto:
-    torch's variable-length FlashAttention on CUDA in bf16 or fp16 where it applies, else sdpa. eager: plain matrix multiplications. flash_attention_2: the flash-attn package, on CUDA in bf16 or fp16.
+    torch's variable-length FlashAttention on CUDA in bf16 or fp16 where it applies, compiled on CPUs under Linux if a round has enough
+    tokens to be worth it, else sdpa. compiled: kernels for CPUs, compiled by Numba. eager: plain matrix multiplications.
+    flash_attention_2: the flash-attn package, on CUDA in bf16 or fp16.
     Engines use their own kernels."""
     low_memory_load: bool = True
     """Load weights directly to the device; of a role with several ranks, only the first reads them and sends

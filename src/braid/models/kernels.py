@@ -13,8 +13,9 @@ from braid.errors import ModelError
 
 from .attention import AttentionKernel, LayerCall, PackedAttention, causal_attention, eager_attention
 from .batch import PackedBatch
+from .cpu import why_not_compiled
 
-AttentionKind = Literal["auto", "sdpa", "flash_attention_2", "eager"]
+AttentionKind = Literal["auto", "sdpa", "flash_attention_2", "compiled", "eager"]
 
 _LIGER_LOSSES = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 """Disabled: braid computes log-probs from hidden states itself."""
@@ -27,6 +28,16 @@ def packed_attention(kind: AttentionKind, batch: PackedBatch) -> PackedAttention
 
 def check_attention(kind: AttentionKind, device: torch.device) -> None:
     """Raise ModelError if this machine cannot run the kernel."""
+    if kind == "compiled":
+        why_not = (
+            why_not_compiled()
+            if device.type == "cpu"
+            else f"this run is on {device.type}, and they are for CPUs"
+        )
+        if why_not:
+            raise ModelError(
+                f"model.attention=compiled needs kernels compiled by Numba, but {why_not}; or set model.attention=auto"
+            )
     if kind != "flash_attention_2":
         return
     if device.type != "cuda":
@@ -59,11 +70,19 @@ def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) 
     )
 
 
+def compiled_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """See cpu.attention."""
+    from .cpu.attention import compiled_attention  # imports Numba, which takes half a second
+
+    return compiled_attention(call, query, key, value)
+
+
 _KERNELS: dict[AttentionKind, AttentionKernel | None] = {
     "auto": None,  # PyTorch's variable-length kernel where it applies, else sdpa
     "sdpa": causal_attention,
     "eager": eager_attention,
     "flash_attention_2": flash_attention,
+    "compiled": compiled_attention,
 }
 
 

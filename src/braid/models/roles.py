@@ -5,22 +5,28 @@ With `rank`, the model stays in host memory, to be sharded over the role's ranks
 
 from __future__ import annotations
 
+import logging
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from braid.config.model import ModelConfig
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.plan import longest_row
+from braid.plan.sizes import is_worth_compiling, policy_size
 from braid.types import Spaces
 
 from .adapter_reference import AdapterReference
 from .base import TrainableModel
 from .causal_lm import CausalLM
+from .cpu import why_not_compiled
 from .loading import load_policy
 from .mlp import MlpPolicy, MlpValue
 from .value import ValueModel
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from .value_head import Detaching
@@ -31,7 +37,7 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
     """Build the policy from the weights in its folder or random ones, with adapters if configured."""
     train = config.train
     lm = load_policy(
-        config.model,
+        _with_kernels(config, device),
         temperature=config.rollout.sampling.temperature,
         seed=config.run.seed,
         device=device,
@@ -124,12 +130,21 @@ def make_robot_model(
     return model
 
 
+def _with_kernels(config: RunConfig, device: torch.device) -> ModelConfig:
+    """`config.model` with `attention: auto` resolved: the same for every process and every resume of a run."""
+    size = policy_size(config) if config.model.attention == "auto" and device.type == "cpu" else None
+    if size is None or not is_worth_compiling(config, size.parameters) or why_not_compiled():
+        return config.model
+    _log.info("attention in training is compiled by Numba")
+    return config.model.model_copy(update={"attention": "compiled"})
+
+
 def _load_folder(
     config: RunConfig, role: Literal["critic", "reference"], path: str, device: torch.device, rank: int | None
 ) -> CausalLM:
     """Load the language model in a role's own folder."""
     return load_policy(
-        config.model.model_copy(update={"path": path, "build": None, "lora": None}),
+        _with_kernels(config, device).model_copy(update={"path": path, "build": None, "lora": None}),
         temperature=config.rollout.sampling.temperature,
         seed=0,
         device=device,

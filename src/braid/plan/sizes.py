@@ -166,11 +166,17 @@ def engine_dtype(config: RunConfig, *, has_gpus: bool) -> str:
     return "fp16" if train.autocast == "fp16" else "bf16"
 
 
+def is_worth_compiling(config: RunConfig, num_parameters: int) -> bool:
+    """Whether a round on a CPU computes long enough to compile kernels for it."""
+    rollout = config.rollout
+    num_tokens = rollout.prompts_per_round * rollout.group_size * rollout.sampling.max_new_tokens
+    return num_tokens * num_parameters >= _LEAST_COMPILED
+
+
 def may_compile(config: RunConfig, num_parameters: int, *, has_gpus: bool) -> bool:
     """Whether the native engine's steps are to be compiled, if they can be."""
-    mode, rollout = config.rollout.native.compile, config.rollout
-    num_tokens = rollout.prompts_per_round * rollout.group_size * rollout.sampling.max_new_tokens
-    is_worthwhile = mode == "always" or num_tokens * num_parameters >= _LEAST_COMPILED
+    mode = config.rollout.native.compile
+    is_worthwhile = mode == "always" or is_worth_compiling(config, num_parameters)
     is_possible = not has_gpus and engine_dtype(config, has_gpus=False) == "fp32"
     return mode != "never" and is_possible and is_worthwhile
 

@@ -19,6 +19,7 @@ from braid.envs.simulators.base import Simulator
 from braid.errors import ModelError
 from braid.models.base import TrainableModel
 from braid.models.causal_lm import CausalLM
+from braid.models.cpu import why_not_compiled
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
 from braid.plan.sizes import may_compile
@@ -31,7 +32,6 @@ from braid.rollout.drivers.programs import ProgramDriver
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.rollout.engines.native import NativeEngine
-from braid.rollout.engines.native.decoder import why_not_compiled
 from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.rollout.engines.simulators import ActingPolicy, SimulatorEngine
 from braid.rollout.sessions.server import SessionServer

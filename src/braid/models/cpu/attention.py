@@ -33,7 +33,7 @@ _multiply = tile_product(_VECTORS, _ROWS)
 
 
 @njit
-def _product(
+def _product(  # noqa: PLR0913  # addresses and their strides
     num: Any, x: Any, x_stride: Any, x_step: Any, panel: Any, panel_stride: Any, depth: Any, zeros: Any, out: Any, stride: Any, adds: Any
 ) -> None:  # fmt: skip
     """out [num, columns] = x [num, depth] @ panel [depth, columns], or += if `adds`, of addresses and strides in bytes."""
@@ -352,14 +352,15 @@ class _Attention(torch.autograd.Function):
 
 
 def compiled_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """See causal_attention, to which softcaps, sinks, other types, and heads whose size is no multiple of 32 or above 256 are left."""
+    """See causal_attention, to which softcaps, sinks, float64, and heads whose size is no multiple of 32 or above 256 are left."""
     size = query.shape[-1]
     if (
         call.softcap is not None
         or call.sinks is not None
-        or not query.dtype == key.dtype == value.dtype == torch.float32
         or not key.shape[-1] == value.shape[-1] == size <= _LARGEST_HEAD
         or size % 32
+        or torch.float64 in (query.dtype, key.dtype, value.dtype)
     ):
         return causal_attention(call, query, key, value)
-    return _Attention.apply(query, key, value, call.scaling, call.sliding_window)
+    out = _Attention.apply(query.float(), key.float(), value.float(), call.scaling, call.sliding_window)
+    return out.to(value.dtype)

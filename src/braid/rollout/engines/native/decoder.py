@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -144,16 +143,3 @@ class Decoder:
         with torch.cuda.graph(graph, pool=pool):
             logits = self._compute(batch, blocks)
         return _Graph(graph, batch, logits)
-
-
-def why_not_compiled() -> str | None:
-    """Why compiled.py does not work on this machine, with what to do; None if it does."""
-    if find_spec("numba") is None:
-        return "the package numba is not installed; install it (pip install numba)"
-    from braid.models.cpu.calls import openmp
-
-    try:
-        openmp()
-    except (AttributeError, OSError):
-        return "it needs a PyTorch that uses GNU OpenMP, as on Linux"
-    return None
