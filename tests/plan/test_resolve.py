@@ -221,6 +221,17 @@ def test_memory_has_a_row_for_each_role() -> None:
     assert copy.total_bytes == 2 * policy.parameters
 
 
+def test_compiled_steps_have_a_packed_copy_of_the_weights_in_the_plan() -> None:
+    def packed(num_gpus: int, *overrides: str) -> list[int]:
+        found = resolve(config("rollout.prompts_per_round=1000000", *overrides), num_gpus=num_gpus)
+        return [of.total_bytes for of in found.memory if of.role == "engine's packed weights"]
+
+    (policy, *_) = plan().memory
+    assert packed(0) == [4 * policy.parameters]
+    assert packed(1) == packed(0, "rollout.native.compile=never") == packed(0, "train.autocast=bf16") == []
+    assert packed(0, "model.lora={}") == []
+
+
 def test_the_cache_counts_keys_and_values_of_all_layers() -> None:
     found = plan("rollout.native.kv_budget_tokens=4000", "rollout.native.dtype=bf16")
     assert found.kv_bytes_per_token == 2 * 4 * 2 * 64 * 2  # K and V, 4 layers, 2 heads of 64, 2 bytes
