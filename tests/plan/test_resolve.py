@@ -170,7 +170,7 @@ def test_the_aggregation_constant_is_the_longest_response() -> None:
 
 
 def test_memory_counts_weights_gradients_and_two_moments() -> None:
-    (policy,) = plan().memory
+    policy = plan().memory[0]
     assert policy.weights_bytes == 4 * policy.parameters
     assert policy.gradients_bytes == 4 * policy.parameters
     assert policy.optimizer_bytes == 8 * policy.parameters
@@ -291,6 +291,6 @@ def test_memory_of_adapters_and_their_reference() -> None:
 
 
 def test_plain_gradient_descent_holds_no_moments() -> None:
-    (policy,) = plan("train.optimizer.kind=sgd").memory
+    policy, *_ = plan("train.optimizer.kind=sgd").memory
     assert policy.optimizer_bytes == 0
     assert policy.gradients_bytes == policy.weights_bytes > 0
