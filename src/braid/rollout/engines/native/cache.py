@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from braid.models.attention import LayerCall, causal_attention, softmax_with_sinks
+from braid.models.attention import AttentionKernel, LayerCall, causal_attention, softmax_with_sinks
 
 _LENGTH_MULTIPLE, _KERNEL_BLOCK, _WHOLE_SUMS = 32, 512, 384
 ROW_MULTIPLE, _MIN_ROWS = 4, 16
@@ -258,7 +258,13 @@ class PrefillAttention:
     """Causal attention over concatenated right-padded prompts; fills the cache. Padding in the cache is overwritten
     before the sequence grows long enough to see it."""
 
-    def __init__(self, cache: KVCache, first_slot: int, prompts: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        first_slot: int,
+        prompts: Sequence[tuple[int, int]],
+        kernel: AttentionKernel = causal_attention,
+    ) -> None:
         """`prompts`: (padded width, number of sequences that start from it) of each prompt, with equal widths
         adjacent. Slots are assigned in order, from `first_slot` on."""
         self._blocks: list[tuple[int, int, list[tuple[Bucket, int, list[int]]]]] = []
@@ -268,7 +274,7 @@ class PrefillAttention:
             self._blocks.append((width, len(copies), _writes(cache, first_slot, prompt_of)))
             first_slot += len(prompt_of)
         self._sizes = [width * num for width, num, _ in self._blocks]
-        self._next_layer = itertools.count()
+        self._next_layer, self._kernel = itertools.count(), kernel
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layer = next(self._next_layer)
@@ -276,7 +282,7 @@ class PrefillAttention:
         parts = zip(*(x.split(self._sizes) for x in (query, key, value)), strict=True)
         for (width, num, writes), qkv in zip(self._blocks, parts, strict=True):
             q, k, v = (x.unflatten(0, (num, width)) for x in qkv)
-            outs.append(causal_attention(call, q, k, v).flatten(0, 1))
+            outs.append(self._kernel(call, q, k, v).flatten(0, 1))
             for bucket, row, chosen in writes:
                 is_each = chosen == list(range(num))
                 of_k, of_v = (k, v) if is_each else (k[chosen], v[chosen])

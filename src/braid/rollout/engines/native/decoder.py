@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from braid.models.attention import AttentionContext
+from braid.models.attention import AttentionContext, AttentionKernel, causal_attention
 from braid.models.causal_lm import CausalLM
 
 from .cache import (
@@ -47,11 +47,16 @@ class Decoder:
         compiled.py; to import and compile them takes some seconds."""
         self._lm, self._cache, self._device = lm, cache, device
         self._attention, self._layers = DecodeAttention, None
+        self.prefill_kernel: AttentionKernel = causal_attention
         if is_compiled and device.type == "cpu":
-            from .compiled import CompiledAttention  # imports Numba, which takes half a second
+            from braid.models.cpu.attention import (
+                compiled_attention,
+            )  # imports Numba, which takes half a second
+
+            from .compiled import CompiledAttention
             from .layers import FusedLayers, can_fuse
 
-            self._attention = CompiledAttention
+            self._attention, self.prefill_kernel = CompiledAttention, compiled_attention
             self._layers = FusedLayers(lm) if can_fuse(lm) else None
         self._has_graphs = cuda_graphs and device.type == "cuda"
         self._graphs: dict[tuple[tuple[int, int, int], ...], _Graph] = {}

@@ -390,7 +390,8 @@ class NativeEngine(SteppedEngine):
             positions += [*range(len(prefix)), *padding]
             for sequence in group:
                 self._start(sequence)
-        attention = PrefillAttention(self._cache, first, [(g[0].padded_prefix, len(g)) for g in pack])
+        prompts = [(group[0].padded_prefix, len(group)) for group in pack]
+        attention = PrefillAttention(self._cache, first, prompts, self._decoder.prefill_kernel)
         ends += ends[:1] * (padded_rows(len(ends)) - len(ends))
         with self._autocast():
             logits = self._logits(tokens, positions, attention, ends)

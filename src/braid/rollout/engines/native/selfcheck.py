@@ -41,9 +41,9 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor], *, is_compiled: bool
         cache.add(len(row))
     prompts = [F.pad(row[:e], (0, w - e)) for row, e, w in zip(shortest_first, ends, widths, strict=True)]
     positions = [F.pad(torch.arange(e), (0, w - e)) for e, w in zip(ends, widths, strict=True)]
-    attention = PrefillAttention(cache, 0, [(width, 1) for width in widths])
     last = torch.tensor([sum(widths[:i]) + end - 1 for i, end in enumerate(ends)], device=lm.device)
     decoder = Decoder(lm, cache, lm.device, is_compiled=is_compiled)
+    attention = PrefillAttention(cache, 0, [(width, 1) for width in widths], decoder.prefill_kernel)
     decoder.refresh(has_new_weights=True)
     steps = [decoder.compute(torch.cat(prompts), torch.cat(positions).to(lm.device), attention, last)]
     for step in range(num_decoded):
