@@ -5,7 +5,9 @@ sample until an end token or the limit, so that lengths are ragged in the same w
 in turn, so that a machine that slows down slows both. The figure is trained tokens (completion tokens that the
 loss saw) per second of whole rounds, the first round left out.
 
-    python benchmarks/grpo_round_vs_trl.py [--sizes 3m 30m] [--rounds 6] [--repeats 3]
+    python benchmarks/grpo_round_vs_trl.py [--sizes 3m 30m] [--vocab 151936] [--rounds 6] [--repeats 3]
+
+With a large `--vocab` TRL trains in micro-batches of 16 rows, since it stores all logits; braid as always.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def reward(token_ids: list[int]) -> float:
     return sum(t % 2 == 0 for t in token_ids) / max(len(token_ids), 1)
 
 
-def side_trl(folder: str, rounds: int) -> list[tuple[int, float]]:
+def side_trl(folder: str, rounds: int, micro: int) -> list[tuple[int, float]]:
     """(trained tokens, seconds) of each round under TRL."""
     import torch
     from datasets import Dataset
@@ -63,8 +65,8 @@ def side_trl(folder: str, rounds: int) -> list[tuple[int, float]]:
 
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, gradient_checkpointing=False, use_vllm=False,
-        beta=0.0, loss_type="dapo", num_generations=GROUP, per_device_train_batch_size=PROMPTS * GROUP,
-        gradient_accumulation_steps=1, max_completion_length=MAX_NEW, temperature=1.0, top_p=1.0, top_k=0,
+        beta=0.0, loss_type="dapo", num_generations=GROUP, per_device_train_batch_size=micro,
+        gradient_accumulation_steps=PROMPTS * GROUP // micro, max_completion_length=MAX_NEW, temperature=1.0, top_p=1.0, top_k=0,
         learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, max_steps=rounds,
         report_to="none", logging_steps=1, save_strategy="no", seed=0, disable_tqdm=True, shuffle_dataset=False,
     )  # fmt: skip
@@ -80,7 +82,7 @@ def side_trl(folder: str, rounds: int) -> list[tuple[int, float]]:
     return out
 
 
-def side_braid(folder: str, rounds: int) -> list[tuple[int, float]]:
+def side_braid(folder: str, rounds: int, _: int) -> list[tuple[int, float]]:
     """(trained tokens, seconds) of each round under braid."""
     from braid.config.load import load_config
     from braid.trainer import commands
@@ -113,8 +115,9 @@ def trajectory_reward(trajectory: object) -> float:
     return reward(trajectory.turns[-1].output_ids)  # type: ignore[attr-defined]
 
 
-def make_model(folder: Path, size: dict[str, int]) -> int:
-    """Write a random Qwen3 folder with its tokenizer; returns its number of parameters."""
+def make_model(folder: Path, size: dict[str, int], vocab: int | None = None) -> int:
+    """Write a random Qwen3 folder with its tokenizer; returns its number of parameters. With `vocab` the model has more
+    tokens than its tokenizer."""
     import torch
 
     from braid.config.model import ModelConfig
@@ -122,14 +125,17 @@ def make_model(folder: Path, size: dict[str, int]) -> int:
 
     config = ModelConfig.model_validate({"build": size})
     lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))
+    if vocab:
+        lm.model.resize_token_embeddings(vocab, mean_resizing=False)
     save_pretrained(lm, load_tokenizer(config), folder)
     return sum(p.numel() for p in lm.module.parameters())
 
 
-def run_side(side: str, folder: Path, rounds: int) -> float:
+def run_side(side: str, folder: Path, rounds: int, micro: int) -> float:
     """Tokens per second of one side, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, __file__, "--side", side, "--folder", str(folder), "--rounds", str(rounds)],
+        [sys.executable, __file__, "--side", side, "--folder", str(folder), "--rounds", str(rounds),
+         "--micro", str(micro)],
         capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     if done.returncode:
@@ -143,18 +149,22 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["3m", "30m"], choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--vocab", type=int)
+    parser.add_argument("--micro", type=int, default=PROMPTS * GROUP)
     parser.add_argument("--side", choices=["trl", "braid"])
     parser.add_argument("--folder")
     args = parser.parse_args()
     if args.side:
         sides = {"trl": side_trl, "braid": side_braid}
-        print(json.dumps(sides[args.side](args.folder, args.rounds)))
+        print(json.dumps(sides[args.side](args.folder, args.rounds, args.micro)))
         return
+    micro = 16 if (args.vocab or 0) > 2**15 else args.micro
     for name in args.sizes:
         with tempfile.TemporaryDirectory() as tmp:
-            parameters = make_model(Path(tmp), SIZES[name])
+            parameters = make_model(Path(tmp), SIZES[name], args.vocab)
             pairs = [
-                [run_side(s, Path(tmp), args.rounds) for s in ("braid", "trl")] for _ in range(args.repeats)
+                [run_side(s, Path(tmp), args.rounds, micro) for s in ("braid", "trl")]
+                for _ in range(args.repeats)
             ]
         ratio = statistics.median(b / t for b, t in pairs)
         braid, trl = (statistics.median(side) for side in zip(*pairs, strict=True))

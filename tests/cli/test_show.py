@@ -156,10 +156,11 @@ def test_an_unused_key_of_a_list_is_marked(tmp_path: Path) -> None:
 
 
 def test_memory_adds_up(tmp_path: Path) -> None:
-    text = show(tmp_path, "algorithm.kl_coef=0.1", "algorithm.kl_in=loss")
+    text = show(tmp_path, "algorithm.kl_coef=0.1", "algorithm.kl_in=loss", "rollout.native.compile=always")
     assert line(text, "policy 2") == "policy 2.98 M 11.4 MiB 11.4 MiB 22.7 MiB 45.4 MiB"
     assert line(text, "reference 2") == "reference 2.98 M 11.4 MiB 11.4 MiB"
-    assert line(text, "all") == "all 56.8 MiB"
+    assert line(text, "engine's packed") == "engine's packed weights 2.98 M 11.4 MiB 11.4 MiB"
+    assert line(text, "all") == "all 68.1 MiB"
 
 
 def test_warnings_are_shown_with_key_and_origin(tmp_path: Path) -> None:

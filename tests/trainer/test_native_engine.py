@@ -10,8 +10,8 @@ import torch
 
 from braid.config.load import load_config
 from braid.errors import ModelError
+from braid.models import cpu
 from braid.models.roles import make_policy
-from braid.rollout.engines.native import decoder
 from braid.rollout.engines.native.cache import DecodeAttention
 from braid.trainer.collectors import native_engine
 
@@ -63,10 +63,10 @@ def test_decoding_is_compiled_where_a_round_samples_enough(overrides: list[str],
     assert (engine._decoder._attention is not DecodeAttention) == is_compiled
 
 
-def test_a_machine_that_cannot_compile_samples_without_or_is_told_why(
+def test_a_machine_that_cannot_compile_samples_without_or_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decoder, "find_spec", lambda name: None)
+    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
     inputs = cast("Any", SimpleNamespace(decode=str))
     for mode in ("auto", "always"):
         config = load_config(
