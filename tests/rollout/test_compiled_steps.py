@@ -18,7 +18,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.cpu.calls import Calls
 from braid.models.cpu.products import PackedProduct
 from braid.models.fused import fuse
-from braid.rollout.engines.native.cache import Block, DecodeAttention, KVCache
+from braid.rollout.engines.native.cache import Block, Bucket, DecodeAttention, KVCache, Need, Prompt
 from braid.rollout.engines.native.compiled import CompiledAttention
 from braid.rollout.engines.native.decoder import Decoder
 from braid.rollout.engines.native.layers import can_fuse
@@ -39,7 +39,7 @@ def test_it_equals_pytorchs_for_every_number_of_threads(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     cache = KVCache(4096, 8)
-    cache.reserve(LENGTHS)
+    cache.reserve([Need(length) for length in LENGTHS])
     for length in LENGTHS:
         cache.add(length)
     short, long = cache.buckets()
@@ -69,9 +69,46 @@ def test_it_equals_pytorchs_for_every_number_of_threads(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 30, 45])
+def test_a_prompt_elsewhere_that_rows_share_gives_the_same_bits(window: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    of_prompt, own = (33, 20, 33, 1), (1, 40, 7, 12)
+    prompts = Bucket(2, 36)
+    prompts.write(0, 0, *(torch.randn(2, HEADS, 36, SIZE, generator=generator) for _ in range(2)))
+    places = [Prompt(prompts, 0, 33), Prompt(prompts, 1, 20), Prompt(prompts, 0, 33), Prompt(prompts, 1, 1)]
+    whole, parts = KVCache(4096, 4), KVCache(4096, 4)
+    whole.reserve([Need(64)] * 4)
+    parts.reserve([Need(40, 18)] * 4)
+    for prompt in places:
+        whole.add(64)
+        parts.add(40, prompt)
+    (bucket,), (rest,) = whole.buckets(), parts.buckets()
+    bucket.write(0, 0, *(torch.randn(4, HEADS, 64, SIZE, generator=generator) for _ in range(2)))
+    rest.write(0, 0, *(torch.zeros(4, HEADS, 40, SIZE) for _ in range(2)))
+    for row, (prompt, num) in enumerate(zip(places, own, strict=True)):
+        for store, of, first in zip(rest.layers[0], bucket.layers[0], prompts.layers[0], strict=True):
+            of[row, :, : prompt.length] = first[prompt.row, :, : prompt.length]
+            store[row, :, :num] = of[row, :, prompt.length : prompt.length + num]
+    positions = torch.tensor([a + b - 1 for a, b in zip(of_prompt, own, strict=True)])
+    query = torch.randn(4, HEADS * GROUPS, SIZE, generator=generator) * 3
+    new = [torch.randn(4, HEADS, SIZE, generator=generator) for _ in range(2)]
+    expected, found = (
+        CompiledAttention(positions, [Block(of, slice(0, 4), of.length, 0)]).attend(
+            LayerCall(0, 0.3, window, None, SINKS), query, *new
+        )
+        for of in (bucket, rest)
+    )
+    assert torch.equal(found, expected)
+    for slot in range(4):
+        alike = zip(
+            whole.stored(slot, int(positions[slot])), parts.stored(slot, int(positions[slot])), strict=True
+        )
+        assert all(torch.equal(a, b) for of_layers in alike for a, b in zip(*of_layers, strict=True))
+
+
 def test_other_types_and_shapes_are_left_to_pytorch() -> None:
     cache = KVCache(64, 1)
-    cache.reserve([4])
+    cache.reserve([Need(4)])
     cache.add(4)
     (bucket,) = cache.buckets()
     stores = (torch.randn(1, HEADS, bucket.length, SIZE).bfloat16() for _ in range(2))
@@ -97,7 +134,7 @@ def test_fused_layers_equal_the_model(kind: str, biases: dict[str, bool], tiny_l
 
     def logits(*, is_compiled: bool) -> torch.Tensor:
         cache = KVCache(4096, 4)
-        cache.reserve([64] * 4)
+        cache.reserve([Need(64)] * 4)
         generator = torch.Generator().manual_seed(0)
         for _ in range(4):
             cache.add(64)

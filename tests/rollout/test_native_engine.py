@@ -22,7 +22,7 @@ from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native import engine as engine_module
-from braid.rollout.engines.native.cache import KVCache, PrefillAttention, row_blocks
+from braid.rollout.engines.native.cache import KVCache, Need, PrefillAttention, row_blocks
 from braid.training.backends.single import SingleBackend
 from braid.types import Row
 
@@ -183,6 +183,39 @@ def test_prompts_of_a_group_are_prefilled_once(tiny_lm: TinyLM, run_all: Run) ->
     assert lm.num_prefilled == sum(len(text) - 1 for text in texts)
     assert lm.num_steps == 4, "the first tokens come with the prefill"
     assert len({tuple(c.token_ids) for c in done}) == 12, "keys differ, so samples do"
+
+
+def test_the_prompt_of_a_group_is_stored_once(tiny_lm: TinyLM, run_all: Run) -> None:
+    """With room for 400 tokens, six sequences of 80 + 20 tokens run at once, not three; all are as if they ran alone."""
+    prompt = (*range(3, 60), *range(3, 26))
+    group = [Request(prompt, Sampling(max_new_tokens=20), (i,)) for i in range(6)]
+    others = [Request((5, i), Sampling(max_new_tokens=4 + i), (i,)) for i in range(20)]
+
+    def run(
+        requests: list[Request], *, compile: bool, **limits: int
+    ) -> list[tuple[list[int], list[float], str]]:
+        engine = make_engine(tiny_lm("qwen3"), compile=compile, **limits)
+        prefill = engine._prefill
+
+        def recorded(admitted: Any) -> None:
+            most_running.append(len(engine._running) + len(admitted))
+            prefill(admitted)
+
+        engine._prefill = recorded  # type: ignore[method-assign]
+        return [facts(of) for of in run_all(engine, requests)]
+
+    most_running: list[int] = []
+    together = run(group, compile=True, kv_budget_tokens=400)
+    assert most_running == [6]
+    most_running.clear()
+    run(group, compile=False, kv_budget_tokens=400)
+    assert max(most_running) == 3
+    assert together == [run([request], compile=True)[0] for request in group]
+    mixed = run([*others[:10], *group, *others[10:]], compile=True, kv_budget_tokens=500, max_running=9)
+    assert mixed[10:16] == together
+    run(group[:1], compile=True, kv_budget_tokens=100)
+    with pytest.raises(EngineError, match=r"80 prompt tokens \+ max_new_tokens=20 = 100 tokens, above"):
+        run(group[:1], compile=True, kv_budget_tokens=99)
 
 
 def test_lengths_stop_tokens_and_least_lengths_are_kept(tiny_lm: TinyLM, run_all: Run) -> None:
@@ -366,17 +399,17 @@ def test_the_cache_has_the_size_of_the_free_memory_after_each_sleep(
 
 def test_a_long_sequence_reserves_its_length_for_itself_only() -> None:
     cache = KVCache(8192, 64)
-    assert cache.num_fitting([4224, *[100] * 63, 100]) == 1 + 28, "4,608 positions and 28 x 128"
-    cache.reserve([4224, *[100] * 20])
+    assert cache.num_fitting(map(Need, [4224, *[100] * 64])) == 1 + 28, "4,608 positions and 28 x 128"
+    cache.reserve([Need(4224), *[Need(100)] * 20])
     for longest in (4224, *[100] * 20):
         cache.add(longest)
     long, short = cache.buckets()[::-1]
     assert (long.rows, long.length, short.rows, short.length) == (1, 4608, 28, 128), (
         "rows double within the budget"
     )
-    assert cache.num_fitting([512]) == 0, "all short ones would be as long"
-    assert cache.num_fitting([600]) == 1, "1,024 of 4,608 + 20 x 128 are left"
-    cache.reserve([600])
+    assert cache.num_fitting([Need(512)]) == 0, "all short ones would be as long"
+    assert cache.num_fitting([Need(600)]) == 1, "1,024 of 4,608 + 20 x 128 are left"
+    cache.reserve([Need(600)])
     assert [(of.rows, of.length) for of in cache.buckets()] == [(23, 128), (1, 4608)], (
         "others give back their spare rows"
     )
@@ -701,9 +734,11 @@ def test_longer_requests_after_shorter_ones_get_room(tiny_lm: TinyLM, run_all: R
 def _talk(
     lm: CausalLM, num: int, *, only: Sequence[int] | None = None, **limits: Any
 ) -> tuple[dict[int, list[Completion]], Counting, NativeEngine]:
-    """Conversations of three turns, in lock step or out of it: turn t of number i reads 3 + i + t more tokens."""
+    """Conversations of three turns, in lock step or out of it: turn t of number i reads 3 + i + t more tokens. Compiled
+    layers are not counted."""
     counting = Counting(lm.model, temperature=lm.temperature)
-    engine = make_engine(counting, **limits)
+    engine = make_engine(lm if limits.get("compile") else counting, **limits)
+    assert engine._cache.shares_prompts == limits.get("compile", False)
     draw = random.Random(7)
     words = [[tuple(draw.randrange(2, 64) for _ in range(3 + i + t)) for t in range(3)] for i in range(num)]
 
@@ -743,16 +778,20 @@ def test_a_conversation_continues_from_its_cache(architecture: str, tiny_lm: Tin
             )
 
 
-def test_a_continued_conversation_does_not_depend_on_others(tiny_lm: TinyLM) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_continued_conversation_does_not_depend_on_others(compile: bool, tiny_lm: TinyLM) -> None:
     lm = tiny_lm("qwen3")
-    together, _, _ = _talk(lm, 40, prefix_caching=True)
-    alone, _, _ = _talk(lm, 40, only=[17], prefix_caching=True)
+    together, _, _ = _talk(lm, 40, prefix_caching=True, compile=compile)
+    alone, _, _ = _talk(lm, 40, only=[17], prefix_caching=True, compile=compile)
     assert _outputs(alone)[17] == _outputs(together)[17]
 
 
-def test_the_oldest_conversations_are_forgotten_above_the_budget(tiny_lm: TinyLM) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_oldest_conversations_are_forgotten_above_the_budget(compile: bool, tiny_lm: TinyLM) -> None:
     lm = tiny_lm("qwen3")
-    done, counting, engine = _talk(lm, 12, prefix_caching=True, kv_budget_tokens=320, max_running=2)
+    done, counting, engine = _talk(
+        lm, 12, prefix_caching=True, kv_budget_tokens=320, max_running=2, compile=compile
+    )
     assert 0 < sum(len(of.ids) for of in engine._prefixes.values()) == engine._prefix_tokens <= 320
     everything, all_tokens, _ = _talk(lm, 12)
     assert counting.num_prefilled < all_tokens.num_prefilled
@@ -800,7 +839,8 @@ def test_a_long_sequence_is_read_by_itself_and_changes_no_other(
     assert [facts(run_all(make_engine(lm, compile=compile), [r])[0]) for r in requests] == together
 
 
-def test_sequences_of_all_lengths_arrive_and_leave_in_a_small_cache(tiny_lm: TinyLM) -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_sequences_of_all_lengths_arrive_and_leave_in_a_small_cache(compile: bool, tiny_lm: TinyLM) -> None:
     lm = tiny_lm("qwen3", max_position_embeddings=4096)
     draw = random.Random(5)
     sizes = [draw.choice((10, 60, 490, 700, 1000, 1300)) for _ in range(24)]
@@ -816,7 +856,7 @@ def test_sequences_of_all_lengths_arrive_and_leave_in_a_small_cache(tiny_lm: Tin
             await let_run(i % 7)
         return await asyncio.gather(*tasks)
 
-    small, large = (make_engine(lm, kv_budget_tokens=budget) for budget in (4096, 65536))
+    small, large = (make_engine(lm, kv_budget_tokens=budget, compile=compile) for budget in (4096, 65536))
     together = [facts(c) for c in asyncio.run(staggered(small))]
     assert small._cache.generation > large._cache.generation
     assert [facts(c) for c in asyncio.run(staggered(large))] == together

@@ -6,6 +6,9 @@ sequences are kept compact in the first rows. So a long sequence takes memory an
 still reads plain views. Pages would take less memory, but PyTorch's attention on CPUs cannot read them: gathering them
 first copies what the kernel then reads once. Below 512 tokens a further call of the kernel costs more than it saves.
 
+The kernel of compiled.py reads a sequence from two places, so that the sequences of a group share the keys and values of their
+prompt: these are in a bucket of the prompts that were prefilled together, and the rows above have the sampled tokens only.
+
 The engine numbers sequences by slots; `KVCache` knows the bucket and row of each. A layer here is the n-th attention
 call in a forward pass: some architectures call one attention module several times (DiffLlama).
 """
@@ -71,12 +74,15 @@ def size_class(longest: int) -> int:
 @dataclass(slots=True, eq=False)
 class Bucket:
     """Sequences of one size class: keys and values [rows, Hkv, length, d] by layer. `slots` are those of the sequences
-    in the first rows, `longest` their maximum lengths."""
+    in the first rows, `longest` their maximum lengths here, `prompts` those that are elsewhere."""
 
     rows: int = 0
     length: int = 0
     slots: list[int] = field(default_factory=list)
     longest: list[int] = field(default_factory=list)
+    prompts: list[Prompt | None] = field(default_factory=list)
+    longest_prompt: int = 0
+    """Of those so far, as a power of two."""
     layers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property
@@ -91,11 +97,15 @@ class Bucket:
 
     def write(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
         """Write keys and values [N, Hkv, L, d] to rows first, first + 1, ..."""
+        self.allocate(layer, key, value)
+        for store, new in zip(self.layers[layer], (key, value), strict=True):
+            store[first : first + new.shape[0], :, : new.shape[2]].copy_(new)
+
+    def allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Room for keys and values like these [N, Hkv, L, d]."""
         if layer not in self.layers:
             # Zeros, since masked values are still multiplied by 0 and must be finite.
             self.layers[layer] = (self._zeros_like(key), self._zeros_like(value))
-        for store, new in zip(self.layers[layer], (key, value), strict=True):
-            store[first : first + new.shape[0], :, : new.shape[2]].copy_(new)
 
     def _zeros_like(self, new: Tensor) -> Tensor:
         return new.new_zeros(self.rows, new.shape[1], self.length, new.shape[3])
@@ -107,11 +117,27 @@ class Bucket:
         return new
 
 
+class Need(NamedTuple):
+    """Most positions that a sequence takes for itself, and those of a new prompt elsewhere."""
+
+    own: int
+    prompt: int = 0
+
+
+class Prompt(NamedTuple):
+    """The first `length` positions of sequences: a row of a bucket that only prompts are in."""
+
+    bucket: Bucket
+    row: int
+    length: int
+
+
 class KVCache:
     """Buckets within a token budget.
 
-    `budget_tokens` bounds the sum of the buckets' rows x length, and must be set before use; each token takes the
-    memory of its keys and values in all layers. `generation` counts the layouts so far.
+    `budget_tokens` bounds the sum of the buckets' rows x length, those of prompts among them, and must be set before use;
+    each token takes the memory of its keys and values in all layers. `generation` counts the layouts so far.
+    `shares_prompts`: attention can read a sequence's prompt elsewhere, and of each part exactly its length.
     """
 
     def __init__(self, budget_tokens: int | None, max_slots: int) -> None:
@@ -119,39 +145,42 @@ class KVCache:
         self._buckets: dict[int, Bucket] = {}
         self._places: list[tuple[Bucket, int]] = []  # of each slot
         self.generation = 0
+        self.shares_prompts = False
 
-    def can_ever_fit(self, longest: int) -> bool:
-        """Whether a sequence of up to `longest` tokens can run by itself."""
-        return padded_length(longest) <= self._budget
+    def can_ever_fit(self, need: Need) -> bool:
+        """Whether a sequence can run by itself."""
+        return need.prompt + self._least_length(need.own) <= self._budget
 
-    def num_fitting(self, lengths: Iterable[int]) -> int:
-        """How many further sequences of these maximum lengths, in this order, can run beside the present ones."""
-        needs, num = self._needs(()), 0
-        for length in lengths:
-            _add(needs, length)
-            if len(self._places) + num == self._max_slots or self._num_tokens(needs) > self._budget:
+    def num_fitting(self, needs: Iterable[Need]) -> int:
+        """How many further sequences, in this order, can run beside the present ones."""
+        of_kinds, num, room = self._of_kinds(()), 0, self._room()
+        for need in needs:
+            _add(of_kinds, need.own)
+            room -= need.prompt
+            if len(self._places) + num == self._max_slots or self._num_tokens(of_kinds, room) > room:
                 break
             num += 1
         return num
 
-    def reserve(self, lengths: Iterable[int]) -> None:
+    def reserve(self, further: Sequence[Need]) -> None:
         """Allocate room for further sequences that `num_fitting` accepted: the number of rows doubles, if there is
         memory. If there is not, the other buckets give back what they do not use."""
-        needs = self._needs(lengths)
+        needs = self._of_kinds(need.own for need in further)
+        room = self._room() - sum(need.prompt for need in further)
         buckets = {kind: self._buckets.get(kind) or Bucket() for kind in needs}
         small = {
             kind: buckets[kind]
             for kind, (rows, longest) in needs.items()
             if rows > buckets[kind].rows or longest > buckets[kind].length
         }
+        others = sum(bucket.num_tokens for kind, bucket in buckets.items() if kind not in small)
+        spare = room - others - self._num_tokens({kind: needs[kind] for kind in small}, room)
+        if spare < 0:
+            small, spare = buckets, room - self._num_tokens(needs, room)
         if not small:
             return
-        others = sum(bucket.num_tokens for kind, bucket in buckets.items() if kind not in small)
-        spare = self._budget - others - self._num_tokens({kind: needs[kind] for kind in small})
-        if spare < 0:
-            small, spare = buckets, self._budget - self._num_tokens(needs)
         for kind, bucket in small.items():
-            rows, length = needs[kind][0], self._length(needs[kind][1])
+            rows, length = needs[kind][0], self._length(needs[kind][1], room)
             more = min((1 << (rows - 1).bit_length()), self._max_slots) - rows if rows else 0
             more = min(more, spare // length) if more else 0
             spare -= more * length
@@ -159,25 +188,30 @@ class KVCache:
         self._buckets = {kind: buckets[kind] for kind in sorted(buckets) if buckets[kind].rows}
         self.generation += 1
 
-    def add(self, longest: int) -> None:
-        """Give the next slot to a sequence for which there is room."""
+    def add(self, longest: int, prompt: Prompt | None = None) -> None:
+        """Give the next slot to a sequence for which there is room: up to `longest` tokens after the prompt, if that is
+        elsewhere."""
         bucket = self._buckets[size_class(longest)]
         assert len(bucket.slots) < bucket.rows, "the room was reserved"
         self._places.append((bucket, len(bucket.slots)))
         bucket.slots.append(len(self._places) - 1)
         bucket.longest.append(longest)
+        bucket.prompts.append(prompt)
+        if prompt and prompt.length > bucket.longest_prompt:
+            bucket.longest_prompt = 1 << (prompt.length - 1).bit_length()
+            self.generation += 1
 
     def remove(self, slot: int, lengths: NDArray[np.int64]) -> None:
         """Remove a sequence. The last of its bucket takes its row, the last of all its slot. `lengths`: positions in use
         of each slot."""
         bucket, row = self._places[slot]
-        moved, longest = bucket.slots.pop(), bucket.longest.pop()
+        moved, longest, prompt = bucket.slots.pop(), bucket.longest.pop(), bucket.prompts.pop()
         if moved != slot:
+            length = int(lengths[moved]) - (prompt.length if prompt else 0)
             for stores in bucket.layers.values():
                 for store in stores:
-                    length = int(lengths[moved])
                     store[row, :, :length].copy_(store[len(bucket.slots), :, :length])
-            bucket.slots[row], bucket.longest[row] = moved, longest
+            bucket.slots[row], bucket.longest[row], bucket.prompts[row] = moved, longest, prompt
             self._places[moved] = bucket, row
         last, row = self._places.pop()
         if slot < len(self._places):
@@ -187,12 +221,14 @@ class KVCache:
     def remove_all(self) -> None:
         self._places.clear()
         for bucket in self._buckets.values():
-            bucket.slots.clear()
-            bucket.longest.clear()
+            for of_rows in (bucket.slots, bucket.longest, bucket.prompts):
+                of_rows.clear()
 
-    def place(self, slot: int) -> tuple[Bucket, int]:
-        """Bucket and row of a sequence."""
-        return self._places[slot]
+    def start_of(self, slot: int) -> tuple[Bucket, int]:
+        """Bucket and row of a sequence's first positions."""
+        bucket, row = self._places[slot]
+        prompt = bucket.prompts[row]
+        return (prompt.bucket, prompt.row) if prompt else (bucket, row)
 
     def buckets(self) -> list[Bucket]:
         """Those with sequences."""
@@ -201,11 +237,18 @@ class KVCache:
     def stored(self, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of the first `length` keys and values of a slot, by layer."""
         bucket, row = self._places[slot]
-        return [(k[row, :, :length].clone(), v[row, :, :length].clone()) for k, v in bucket.layers.values()]
+        parts = [(bucket, row, length)]
+        if prompt := bucket.prompts[row]:
+            parts = [prompt, (bucket, row, length - prompt.length)]
+        key, value = (
+            [[of.layers[layer][i][at, :, :num] for of, at, num in parts] for layer in parts[0][0].layers]
+            for i in range(2)
+        )
+        return [(torch.cat(k, dim=1), torch.cat(v, dim=1)) for k, v in zip(key, value, strict=True)]
 
     def restore(self, slot: int, stored: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Write back what `stored` returned."""
-        bucket, row = self._places[slot]
+        bucket, row = self.start_of(slot)
         for layer, (key, value) in enumerate(stored):
             bucket.write(layer, row, key[None], value[None])
 
@@ -218,7 +261,8 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        layers = (stores for bucket in self._buckets.values() for stores in bucket.layers.values())
+        buckets = (*self._buckets.values(), *self._of_prompts())
+        layers = (stores for bucket in buckets for stores in bucket.layers.values())
         return sum(store.nbytes for stores in layers for store in stores)
 
     def free(self) -> None:
@@ -231,21 +275,33 @@ class KVCache:
         assert self.budget_tokens is not None
         return self.budget_tokens
 
-    def _needs(self, lengths: Iterable[int]) -> dict[int, tuple[int, int]]:
+    def _of_prompts(self) -> list[Bucket]:
+        """Buckets of the prompts of all sequences."""
+        prompts = (prompt for bucket in self._buckets.values() for prompt in bucket.prompts if prompt)
+        return list(dict.fromkeys(prompt.bucket for prompt in prompts))
+
+    def _room(self) -> int:
+        """Tokens of the budget beside the present prompts."""
+        return self._budget - sum(bucket.num_tokens for bucket in self._of_prompts())
+
+    def _of_kinds(self, lengths: Iterable[int]) -> dict[int, tuple[int, int]]:
         """Sequences of each size class and their maximum length, with further ones of `lengths`."""
         needs = {kind: (len(of.slots), max(of.longest, default=0)) for kind, of in self._buckets.items()}
         for length in lengths:
             _add(needs, length)
         return needs
 
-    def _num_tokens(self, needs: dict[int, tuple[int, int]]) -> int:
-        return sum(rows * self._length(longest) for rows, longest in needs.values())
+    def _num_tokens(self, needs: dict[int, tuple[int, int]], room: int) -> int:
+        return sum(rows * self._length(longest, room) for rows, longest in needs.values())
 
-    def _length(self, longest: int) -> int:
+    def _length(self, longest: int, room: int) -> int:
         """Length of a bucket for sequences of up to `longest` tokens: in eighths of a power of two, so that it seldom
         changes."""
         padded = padded_length(round_up(longest, max(_LENGTH_MULTIPLE, 1 << longest.bit_length() >> 4)))
-        return padded if padded <= self._budget else padded_length(longest)
+        return padded if padded <= room else self._least_length(longest)
+
+    def _least_length(self, longest: int) -> int:
+        return longest if self.shares_prompts else padded_length(longest)
 
 
 def _add(needs: dict[int, tuple[int, int]], length: int) -> None:
@@ -291,12 +347,14 @@ class PrefillAttention:
 
 
 def _writes(cache: KVCache, first_slot: int, prompt_of: list[int]) -> list[tuple[Bucket, int, list[int]]]:
-    """Buckets of the slots from `first_slot` on, with the first of their rows, which are adjacent, and the prompt of each
-    of them."""
+    """Buckets of the first positions of the slots from `first_slot` on, with the first of their rows, which are adjacent, and
+    the prompt of each row."""
     writes: dict[Bucket, tuple[int, list[int]]] = {}
     for slot, prompt in enumerate(prompt_of, first_slot):
-        bucket, row = cache.place(slot)
-        writes.setdefault(bucket, (row, []))[1].append(prompt)
+        bucket, row = cache.start_of(slot)
+        first, chosen = writes.setdefault(bucket, (row, []))
+        if row == first + len(chosen):  # else it shares the row above
+            chosen.append(prompt)
     return [(bucket, *of) for bucket, of in writes.items()]
 
 
@@ -306,7 +364,7 @@ class ContinueAttention:
     def __init__(self, cache: KVCache, first_slot: int, sizes: Sequence[tuple[int, int]]) -> None:
         """`sizes`: of each sequence, from `first_slot` on, the tokens in the cache and the new ones; equal sizes in
         the same bucket are adjacent. Further tokens are padding."""
-        places = [(*cache.place(slot), *size) for slot, size in enumerate(sizes, first_slot)]
+        places = [(*cache.start_of(slot), *size) for slot, size in enumerate(sizes, first_slot)]
         self._blocks: list[tuple[Bucket, slice, int, int]] = []
         for (bucket, known, new), same in itertools.groupby(places, key=lambda of: (of[0], *of[2:])):
             rows = [row for _, row, *_ in same]

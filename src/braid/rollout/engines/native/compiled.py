@@ -1,5 +1,5 @@
 """Kernels of decode steps on CPUs, compiled by Numba: attention that writes the new keys and values and reads each row's own
-length, in one call per layer; norms and gates.
+length, after that of a prompt that rows share, in one call per layer; norms and gates.
 
 Each row, or key head of a row, is computed by one thread in an order that depends on its own length only, so its result
 is independent of the batch and of the number of threads. Machine code is kept on disk by Numba, beside this file or in its
@@ -23,10 +23,10 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from braid.models.attention import LayerCall
-from braid.models.cpu.calls import Calls, floats_at, integers, ints_at, result_of
+from braid.models.cpu.calls import Calls, floats_at, ints_at, result_of
 from braid.models.cpu.vectors import exp
 
-from .cache import Block, DecodeAttention
+from .cache import Block, DecodeAttention, Prompt
 
 _FLOAT = np.float32
 _intrinsic: Any = intrinsic
@@ -108,20 +108,37 @@ def _products(
 
 @_intrinsic(prefer_literal=True)
 def _weighted_sums(
-    _: Any, size: Any, heads: Any, _weights: Any, _stride: Any, _values: Any, _num: Any, _out: Any, _then: Any
+    _: Any,
+    size: Any,
+    heads: Any,
+    _weights: Any,
+    _stride: Any,
+    _values: Any,
+    _num: Any,
+    _out: Any,
+    _adds: Any,
+    _then: Any,
 ) -> Any:
     """Write the sums of values [num, size] with the weights [heads, stride] of `heads` to out [heads, size], given as
-    addresses. Each value is loaded once, and the sums stay in registers; `then` is what is read next. `size` and `heads` are
-    constants."""
+    addresses, or add them if `adds` is not 0. Each value is loaded once, and the sums stay in registers; `then` is what is
+    read next. `size` and `heads` are constants."""
     num_heads, length = heads.literal_value, size.literal_value
 
     def generate(context: Any, builder: Any, __: Any, args: Any) -> Any:
-        weights, stride, values, num, out, then = args[2:]
+        weights, stride, values, num, out, adds, then = args[2:]
         kind = ir.VectorType(_FLOATS, _lanes(length))
         parts = [(g, i) for g in range(num_heads) for i in range(length // kind.count)]
         totals = {part: cgutils.alloca_once(builder, kind) for part in parts}
-        for total in totals.values():
-            builder.store(kind(None), total)
+        places = {
+            (g, i): builder.inttoptr(
+                builder.add(out, _I64(4 * (g * length + i * kind.count))), kind.as_pointer()
+            )
+            for g, i in parts
+        }
+        is_sum = builder.icmp_signed("!=", adds, _I64(0))
+        for part, total in totals.items():
+            before = builder.load(places[part], align=4)
+            builder.store(builder.select(is_sum, before, kind(None)), total)
         with cgutils.for_range(builder, num) as loop:
             _fetch_ahead(builder, values, loop.index, num, 4 * length, then)
             value = _vectors(builder, _place(builder, values, loop.index, 4 * length), length)
@@ -132,12 +149,11 @@ def _weighted_sums(
                 zeros = ir.VectorType(ir.IntType(32), kind.count)(None)
                 wide = builder.shuffle_vector(one, kind(ir.Undefined), zeros)
                 builder.store(_add_product(builder, builder.load(total), wide, value[i]), total)
-        for (g, i), total in totals.items():
-            at = builder.add(out, _I64(4 * (g * length + i * kind.count)))
-            builder.store(builder.load(total), builder.inttoptr(at, kind.as_pointer()), align=4)
+        for part, total in totals.items():
+            builder.store(builder.load(total), places[part], align=4)
         return context.get_dummy_value()
 
-    return types.void(size, heads, *[types.int64] * 6), generate
+    return types.void(size, heads, *[types.int64] * 7), generate
 
 
 @njit(fastmath=True)
@@ -191,10 +207,15 @@ def _prepare(x: Any, out: Any, norm: Any, eps: Any, rotary: Any, scale: Any) -> 
 
 
 @njit
-def _strip(rows: Any, buckets: Any, item: Any, heads: Any, window: Any, size: Any) -> Any:
-    """Bytes before the first key that a key head of a row reads."""
-    bucket, row, length = rows[item // heads]
-    return 4 * size * ((row * heads + item % heads) * buckets[bucket, 2] + length - min(length, window))
+def _visible(row: Any, heads: Any, head: Any, window: Any, size: Any) -> Any:
+    """How many positions a row sees in its prompt and of its own, and in both places the bytes before the first."""
+    of_row, length, width = row[2], row[3], row[4]
+    of_prompt, num, prompt_width = row[6], row[7], row[8]
+    first = max(num + length - window, 0)
+    skipped = min(first, num)
+    start = first - skipped
+    in_prompt = 4 * size * ((of_prompt * heads + head) * prompt_width + skipped)
+    return num - skipped, length - start, in_prompt, 4 * size * ((of_row * heads + head) * width + start)
 
 
 @cache
@@ -207,7 +228,7 @@ def _kernel(size: int, groups: int) -> Any:
     def kernel(data: Any) -> None:  # one nest of loops, with `size` a constant
         args = carray(data, (20,), np.int64)
         num_rows, heads, most, window = args[0], args[1], args[2], args[3]
-        rows, buckets = carray(ints_at(args[4]), (num_rows, 3)), carray(ints_at(args[5]), (num_rows, 3))
+        rows, stores = carray(ints_at(args[4]), (num_rows, 9)), carray(ints_at(args[5]), (args[17], 2))
         options = carray(floats_at(args[6]), (3 + heads * groups,))
         num_threads, thread = result_of(args[18]), result_of(args[19])
         own = args[11] + 4 * thread * (groups * (most + size) + size)
@@ -219,20 +240,23 @@ def _kernel(size: int, groups: int) -> Any:
         query_norm = carray(floats_at(args[14]), (size if args[14] else 0,))
         key_norm = carray(floats_at(args[15]), (size if args[15] else 0,))
         for item in range(thread, num_rows * heads, num_threads):
-            row, head = item // heads, item % heads
-            bucket, length = rows[row, 0], rows[row, 2]
+            # heads one after another, so that what rows share is still in the processor's caches
+            head, of_row = item // num_rows, rows[item % num_rows]
+            row, length = of_row[0], of_row[3]
+            out_at = args[10] + 4 * (row * heads + head) * width
             if length == 0:  # padding
-                out = carray(floats_at(args[10] + 4 * item * width), (width,))
+                out = carray(floats_at(out_at), (width,))
                 for j in range(width):
                     out[j] = _FLOAT(0)
                 continue
-            num = min(length, window)
-            strip = _strip(rows, buckets, item, heads, window, size)
+            num_shared, num, in_prompt, start = _visible(of_row, heads, head, window, size)
+            total = num_shared + num
+            k_at, v_at = stores[of_row[1], 0] + start, stores[of_row[1], 1] + start
+            shared_k, shared_v = stores[of_row[5], 0] + in_prompt, stores[of_row[5], 1] + in_prompt
             following = min(item + num_threads, num_rows * heads - 1)
-            k_at, v_at = buckets[bucket, 0] + strip, buckets[bucket, 1] + strip
-            then = buckets[rows[following // heads, 0], 0] + _strip(
-                rows, buckets, following, heads, window, size
-            )
+            next_row = rows[following % num_rows]
+            after = _visible(next_row, heads, following // num_rows, window, size)
+            then = stores[next_row[5], 0] + after[2] if after[0] else stores[next_row[1], 0] + after[3]
             k, v = carray(floats_at(k_at), (num * size,)), carray(floats_at(v_at), (num * size,))
             query = carray(floats_at(args[7] + 4 * (row * args[12] + head * width)), (width,))
             new_k = carray(floats_at(args[8] + 4 * (row * args[13] + head * size)), (size,))
@@ -247,12 +271,19 @@ def _kernel(size: int, groups: int) -> Any:
                 q, prepared = query[at : at + size], scaled[at : at + size]
                 _prepare(q, prepared, query_norm, options[2], rotary, options[0])
             for g in range(0, groups, together):
-                _products(size, together, scaled_at + 4 * g * size, k_at, num, own + 4 * g * most, most, v_at)
+                of_g, to = scaled_at + 4 * g * size, own + 4 * g * most
+                if num_shared:
+                    _products(size, together, of_g, shared_k, num_shared, to, most, k_at)
+                values = shared_v if num_shared else v_at
+                _products(size, together, of_g, k_at, num, to + 4 * num_shared, most, values)
             for g in range(groups):
-                _softmax(scores[g * most : g * most + num], options[1], options[3 + head * groups + g])
+                _softmax(scores[g * most : g * most + total], options[1], options[3 + head * groups + g])
             for g in range(0, groups, together):
-                to = args[10] + 4 * (item * width + g * size)
-                _weighted_sums(size, together, own + 4 * g * most, most, v_at, num, to, then)
+                weights, to = own + 4 * g * most, out_at + 4 * g * size
+                if num_shared:
+                    _weighted_sums(size, together, weights, most, shared_v, num_shared, to, 0, v_at)
+                weights += 4 * num_shared
+                _weighted_sums(size, together, weights, most, v_at, num, to, num_shared, then)
 
     return kernel
 
@@ -263,18 +294,47 @@ class CompiledAttention(DecodeAttention):
     def __init__(self, positions: Tensor, blocks: Sequence[Block]) -> None:
         super().__init__(positions, blocks)
         self._buckets = list(dict.fromkeys(block.bucket for block in blocks))
-        self._longest = max(bucket.length for bucket in self._buckets)
-        self._rows = np.empty((len(positions), 3), np.int64)  # bucket, row in it, length
+        for bucket in self._buckets:
+            if not bucket.layers and (prompt := bucket.prompts[0]):
+                for layer, stores in prompt.bucket.layers.items():
+                    bucket.allocate(layer, *stores)
+        self._longest = max(bucket.length + bucket.longest_prompt for bucket in self._buckets)
+        # Of each row: its place in the batch; store, row in it, length and width of its own keys and values; those of its
+        # prompt. Stores are numbered; their addresses are by layer.
+        self._rows = np.zeros((len(positions), 9), np.int64)
+        most = len(self._buckets) + len(positions)
+        self._stores = np.zeros((len(self._buckets[0].layers), most, 2), np.int64)
+        self._prompts: list[list[Prompt | None]] | None = None
         self.move(positions, blocks)
 
     def move(self, positions: Tensor, blocks: Sequence[Block]) -> None:
         """Continue with other positions, in the same buckets."""
-        self._rows[blocks[-1].places.stop :] = 0
+        prompts = [list(bucket.prompts) for bucket in self._buckets]
+        if prompts != self._prompts:
+            self._prompts = prompts
+            self._set_rows(blocks)
+        lengths = positions.numpy()[self._rows[:, 0]] + 1 - self._rows[:, 7]
+        self._rows[:, 3] = np.where(self._rows[:, 4] > 0, lengths, 0)
+
+    def _set_rows(self, blocks: Sequence[Block]) -> None:
+        """Those of a prompt one after another; padding has no width."""
+        assert self._prompts is not None
+        shared = dict.fromkeys(of.bucket for prompts in self._prompts for of in prompts if of)
+        number = {bucket: i for i, bucket in enumerate([*self._buckets, *shared])}
+        for bucket, i in number.items():
+            for layer, stores in bucket.layers.items():
+                self._stores[layer, i] = [store.data_ptr() for store in stores]
+        rows = np.zeros_like(self._rows)
+        rows[:, 0] = np.arange(len(rows))
         for block in blocks:
-            places = block.places
-            self._rows[places, 0] = self._buckets.index(block.bucket)
-            self._rows[places, 1] = np.arange(block.rows.start, block.rows.stop)
-            self._rows[places, 2] = positions[places].numpy() + 1
+            bucket, places = block.bucket, block.places
+            rows[places, 1], rows[places, 4] = number[bucket], bucket.length
+            rows[places, 2] = np.arange(block.rows.start, block.rows.stop)
+            rows[places, 5:] = [
+                (number[of.bucket], of.row, of.length, of.bucket.length) if of else (0, 0, 0, 0)
+                for of in bucket.prompts[block.rows]
+            ]
+        self._rows[:] = rows[np.lexsort((rows[:, 6], rows[:, 5]))]
 
     def _of_layer(self, layer: int, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         store = self._buckets[0].layers[layer][0]
@@ -297,8 +357,6 @@ class CompiledAttention(DecodeAttention):
         be apart. `call.layer` is the cache's number."""
         (heads, size), (num, num_queries) = key.shape[1:], query.shape[:2]
         groups, longest = num_queries // heads, self._longest
-        stores = [bucket.layers[call.layer] for bucket in self._buckets]
-        buckets = integers([n for k, v in stores for n in (k.data_ptr(), v.data_ptr(), k.shape[2])])
         sinks = None if call.sinks is None else tuple(call.sinks.tolist())
         options = _options(
             call.scaling, call.softcap or 0.0, preparation.eps, sinks or (-np.inf,) * num_queries
@@ -307,9 +365,17 @@ class CompiledAttention(DecodeAttention):
         scratch = calls.empty("scratch", torch.get_num_threads(), groups * (longest + size) + size)
         calls.run(
             _kernel(size, groups),
-            *(num, heads, longest, call.sliding_window or longest, self._rows, buckets, options),
+            *(
+                num,
+                heads,
+                longest,
+                call.sliding_window or longest,
+                self._rows,
+                self._stores[call.layer],
+                options,
+            ),
             *(query, key, value, out, scratch, query.stride(0), key.stride(0)),
-            *(preparation.query_norm, preparation.key_norm, preparation.rotary, 0),
+            *(preparation.query_norm, preparation.key_norm, preparation.rotary, self._stores.shape[1]),
         )
         return out
 

@@ -58,6 +58,7 @@ class Decoder:
 
             self._attention, self.prefill_kernel = CompiledAttention, compiled_attention
             self._layers = FusedLayers(lm) if can_fuse(lm) else None
+        cache.shares_prompts = self._layers is not None
         self._has_graphs = cuda_graphs and device.type == "cuda"
         self._graphs: dict[tuple[tuple[int, int, int], ...], _Graph] = {}
         self._generation, self._addresses = -1, list[int]()

@@ -20,7 +20,7 @@ import itertools
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
@@ -38,9 +38,12 @@ from braid.rollout.engines.stepped import SteppedEngine
 from braid.types import StopReason
 
 from .cache import (
+    Bucket,
     ContinueAttention,
     KVCache,
+    Need,
     PrefillAttention,
+    Prompt,
     free_bytes,
     padded_rows,
     size_class,
@@ -227,7 +230,7 @@ class NativeEngine(SteppedEngine):
             )
         if self._cache.budget_tokens is None:
             self._cache.budget_tokens = self._affordable_tokens()
-        if not self._cache.can_ever_fit(longest):
+        if not self._cache.can_ever_fit(self._need(prompt, longest)):
             origin = "" if self._kv_budget_tokens else " (from the free memory)"
             raise EngineError(
                 f"{len(prompt)} prompt tokens + max_new_tokens={request.sampling.max_new_tokens} = {longest} tokens, above "
@@ -242,7 +245,7 @@ class NativeEngine(SteppedEngine):
         if free is None:
             return CPU_KV_BUDGET_TOKENS
         sample, width = KVCache(_SAMPLE_TOKENS, 1), padded_rows(1)
-        sample.reserve([width])
+        sample.reserve([Need(width)])
         sample.add(width)
         ids = self._to_device([0] * width)
         with self._autocast():
@@ -294,15 +297,28 @@ class NativeEngine(SteppedEngine):
             return []
         num = len(self._running)
         ready = itertools.takewhile(lambda of: of.token_ids or not self._is_draining, self._waiting)
-        count = self._cache.num_fitting(sequence.longest for sequence in ready)
+        count = self._cache.num_fitting(self._needs(ready))
         if count == 0:
             return []
         if count < num // _ADMIT_FRACTION and self._held_steps < _ADMIT_PATIENCE_STEPS:
             self._held_steps += 1
             return []
         self._held_steps = 0
-        self._cache.reserve(sequence.longest for sequence in itertools.islice(self._waiting, count))
-        return [self._waiting.popleft() for _ in range(count)]
+        admitted = [self._waiting.popleft() for _ in range(count)]
+        self._cache.reserve(list(self._needs(admitted)))
+        return admitted
+
+    def _needs(self, sequences: Iterable[_Sequence]) -> Iterator[Need]:
+        """Of each sequence; adjacent ones with the same prefix need it once."""
+        last: tuple[int, ...] = ()
+        for sequence in sequences:
+            need = self._need(prefix := sequence.prefix, sequence.longest)
+            yield need._replace(prompt=0) if prefix == last else need
+            last = prefix
+
+    def _need(self, prefix: tuple[int, ...], longest: int) -> Need:
+        is_elsewhere = self._cache.shares_prompts
+        return Need(longest - len(prefix), len(prefix)) if is_elsewhere else Need(longest)
 
     def _prefill(self, admitted: Sequence[_Sequence]) -> None:
         """Prefill the distinct prefixes, shortest first, in packs of up to `prefill_tokens`."""
@@ -348,8 +364,9 @@ class NativeEngine(SteppedEngine):
             self._continue(continued[middle:])
             return
         first, tokens, positions = len(self._running), list[int](), list[int]()
-        for (sequence, known), (start, _) in zip(continued, sizes, strict=True):
-            self._start(sequence)
+        buckets = self._for_prompts(sizes, [sum(size) for size in sizes])
+        for (sequence, known), (start, _), bucket in zip(continued, sizes, buckets, strict=True):
+            self._start(sequence, bucket)
             self._cache.restore(sequence.slot, known.stored)
             tokens += sequence.prefix[start:]
             positions += range(start, len(sequence.prefix))
@@ -381,7 +398,9 @@ class NativeEngine(SteppedEngine):
         positions: list[int] = []
         ends: list[int] = []
         prompt_of: list[int] = []
-        for index, group in enumerate(pack):
+        widths = [group[0].padded_prefix for group in pack]
+        buckets = self._for_prompts(widths, widths)
+        for index, (group, place) in enumerate(zip(pack, buckets, strict=True)):
             prefix, width = group[0].prefix, group[0].padded_prefix
             ends.append(len(tokens) + len(prefix) - 1)
             prompt_of += [index] * len(group)
@@ -389,19 +408,33 @@ class NativeEngine(SteppedEngine):
             tokens += [*prefix, *padding]
             positions += [*range(len(prefix)), *padding]
             for sequence in group:
-                self._start(sequence)
-        prompts = [(group[0].padded_prefix, len(group)) for group in pack]
+                self._start(sequence, place)
+        prompts = [(width, len(group)) for width, group in zip(widths, pack, strict=True)]
         attention = PrefillAttention(self._cache, first, prompts, self._decoder.prefill_kernel)
         ends += ends[:1] * (padded_rows(len(ends)) - len(ends))
         with self._autocast():
             logits = self._logits(tokens, positions, attention, ends)
         self._take(logits.index_select(0, self._to_device(prompt_of)), first)
 
-    def _start(self, sequence: _Sequence) -> None:
-        """Assign the next slot to a sequence. Its next input is at the position after the prefix."""
+    def _for_prompts(self, kinds: Sequence[object], widths: Sequence[int]) -> list[tuple[Bucket, int] | None]:
+        """Places for prompts of these widths, those of one kind, which are adjacent, in one bucket; None if they are not kept
+        elsewhere."""
+        if not self._cache.shares_prompts:
+            return [None] * len(widths)
+        places: list[tuple[Bucket, int] | None] = []
+        for _, same in itertools.groupby(range(len(widths)), key=lambda index: kinds[index]):
+            indices = list(same)
+            bucket = Bucket(len(indices), widths[indices[0]])
+            places += [(bucket, row) for row in range(len(indices))]
+        return places
+
+    def _start(self, sequence: _Sequence, place: tuple[Bucket, int] | None) -> None:
+        """Assign the next slot to a sequence, whose prefix is stored at the place. Its next input is at the position after the
+        prefix."""
         slot, request, prefix = len(self._running), sequence.request, sequence.prefix
         self._sampler.put(slot, request.sampling, request.key, prefix, len(sequence.token_ids))
-        self._cache.add(sequence.longest)
+        own = self._need(prefix, sequence.longest).own
+        self._cache.add(own, None if place is None else Prompt(*place, len(prefix)))
         self._positions[slot], self._longest[slot] = len(prefix), sequence.longest
         self._has_strings[slot] = bool(request.sampling.stop_strings)
         self._is_end_token[[token for token in sequence.end_tokens if token < self._lm.vocab_size]] = True

@@ -13,7 +13,7 @@ from torch import Tensor
 from braid.models.causal_lm import CausalLM
 from braid.models.selfcheck import Check, check_own_weights, check_tiny_copy
 
-from .cache import KVCache, PrefillAttention, padded_rows
+from .cache import KVCache, Need, PrefillAttention, padded_rows
 from .decoder import Decoder
 
 _MOST_DECODED = 6
@@ -36,7 +36,7 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor], *, is_compiled: bool
     ends = [len(row) - num_decoded for row in shortest_first]
     widths = [padded_rows(end) for end in ends]
     cache = KVCache(num_rows * 64, num_rows)
-    cache.reserve(map(len, shortest_first))
+    cache.reserve([Need(len(row)) for row in shortest_first])
     for row in shortest_first:
         cache.add(len(row))
     prompts = [F.pad(row[:e], (0, w - e)) for row, e, w in zip(shortest_first, ends, widths, strict=True)]
