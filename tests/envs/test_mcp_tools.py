@@ -183,20 +183,21 @@ def test_a_function_reads_the_same_through_a_server(ended: list[Run]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "why"),
+    ("limit_s", "code", "why"),
     [
-        ("raise SystemExit('no database')", "Connection closed.*\nno database"),
+        (60.0, "raise SystemExit('no database')", "Connection closed.*\nno database"),
         (
+            1.0,
             "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)",
             "no answer within 1 s",
         ),
-        ("print('hello', flush=True); import sys; sys.stdin.read()", "no answer within 1 s"),
+        (1.0, "print('hello', flush=True); import sys; sys.stdin.read()", "no answer within 1 s"),
     ],
 )
 def test_a_server_that_does_not_start_is_a_failure(
-    ended: list[Run], monkeypatch: pytest.MonkeyPatch, code: str, why: str
+    ended: list[Run], monkeypatch: pytest.MonkeyPatch, limit_s: float, code: str, why: str
 ) -> None:
-    monkeypatch.setattr("braid.envs.agents.mcp.START_LIMIT_S", 1.0)
+    monkeypatch.setattr("braid.envs.agents.mcp.START_LIMIT_S", limit_s)
     run = Run({"command": sys.executable, "args": ("-c", code), "name": "broken"})
     ended.append(run)
     with pytest.raises(EnvError, match=f"(?s)the MCP server 'broken' did not start: .*{why}"):
