@@ -147,9 +147,9 @@ class KVCache:
         self.generation = 0
         self.shares_prompts = False
 
-    def can_ever_fit(self, need: Need) -> bool:
-        """Whether a sequence can run by itself."""
-        return need.prompt + self._least_length(need.own) <= self._budget
+    def can_ever_fit(self, longest: int) -> bool:
+        """Whether a sequence of up to `longest` tokens can run by itself."""
+        return self._least_length(longest) <= self._budget
 
     def num_fitting(self, needs: Iterable[Need]) -> int:
         """How many further sequences, in this order, can run beside the present ones."""
@@ -347,15 +347,19 @@ class PrefillAttention:
 
 
 def _writes(cache: KVCache, first_slot: int, prompt_of: list[int]) -> list[tuple[Bucket, int, list[int]]]:
-    """Buckets of the first positions of the slots from `first_slot` on, with the first of their rows, which are adjacent, and
-    the prompt of each row."""
-    writes: dict[Bucket, tuple[int, list[int]]] = {}
+    """Buckets of the first positions of the slots from `first_slot` on, with the first of adjacent rows and the prompt of
+    each of them."""
+    writes: list[tuple[Bucket, int, list[int]]] = []
+    last: dict[Bucket, tuple[Bucket, int, list[int]]] = {}
     for slot, prompt in enumerate(prompt_of, first_slot):
         bucket, row = cache.start_of(slot)
-        first, chosen = writes.setdefault(bucket, (row, []))
+        if bucket not in last or row > last[bucket][1] + len(last[bucket][2]):
+            writes.append((bucket, row, []))
+            last[bucket] = writes[-1]
+        _, first, chosen = last[bucket]
         if row == first + len(chosen):  # else it shares the row above
             chosen.append(prompt)
-    return [(bucket, *of) for bucket, of in writes.items()]
+    return writes
 
 
 class ContinueAttention:

@@ -26,7 +26,7 @@ from braid.models.attention import LayerCall
 from braid.models.cpu.calls import Calls, floats_at, ints_at, result_of
 from braid.models.cpu.vectors import exp
 
-from .cache import Block, DecodeAttention, Prompt
+from .cache import Block, Bucket, DecodeAttention, Prompt
 
 _FLOAT = np.float32
 _intrinsic: Any = intrinsic
@@ -304,6 +304,7 @@ class CompiledAttention(DecodeAttention):
         self._rows = np.zeros((len(positions), 9), np.int64)
         most = len(self._buckets) + len(positions)
         self._stores = np.zeros((len(self._buckets[0].layers), most, 2), np.int64)
+        self._number = dict[Bucket, int]()
         self._prompts: list[list[Prompt | None]] | None = None
         self.move(positions, blocks)
 
@@ -321,9 +322,11 @@ class CompiledAttention(DecodeAttention):
         assert self._prompts is not None
         shared = dict.fromkeys(of.bucket for prompts in self._prompts for of in prompts if of)
         number = {bucket: i for i, bucket in enumerate([*self._buckets, *shared])}
-        for bucket, i in number.items():
-            for layer, stores in bucket.layers.items():
-                self._stores[layer, i] = [store.data_ptr() for store in stores]
+        if number != self._number:
+            self._number = number
+            for bucket, i in number.items():
+                for layer, stores in bucket.layers.items():
+                    self._stores[layer, i] = [store.data_ptr() for store in stores]
         rows = np.zeros_like(self._rows)
         rows[:, 0] = np.arange(len(rows))
         for block in blocks:

@@ -65,13 +65,15 @@ _ADMIT_PATIENCE_STEPS = 8
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A pending request. `slot` is -1 while it waits. `versions` has the policy version of each token."""
+    """A pending request. `slot` is -1 while it waits. `versions` has the policy version of each token. With `shares_prompt`
+    the keys and values of the prompt are stored once for several requests."""
 
     request: Request
     future: asyncio.Future[Completion]
     start_s: float
     end_tokens: frozenset[int]
     slot: int = -1
+    shares_prompt: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -86,8 +88,9 @@ class _Sequence:
         return padded_rows(len(self.request.prompt_ids) + len(self.token_ids))
 
     @property
-    def longest(self) -> int:
-        return len(self.request.prompt_ids) + self.request.sampling.max_new_tokens
+    def need(self) -> Need:
+        prompt, new = len(self.request.prompt_ids), self.request.sampling.max_new_tokens
+        return Need(new, prompt) if self.shares_prompt else Need(prompt + new)
 
 
 class _Prefix(NamedTuple):
@@ -176,6 +179,9 @@ class NativeEngine(SteppedEngine):
         future = asyncio.get_running_loop().create_future()
         end_tokens = frozenset(request.sampling.stop_token_ids)
         sequence = _Sequence(request, future, time.time(), end_tokens)
+        last = self._waiting[-1] if self._waiting and self._cache.shares_prompts else None
+        if last and not last.token_ids and last.request.prompt_ids == request.prompt_ids:
+            last.shares_prompt = sequence.shares_prompt = True
         self._waiting.append(sequence)
         self._start_stepping()
         try:
@@ -230,7 +236,7 @@ class NativeEngine(SteppedEngine):
             )
         if self._cache.budget_tokens is None:
             self._cache.budget_tokens = self._affordable_tokens()
-        if not self._cache.can_ever_fit(self._need(prompt, longest)):
+        if not self._cache.can_ever_fit(longest):
             origin = "" if self._kv_budget_tokens else " (from the free memory)"
             raise EngineError(
                 f"{len(prompt)} prompt tokens + max_new_tokens={request.sampling.max_new_tokens} = {longest} tokens, above "
@@ -270,7 +276,7 @@ class NativeEngine(SteppedEngine):
         self._prefix_tokens = 0
         if self._recomputes:
             for sequence in self._running:
-                sequence.slot = -1
+                sequence.slot, sequence.shares_prompt = -1, False
             self._waiting.extendleft(reversed(self._running))
             self._running.clear()
             self._cache.remove_all()
@@ -309,16 +315,12 @@ class NativeEngine(SteppedEngine):
         return admitted
 
     def _needs(self, sequences: Iterable[_Sequence]) -> Iterator[Need]:
-        """Of each sequence; adjacent ones with the same prefix need it once."""
-        last: tuple[int, ...] = ()
+        """Of each sequence; those after one another that share a prompt need it once."""
+        last: tuple[int, ...] | None = None
         for sequence in sequences:
-            need = self._need(prefix := sequence.prefix, sequence.longest)
-            yield need._replace(prompt=0) if prefix == last else need
-            last = prefix
-
-    def _need(self, prefix: tuple[int, ...], longest: int) -> Need:
-        is_elsewhere = self._cache.shares_prompts
-        return Need(longest - len(prefix), len(prefix)) if is_elsewhere else Need(longest)
+            need, prompt = sequence.need, sequence.request.prompt_ids
+            yield need._replace(prompt=0) if sequence.shares_prompt and prompt == last else need
+            last = prompt if sequence.shares_prompt else None
 
     def _prefill(self, admitted: Sequence[_Sequence]) -> None:
         """Prefill the distinct prefixes, shortest first, in packs of up to `prefill_tokens`."""
@@ -330,7 +332,7 @@ class NativeEngine(SteppedEngine):
             else:
                 groups.setdefault(sequence.prefix, []).append(sequence)
         if continued:
-            continued.sort(key=lambda of: (size_class(of[0].longest), len(of[1].ids), len(of[0].prefix)))
+            continued.sort(key=lambda of: (size_class(of[0].need.own), len(of[1].ids), len(of[0].prefix)))
             self._continue(continued)
         pack: list[list[_Sequence]] = []
         num_tokens = 0
@@ -345,6 +347,8 @@ class NativeEngine(SteppedEngine):
 
     def _known_prefix(self, sequence: _Sequence) -> _Prefix | None:
         """Take out the stored start of a sequence's prefix, if there is one."""
+        if sequence.shares_prompt:
+            return None
         found, prefix = self._pop_prefix(sequence.request.conversation or ()), sequence.prefix
         is_start = found and len(found.ids) < len(prefix) and prefix[: len(found.ids)] == found.ids
         return found if is_start else None
@@ -364,9 +368,8 @@ class NativeEngine(SteppedEngine):
             self._continue(continued[middle:])
             return
         first, tokens, positions = len(self._running), list[int](), list[int]()
-        buckets = self._for_prompts(sizes, [sum(size) for size in sizes])
-        for (sequence, known), (start, _), bucket in zip(continued, sizes, buckets, strict=True):
-            self._start(sequence, bucket)
+        for (sequence, known), (start, _) in zip(continued, sizes, strict=True):
+            self._start(sequence)
             self._cache.restore(sequence.slot, known.stored)
             tokens += sequence.prefix[start:]
             positions += range(start, len(sequence.prefix))
@@ -398,9 +401,8 @@ class NativeEngine(SteppedEngine):
         positions: list[int] = []
         ends: list[int] = []
         prompt_of: list[int] = []
-        widths = [group[0].padded_prefix for group in pack]
-        buckets = self._for_prompts(widths, widths)
-        for index, (group, place) in enumerate(zip(pack, buckets, strict=True)):
+        places = _places(pack)
+        for index, group in enumerate(pack):
             prefix, width = group[0].prefix, group[0].padded_prefix
             ends.append(len(tokens) + len(prefix) - 1)
             prompt_of += [index] * len(group)
@@ -408,34 +410,24 @@ class NativeEngine(SteppedEngine):
             tokens += [*prefix, *padding]
             positions += [*range(len(prefix)), *padding]
             for sequence in group:
-                self._start(sequence, place)
-        prompts = [(width, len(group)) for width, group in zip(widths, pack, strict=True)]
+                self._start(sequence, places[prefix] if sequence.shares_prompt else None)
+        prompts = [(group[0].padded_prefix, len(group)) for group in pack]
         attention = PrefillAttention(self._cache, first, prompts, self._decoder.prefill_kernel)
         ends += ends[:1] * (padded_rows(len(ends)) - len(ends))
         with self._autocast():
             logits = self._logits(tokens, positions, attention, ends)
         self._take(logits.index_select(0, self._to_device(prompt_of)), first)
 
-    def _for_prompts(self, kinds: Sequence[object], widths: Sequence[int]) -> list[tuple[Bucket, int] | None]:
-        """Places for prompts of these widths, those of one kind, which are adjacent, in one bucket; None if they are not kept
-        elsewhere."""
-        if not self._cache.shares_prompts:
-            return [None] * len(widths)
-        places: list[tuple[Bucket, int] | None] = []
-        for _, same in itertools.groupby(range(len(widths)), key=lambda index: kinds[index]):
-            indices = list(same)
-            bucket = Bucket(len(indices), widths[indices[0]])
-            places += [(bucket, row) for row in range(len(indices))]
-        return places
-
-    def _start(self, sequence: _Sequence, place: tuple[Bucket, int] | None) -> None:
-        """Assign the next slot to a sequence, whose prefix is stored at the place. Its next input is at the position after the
+    def _start(self, sequence: _Sequence, prompt: Prompt | None = None) -> None:
+        """Assign the next slot to a sequence, whose prompt may be stored elsewhere. Its next input is at the position after the
         prefix."""
         slot, request, prefix = len(self._running), sequence.request, sequence.prefix
         self._sampler.put(slot, request.sampling, request.key, prefix, len(sequence.token_ids))
-        own = self._need(prefix, sequence.longest).own
-        self._cache.add(own, None if place is None else Prompt(*place, len(prefix)))
-        self._positions[slot], self._longest[slot] = len(prefix), sequence.longest
+        self._cache.add(sequence.need.own, prompt)
+        self._positions[slot], self._longest[slot] = (
+            len(prefix),
+            len(request.prompt_ids) + request.sampling.max_new_tokens,
+        )
         self._has_strings[slot] = bool(request.sampling.stop_strings)
         self._is_end_token[[token for token in sequence.end_tokens if token < self._lm.vocab_size]] = True
         sequence.slot = slot
@@ -545,6 +537,17 @@ class NativeEngine(SteppedEngine):
 
     def _to_device(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self._device)
+
+
+def _places(groups: Sequence[Sequence[_Sequence]]) -> dict[tuple[int, ...], Prompt]:
+    """Places for the prompts that sequences share, those of one width in one bucket."""
+    places: dict[tuple[int, ...], Prompt] = {}
+    shared = [group[0] for group in groups if any(of.shares_prompt for of in group)]
+    for width, same in itertools.groupby(shared, key=lambda of: of.padded_prefix):
+        prompts = [of.prefix for of in same]
+        bucket = Bucket(len(prompts), width)
+        places |= {prompt: Prompt(bucket, row, len(prompt)) for row, prompt in enumerate(prompts)}
+    return places
 
 
 def _converted(
