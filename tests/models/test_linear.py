@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from tests.rounding import assert_as_accurate
+from tests.rounding import assert_as_accurate, assert_near
 from torch import nn
 
 from braid.models import linear as module
+from braid.models.cpu import why_not_compiled
+from braid.models.cpu.products import weight_gradient
 from braid.models.linear import Linear, linear, uses_onednn
 
 needs_onednn = pytest.mark.skipif(
@@ -29,19 +33,22 @@ def layer(inputs: int, outputs: int, *, bias: bool = True) -> Linear:
 
 @needs_onednn
 @pytest.mark.usefixtures("_onednn")
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("bias", "compiles", "size"), [(False, False, 160), (True, False, 160), (True, True, 192)]
+)
 @pytest.mark.parametrize("shape", [(1,), (3, 70), (500,)])
 def test_outputs_and_gradients_are_as_accurate_as_those_of_the_default(
-    bias: bool, shape: tuple[int, ...]
+    bias: bool, compiles: bool, size: int, shape: tuple[int, ...]
 ) -> None:
     torch.manual_seed(0)
-    ours = layer(160, 288, bias=bias)
-    x, grad = torch.randn(*shape, 160, requires_grad=True), torch.randn(*shape, 288)
+    ours = layer(size, 289, bias=bias)
+    ours.compiles = compiles
+    x, grad = torch.randn(*shape, size, requires_grad=True), torch.randn(*shape, 289)
     assert uses_onednn(x, ours.weight)
     exact = [p.detach().double().requires_grad_() for p in (x, *ours.parameters())]
     results = []
     for inputs, function in (
-        ([x, *ours.parameters()], linear),
+        ([x, *ours.parameters()], partial(linear, compiles=compiles)),
         ([x, *ours.parameters()], nn.functional.linear),
         (exact, nn.functional.linear),
     ):
@@ -52,6 +59,21 @@ def test_outputs_and_gradients_are_as_accurate_as_those_of_the_default(
         assert_as_accurate(*values, name)
     with torch.no_grad():
         assert torch.equal(ours(x), results[0][0])
+
+
+@pytest.mark.skipif(why_not_compiled() is not None, reason="needs Linux")
+def test_a_compiled_gradient_has_the_same_bits_with_any_number_of_threads() -> None:
+    grad, x = torch.randn(600, 400), torch.randn(600, 192)
+    threads, found = torch.get_num_threads(), list[torch.Tensor]()
+    try:
+        for num in (1, 2, 5):
+            torch.set_num_threads(num)
+            found.append(weight_gradient(grad, x))
+    finally:
+        torch.set_num_threads(threads)
+    assert_near(found[0].double(), grad.double().T @ x.double(), 2e-5)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @needs_onednn

@@ -157,7 +157,8 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "flash_attention_2", "compiled", "eager"] = "auto"
     """Attention implementation for packed rows in training. sdpa: torch's scaled_dot_product_attention. auto:
     torch's variable-length FlashAttention on CUDA in bf16 or fp16 where it applies, compiled on CPUs under Linux if a round has enough
-    tokens to be worth it, else sdpa. compiled: kernels for CPUs, compiled by Numba. eager: plain matrix multiplications.
+    tokens to be worth it, else sdpa. compiled: kernels for CPUs, compiled by Numba, also for the gradients of linear layers where
+    oneDNN computes these. eager: plain matrix multiplications.
     flash_attention_2: the flash-attn package, on CUDA in bf16 or fp16.
     Engines use their own kernels."""
     low_memory_load: bool = True

@@ -52,13 +52,14 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(gate) * up)
 
 
-def fuse(model: nn.Module) -> int:
+def fuse(model: nn.Module, *, compiles: bool = False) -> int:
     """Replace modules by those above in place, where the results match; returns their number. Weights and their
-    names stay the same."""
+    names stay the same. `compiles`: see models.linear.Linear."""
     count = 0
     for parent in list(model.modules()):
         if type(parent) is nn.Linear:
             parent.__class__ = Linear
+            parent.compiles = compiles
         for name, child in list(parent.named_children()):
             fused = _fused(child)
             if fused is not None and _agrees(child, fused):

@@ -70,7 +70,7 @@ def load_policy(
         _note_dropout(model)
     _check_architecture(model, config.architecture, key)
     if not train.liger_kernels:
-        fuse(model)
+        fuse(model, compiles=config.attention == "compiled")
     if config.lora is not None:
         add_adapters(model, config.lora, seed=seed)
     model.to(home)  # pyright: ignore[reportArgumentType]

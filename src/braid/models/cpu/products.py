@@ -1,4 +1,4 @@
-"""Products of float32 activations with packed weights on CPUs, compiled by Numba.
+"""Products of float32 activations with packed weights, and gradients of weights, on CPUs, compiled by Numba.
 
 Weights are stored in panels of some vector registers' width, in the order in which they are read. While a panel is multiplied with
 one tile of rows after another, the next one is fetched from memory: with few rows the time is that of reading the weights, with many
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from .calls import Calls, result_of
+from .calls import Calls, floats_at, result_of
 from .vectors import HAS_AVX512, LANES, LINE_BYTES, tile_product
 
 _VECTORS = 4 if HAS_AVX512 else 1
@@ -59,6 +59,59 @@ def _product(data: Any) -> None:
             )
             x, here, added, added_stride = x + 4 * num, here + 4 * _COLUMNS * num, out, out_stride
             ahead += LINE_BYTES * num * (_VECTORS if takes_all else 1)
+
+
+_add = tile_product(_VECTORS, _ROWS)
+_TILES = 32
+"""Tiles that are copied together; with one panel of the other factor they fit the second cache."""
+
+
+@cfunc(types.void(types.voidptr), error_model="numpy", cache=True)
+def _weight_gradient(data: Any) -> None:
+    """Arguments: tokens, columns of the gradient, columns of x (a multiple of _COLUMNS); addresses of the gradient, x, zeros, out
+    and scratch."""
+    args = carray(data, (10,), np.int64)
+    num_tokens, num, size = args[0], args[1], args[2]
+    num_threads, thread = result_of(args[8]), result_of(args[9])
+    grad = carray(floats_at(args[3]), (num_tokens, num))
+    own = args[7] + 4 * _TILES * _ROWS * _DEPTH * thread
+    packed = carray(floats_at(own), (_TILES * _DEPTH, _ROWS))
+    tiles = (num + _ROWS - 1) // _ROWS
+    first, last = tiles * thread // num_threads, tiles * (thread + 1) // num_threads
+    for token in range(0, num_tokens, _DEPTH):
+        depth = min(num_tokens - token, _DEPTH)
+        for block in range(first, last, _TILES):
+            end = min(block + _TILES, last)
+            for tile in range(block, end):
+                to, column = (tile - block) * _DEPTH, tile * _ROWS
+                if column + _ROWS <= num:
+                    for i in range(depth):
+                        for j in range(_ROWS):  # a constant number of times
+                            packed[to + i, j] = grad[token + i, column + j]
+                else:
+                    for i in range(depth):
+                        for j in range(num - column):
+                            packed[to + i, j] = grad[token + i, column + j]
+            for column in range(0, size, _COLUMNS):
+                panel = args[4] + 4 * (token * size + column)
+                for tile in range(block, end):
+                    rows, out = min(num - tile * _ROWS, _ROWS), args[6] + 4 * (tile * _ROWS * size + column)
+                    added, stride = (out, 4 * size) if token else (args[5], 0)
+                    x = own + 4 * _ROWS * _DEPTH * (tile - block)
+                    _add(rows, x, 4, 4 * _ROWS, panel, 4 * size, depth, added, stride, out, 4 * size, 0, 0)
+
+
+def fits_panels(num_columns: int) -> bool:
+    return num_columns % _COLUMNS == 0
+
+
+def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """grad.T @ x: [T, N], [T, D] -> [N, D], the sum over tokens in their order, for a D that `fits_panels`."""
+    out, num_threads = x.new_empty(grad.shape[1], x.shape[1]), torch.get_num_threads()
+    zeros, scratch = x.new_zeros(_COLUMNS), x.new_empty(num_threads, _TILES * _ROWS * _DEPTH)
+    sizes = *grad.shape, x.shape[1]
+    Calls().run(_weight_gradient, *sizes, grad.contiguous(), x.contiguous(), zeros, out, scratch)
+    return out
 
 
 class PackedProduct:
