@@ -4,7 +4,7 @@ update on CPUs."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +59,7 @@ def fuse(model: nn.Module, *, compiles: bool = False) -> int:
     for parent in list(model.modules()):
         if type(parent) is nn.Linear:
             parent.__class__ = Linear
-            parent.compiles = compiles
+            cast("Linear", parent).compiles = compiles
         for name, child in list(parent.named_children()):
             fused = _fused(child)
             if fused is not None and _agrees(child, fused):
