@@ -10,10 +10,14 @@ import pytest
 import torch
 
 from braid.config.model import ModelConfig
+from braid.models import attention
+from braid.models.attention import LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native import cache as cache_module
+from braid.rollout.engines.native.cache import Block, DecodeAttention, KVCache, Need
 
 pytestmark = [
     pytest.mark.gpu,
@@ -85,6 +89,43 @@ def test_graphs_and_eager_decoding_give_the_same_greedy_tokens(
         for on in (True, False)
     )
     assert graphs == eager
+
+
+@pytest.mark.skipif(
+    not attention._READS_CACHES, reason="needs a variable-length kernel that reads caches (PyTorch 2.12)"
+)
+@pytest.mark.parametrize("window", [None, 1, 6, 5000])
+@pytest.mark.parametrize(("groups", "size"), [(1, 64), (7, 64), (4, 128)])
+def test_decoding_by_flash_attention_is_attention_with_masks(
+    groups: int, size: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, lengths, heads = torch.Generator("cuda").manual_seed(0), (1, 3, 17, 200, 600), 2
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").bfloat16()
+
+    cache = KVCache(1 << 16, 8)
+    cache.reserve([Need(length) for length in lengths])
+    for length in lengths:
+        cache.add(length)
+    short, long = cache.buckets()
+    for bucket in (short, long):
+        bucket.write(0, 0, *(drawn(bucket.rows, heads, bucket.length, size) for _ in range(2)))
+    blocks = [
+        Block(short, slice(0, short.rows), min(short.length, 256), 0),
+        Block(long, slice(0, 1), long.length, short.rows),
+    ]
+    positions = torch.zeros(short.rows + 4, dtype=torch.long, device="cuda")
+    positions[: len(short.slots)] = torch.tensor([length - 1 for length in lengths[:-1]])
+    positions[short.rows] = lengths[-1] - 1
+    query = drawn(len(positions), heads * groups, size)
+    key, value = (drawn(len(positions), heads, size) for _ in range(2))
+    call = LayerCall(0, size**-0.5, window, None)
+    found = DecodeAttention(positions, blocks).attend(call, query, key, value)
+    monkeypatch.setattr(cache_module, "has_decode_kernel", lambda *_: False)
+    masked = DecodeAttention(positions, blocks).attend(call, query, key, value)
+    # bf16 weights of the softmax and sums: 2^-8 of values up to about 4
+    torch.testing.assert_close(found, masked, rtol=0, atol=0.03)
 
 
 def test_the_cache_takes_most_of_the_free_memory_at_most(lm: CausalLM) -> None:

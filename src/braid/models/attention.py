@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
@@ -20,6 +21,8 @@ from transformers import AttentionInterface
 from braid.errors import ModelError
 
 IMPLEMENTATION = "braid"
+_READS_CACHES = "seqused_k" in signature(varlen_attn).parameters
+"""Whether PyTorch's variable-length kernel reads a part of what is stored for a sequence; since 2.12."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,11 @@ def has_varlen_kernel(call: LayerCall, query: Tensor, value: Tensor) -> bool:
     )
 
 
+def has_decode_kernel(call: LayerCall, query: Tensor, value: Tensor) -> bool:
+    """Whether FlashAttention in PyTorch can compute this layer over keys and values that are in a cache."""
+    return _READS_CACHES and has_varlen_kernel(call, query, value)
+
+
 def varlen_attention(
     call: LayerCall, query: Tensor, key: Tensor, value: Tensor, *, ends: Tensor, longest: int
 ) -> Tensor:
@@ -211,6 +219,22 @@ def varlen_attention(
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     window = (-1 if call.sliding_window is None else call.sliding_window - 1, 0)
     out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=call.scaling, window_size=window)
+    return cast("Tensor", out)
+
+
+def decode_attention(
+    call: LayerCall, query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor, longest: int
+) -> Tensor:
+    """Attention of the last position of N sequences to the first `lengths` [N] of the L positions stored for each, none
+    above `longest`: [N, Hq, d], [N, L, d] (one key head) -> [N, Hq, d]."""
+    num, width, _ = key.shape
+    ends = torch.arange(num + 1, dtype=torch.int32, device=query.device)
+    key, value = (x.flatten(0, 1)[:, None] for x in (key, value))
+    window = (-1, -1) if call.sliding_window is None else (call.sliding_window - 1, 0)
+    out = varlen_attn(
+        query, key, value, ends, ends * width, 1, longest,
+        scale=call.scaling, window_size=window, enable_gqa=True, seqused_k=lengths,
+    )  # fmt: skip
     return cast("Tensor", out)
 
 

@@ -26,7 +26,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from braid.models.attention import AttentionKernel, LayerCall, causal_attention, softmax_with_sinks
+from braid.models.attention import (
+    AttentionKernel,
+    LayerCall,
+    causal_attention,
+    decode_attention,
+    has_decode_kernel,
+    softmax_with_sinks,
+)
 
 _LENGTH_MULTIPLE, _KERNEL_BLOCK, _WHOLE_SUMS = 32, 512, 384
 ROW_MULTIPLE, _MIN_ROWS = 4, 16
@@ -449,7 +456,9 @@ class DecodeAttention:
     """Attention of one new token per sequence to all previous ones.
 
     Created once per step; all shapes depend only on the number of tokens and `blocks`, so that a step can be captured as
-    a CUDA graph. Query heads that share a key head are laid out along the query axis: q is [B, Hkv, G, d].
+    a CUDA graph. Query heads that share a key head are laid out along the query axis: q is [B, Hkv, G, d]. In half
+    precision on GPUs FlashAttention reads of each row what is in use, a key head at a time; otherwise all rows of a block are
+    read up to its width, with a mask.
     """
 
     def __init__(self, positions: Tensor, blocks: Sequence[Block]) -> None:
@@ -457,6 +466,7 @@ class DecodeAttention:
         self._positions, self._blocks = positions, blocks
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._indices: dict[tuple[int, int], Tensor] = {}
+        self._lengths: dict[tuple[int, int], Tensor] = {}
         self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -471,8 +481,15 @@ class DecodeAttention:
             stores, index = block.bucket.layers[layer], self._index(block, heads)
             for store, new in zip(stores, (key, value), strict=True):
                 store.view(-1, store.shape[3]).index_copy_(0, index, new[block.places].flatten(0, 1))
-            k, v = (store[block.rows, :, : block.width] for store in stores)
+            k, v = (store[block.rows] for store in stores)
+            if has_decode_kernel(call, query, value):
+                lengths = self._strip_lengths(block, heads)
+                strips = (x.flatten(0, 1) for x in (q[block.places], k, v))
+                out = decode_attention(call, *strips, lengths=lengths, longest=block.width)
+                outs.append(out.view(-1, *query.shape[1:]))
+                continue
             mask = self._mask(block, call.sliding_window, query.dtype)
+            k, v = (x[:, :, : block.width] for x in (k, v))
             outs.append(_attend(call, q[block.places], k, v, mask, sinks).flatten(1, 2))
         if num > (end := self._blocks[-1].places.stop):
             outs.append(outs[0].new_zeros(num - end, *outs[0].shape[1:]))
@@ -486,6 +503,13 @@ class DecodeAttention:
             index = strips * block.bucket.length + positions.repeat_interleave(heads)
             self._indices[block.start, heads] = index
         return self._indices[block.start, heads]
+
+    def _strip_lengths(self, block: Block, heads: int) -> Tensor:
+        """Visible positions [n * Hkv] of each row and key head of a block."""
+        if (block.start, heads) not in self._lengths:
+            lengths = (self._positions[block.places] + 1).to(torch.int32).repeat_interleave(heads)
+            self._lengths[block.start, heads] = lengths
+        return self._lengths[block.start, heads]
 
     def _mask(self, block: Block, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive attention mask [n, 1, 1, width] of a block: 0 where visible, else -inf."""
