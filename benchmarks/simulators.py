@@ -143,10 +143,10 @@ class Trivial:
         action = 0 if spaces.actions.kind == "discrete" else np.zeros(spaces.actions.size, np.float32)
         self._action = np.array([action])
 
-    def observe(self, observation: dict[str, NDArray], instruction: str) -> dict[str, NDArray]:
-        return observation
+    def observe(self, observations: Mapping[str, Any], instructions: Sequence[str]) -> Mapping[str, Any]:
+        return observations
 
-    def act(self, observations: dict[str, NDArray], uniforms: NDArray[np.float64] | None) -> Acted:
+    def act(self, observations: Mapping[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
         count = len(next(iter(observations.values())))
         if self._seconds:
             time.sleep(self._seconds * count)

@@ -63,7 +63,8 @@ def observations(policy: VlaPolicy, num: int, seed: int = 0) -> list[dict[str, A
         | {"state": rng.normal(size=2).astype(np.float32)}
         for _ in range(num)
     ]
-    return [policy.observe(of, tasks[n % 2]) for n, of in enumerate(raw)]
+    seen = policy.observe(stacked(raw), [tasks[n % 2] for n in range(num)])
+    return [{name: values[n] for name, values in seen.items()} for n in range(num)]
 
 
 def stacked(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -100,9 +100,9 @@ class MlpPolicy(TrainableModel):
         }
         return {name: torch.where(batch.mask, _per_row(computed[name]()), 0.0) for name in outputs}
 
-    def observe(self, observation: dict[str, Any], instruction: str) -> dict[str, Any]:  # noqa: ARG002
+    def observe(self, observations: Mapping[str, Any], instructions: Sequence[str]) -> Mapping[str, Any]:  # noqa: ARG002
         """See ActingPolicy; instructions are not read."""
-        return observation
+        return observations
 
     @property
     def num_uniforms(self) -> int:
@@ -110,7 +110,7 @@ class MlpPolicy(TrainableModel):
         return self._chunk * (1 if self._is_discrete else self._size)
 
     @torch.no_grad()
-    def act(self, observations: dict[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
+    def act(self, observations: Mapping[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
         """Actions ([E, H] int64, or [E, H, A] float32) for observations [E, ...], and their log-probs.
 
         Sampled from `uniforms` [E, num_uniforms] in [0, 1) by inverse transform; the most likely action if

@@ -46,9 +46,8 @@ def demonstration_rows(config: RunConfig) -> list[Row]:
             sliding_window_view(processor.actions.normalize(actions), chunk, axis=0).swapaxes(1, 2).copy()
         )
         drawn = _inputs(config, processor, chunks, generator)
+        observed = processor.observe(episode.observations, [episode.instruction] * len(chunks))
         for frame in range(len(chunks)):
-            seen = {name: of[frame] for name, of in episode.observations.items()}
-            observed = processor.observe(seen, episode.instruction)
             for inputs in drawn:
                 own = {name: values[frame] for name, values in inputs.items()}
                 rows.append(
@@ -57,7 +56,7 @@ def demonstration_rows(config: RunConfig) -> list[Row]:
                         np.ones(len(next(iter(own.values()))), np.bool_),
                         group=len(rows),
                         trajectory=len(rows),
-                        observations={name: values[None] for name, values in observed.items()},
+                        observations={name: values[frame : frame + 1] for name, values in observed.items()},
                     )
                 )
     return rows

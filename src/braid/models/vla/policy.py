@@ -80,16 +80,15 @@ class Processor:
         self._tokenizer, self._state = tokenizer, state
         self._prompts: dict[str, NDArray[np.int64]] = {}
 
-    def observe(self, observation: Mapping[str, Any], instruction: str) -> dict[str, Any]:
+    def observe(self, observations: Mapping[str, Any], instructions: Sequence[str]) -> dict[str, Any]:
         """See ActingPolicy: the images, `prompt_ids`, and the normalized `state`."""
-        if instruction not in self._prompts:
+        for instruction in {*instructions}.difference(self._prompts):
             self._prompts[instruction] = np.array(self.prompt(instruction), np.int64)
-        out = {name: observation[name] for name in self.images}
-        out["prompt_ids"] = self._prompts[instruction]
+        out = {name: observations[name] for name in self.images}
+        out["prompt_ids"] = np.stack([self._prompts[instruction] for instruction in instructions])
         if self._state is not None:
-            out["state"] = self._state.normalize(torch.as_tensor(observation["state"]).cpu().numpy()).astype(
-                np.float32
-            )
+            state = torch.as_tensor(observations["state"]).cpu().numpy()
+            out["state"] = self._state.normalize(state).astype(np.float32)
         return out
 
     def prompt(self, instruction: str) -> list[int]:
@@ -180,7 +179,7 @@ class VlaPolicy(TrainableModel):
         their `features`."""
 
     @torch.no_grad()
-    def act(self, observations: dict[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
+    def act(self, observations: Mapping[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
         """See ActingPolicy. Greedy actions are computed for `eval_batch_rows` observations at a time."""
         size = self.config.eval_batch_rows
         if uniforms is None and len(observations["prompt_ids"]) > size:

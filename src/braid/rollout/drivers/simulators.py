@@ -58,6 +58,7 @@ class SimulatorDriver:
             if not self.auto_reset or not trajectory.is_valid:
                 return trajectories
             assert left is not None, "the config asks for it"
-            left -= len(episode.acts)
+            assert episode.steps is not None, "the trajectory is valid"
+            left -= len(episode.steps.rewards)
             if left == 0:
                 return trajectories

@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -31,14 +30,19 @@ from braid.types import EnvSteps, Prompt, Recording, Status, Trajectory
 
 from .stepped import SteppedEngine
 
+_BLOCK_DECISIONS, _BLOCK_BYTES = 64, 2**26
+"""Most decisions, and most bytes unless it is a single decision, of a block of a log."""
+_DRAWN_AHEAD = 32
+"""Decisions of an episode whose random numbers are drawn at a time."""
+Rows = slice | NDArray[np.int64]
+
 
 class ActingPolicy(Protocol):
     """A policy as the engine needs it (such as models.mlp.MlpPolicy).
 
-    `observe` returns the part of an observation of one environment that `act` and the model's forward pass read;
-    a text policy adds the tokens of the instruction. `act` takes observations [E, ...] by name, and uniform random
-    numbers [E, num_uniforms] in [0, 1), or None for the likeliest actions. Observations are arrays, or tensors on the
-    simulator's device.
+    `observe` returns the part of observations [E, ...] that `act` and the model's forward pass read; a text policy adds
+    the tokens of the instructions. `act` takes its result, and uniform random numbers [E, num_uniforms] in [0, 1), or
+    None for the likeliest actions. Observations are arrays, or tensors on the simulator's device.
     """
 
     @property
@@ -47,9 +51,9 @@ class ActingPolicy(Protocol):
     @property
     def num_uniforms(self) -> int: ...
 
-    def observe(self, observation: dict[str, Any], instruction: str) -> dict[str, Any]: ...
+    def observe(self, observations: Mapping[str, Any], instructions: Sequence[str]) -> Mapping[str, Any]: ...
 
-    def act(self, observations: dict[str, Any], uniforms: NDArray[np.float64] | None) -> Acted: ...
+    def act(self, observations: Mapping[str, Any], uniforms: NDArray[np.float64] | None) -> Acted: ...
 
 
 class SimulatorEngine(SteppedEngine):
@@ -171,58 +175,72 @@ class SimulatorEngine(SteppedEngine):
             is_next = self._waiting and (self._waiting[0].attempt or not self._is_draining)
             if slot not in self._running and is_next:
                 started[slot] = self._running[slot] = self._waiting.popleft()
+                started[slot].first = stage.decision
         if started:
+            stage.log.drop_before(
+                min(self._running[slot].first for slot in stage.slots if slot in self._running)
+            )
             filmed = [slot for slot, episode in started.items() if episode.is_filmed]
             seeds = {slot: e.reset_seed for slot, e in started.items()}
-            stage.episodes, stage.acts = started, {}
+            stage.episodes, stage.acts = started, False
             stage.finish = self._begin_reset(seeds, filmed)
         return bool(started)
 
     def _record(self, stage: _Stage, tick: Tick) -> None:
         """Record the result of the stage's call. Episodes that were cancelled since are not running any more."""
+        stage.decision += stage.acts
         going = {slot: e for slot, e in stage.episodes.items() if self._running.get(slot) is e}
-        for slot, episode in going.items():
-            if slot in tick.failures:
-                self._fail(slot, tick.failures[slot])
-                continue
-            if stage.acts:
-                episode.record(stage.acts[slot], stage.version, tick, slot)
-            else:
+        for slot, reason in tick.failures.items():
+            if going.pop(slot, None) is not None:
+                self._fail(slot, reason)
+        for slot, frames in tick.frames.items():
+            if slot in going:
+                going[slot].frames += frames
+        if not going:
+            return
+        slots = list(going)
+        rows, chosen = stage.rows(slots), stage.chosen(slots)
+        if stage.acts:
+            names = ("rewards", "num_executed", "success")
+            stage.log.put(stage.decision - 1, rows, {name: getattr(tick, name)[chosen] for name in names})
+        else:
+            for slot, episode in going.items():
                 episode.instruction = tick.instructions.get(slot, "")
-            episode.frames += tick.frames.get(slot, [])
-            own = {name: values[slot] for name, values in tick.observations.items()}
-            episode.observations.append(self._policy.observe(own, episode.instruction))
-            if episode.status is not None:
-                self._end(slot)
+        own = {name: values[chosen] for name, values in tick.observations.items()}
+        observed = self._policy.observe(own, [episode.instruction for episode in going.values()])
+        stage.log.put(stage.decision, rows, _prefixed("observations", observed))
+        if stage.acts:
+            is_terminated, is_truncated = tick.is_terminated.tolist(), tick.is_truncated.tolist()
+            for slot, episode in going.items():
+                if episode.is_over(stage.decision, is_terminated[slot], is_truncated[slot]):
+                    episode.keep(stage.log, stage.slots.index(slot), stage.decision)
+                    self._end(slot)
 
     def _act(self, stage: _Stage) -> None:
         """Begin a decision of the stage's running episodes, if there are any."""
-        stage.acts, stage.version = {}, self._current_version()
+        stage.acts, version = True, self._current_version()
         stage.episodes = {slot: self._running[slot] for slot in stage.slots if slot in self._running}
+        actions: dict[int, NDArray[Any]] = {}
         for is_greedy in (False, True):
-            running = {slot: e for slot, e in stage.episodes.items() if e.is_greedy is is_greedy}
-            if not running:
+            slots = [slot for slot, episode in stage.episodes.items() if episode.is_greedy is is_greedy]
+            if not slots:
                 continue
-            drawn = None if is_greedy else self._uniforms(list(running.values()))
-            acted = self._policy.act(_stacked([e.observations[-1] for e in running.values()]), drawn)
+            rows, count = stage.rows(slots), self._policy.num_uniforms
+            drawn = None
+            if not is_greedy:
+                drawn = np.stack([self._running[slot].uniforms(stage.decision, count) for slot in slots])
+            acted = self._policy.act(stage.log.at(stage.decision, rows, "observations"), drawn)
             if not np.isfinite(acted.logprobs).all():
                 raise EngineError(
                     f"the policy (version {self._version}) gave an action log-prob that is not finite"
                 )
-            for index, slot in enumerate(running):
-                inputs = {name: values[index] for name, values in acted.inputs.items()}
-                stage.acts[slot] = Acted(acted.actions[index], inputs, acted.logprobs[index])
-        if not stage.acts:
-            return
-        actions = {slot: acted.actions for slot, acted in stage.acts.items()}
-        stage.finish = self._begin_step(actions)
-
-    def _uniforms(self, episodes: Sequence[Episode]) -> NDArray[np.float64]:
-        """[running, num_uniforms]"""
-        states = absorb(
-            np.array([e.random_state() for e in episodes]), np.array([len(e.acts) for e in episodes])
-        )
-        return unit_interval(absorb(states[:, None], np.arange(self._policy.num_uniforms)))
+            own = {"logprobs": acted.logprobs, "versions": np.full(len(slots), version)}
+            stage.log.put(stage.decision, rows, own | _prefixed("inputs", acted.inputs))
+            actions.update(zip(slots, acted.actions, strict=True))
+        if actions:
+            stage.finish = self._begin_step(actions)
+        else:
+            stage.log, stage.decision = _Log(len(stage.slots)), 0
 
     def _fail(self, slot: int, reason: str) -> None:
         episode = self._running[slot]
@@ -239,16 +257,86 @@ class SimulatorEngine(SteppedEngine):
             episode.future.set_result(None)
 
 
-@dataclass(slots=True, eq=False)
-class _Stage:
-    """Slots that are stepped together. `finish` waits for the result of the call that has begun, of `episodes`: a
-    decision, with its `acts` and the policy's `version`, or without acts a reset."""
+class _Log:
+    """The decisions of E environments, by number: arrays [E, ...] by name, or tensors on their device. They are kept in
+    blocks of consecutive decisions."""
 
-    slots: range
-    finish: Callable[[], Tick] | None = None
-    episodes: dict[int, Episode] = field(default_factory=dict)
-    acts: dict[int, Acted] = field(default_factory=dict)
-    version: int = 0
+    def __init__(self, num_envs: int) -> None:
+        self._num_envs, self._blocks = num_envs, dict[tuple[str, int], Any]()
+        self._lengths: dict[str, int] = {}
+
+    def put(self, decision: int, rows: Rows, values: Mapping[str, Any]) -> None:
+        """Values [n, ...] of some rows."""
+        for name, of in values.items():
+            length = self._lengths.get(name)
+            if length is None:
+                size = self._num_envs * of[0].nbytes
+                length = self._lengths[name] = max(1, min(_BLOCK_DECISIONS, _BLOCK_BYTES // max(size, 1)))
+            number, place = divmod(decision, length)
+            block = self._blocks.get((name, number))
+            if block is None:
+                shape = (length, self._num_envs, *of.shape[1:])
+                block = of.new_empty(shape) if isinstance(of, Tensor) else np.empty(shape, of.dtype)
+                self._blocks[name, number] = block
+            block[place, rows] = of
+
+    def at(self, decision: int, rows: Rows, prefix: str) -> dict[str, Any]:
+        """The values [n, ...] of a decision whose names begin with `prefix`, without it."""
+        found: dict[str, Any] = {}
+        for name, length in self._lengths.items():
+            if name.startswith(prefix):
+                number, place = divmod(decision, length)
+                found[name.removeprefix(f"{prefix}/")] = self._blocks[name, number][place][rows]
+        return found
+
+    def column(self, name: str, row: int, first: int, stop: int) -> Any:
+        """A row's values of the decisions from `first` to before `stop`, on the host."""
+        length = self._lengths[name]
+        numbers = range(first // length, (stop - 1) // length + 1)
+        parts = [
+            self._blocks[name, number][max(0, first - number * length) : stop - number * length, row]
+            for number in numbers
+        ]
+        return np.concatenate([as_array(part) for part in parts])
+
+    def columns(self, prefix: str, row: int, first: int, stop: int) -> dict[str, NDArray[Any]]:
+        """`column` of all names that begin with `prefix`, without it."""
+        names = [name for name in self._lengths if name.startswith(prefix)]
+        return {name.removeprefix(f"{prefix}/"): self.column(name, row, first, stop) for name in names}
+
+    def drop_before(self, decision: int) -> None:
+        """Free the blocks in which all decisions are earlier."""
+        lengths = self._lengths
+        self._blocks = {
+            (name, number): block
+            for (name, number), block in self._blocks.items()
+            if (number + 1) * lengths[name] > decision
+        }
+
+
+def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{prefix}/{name}": of for name, of in values.items()}
+
+
+class _Stage:
+    """Slots that are stepped together. `decision` is the number of the next one, which `log` has by row. `finish` waits for
+    the result of the call that has begun, of `episodes`: a decision if the stage `acts`, else a reset."""
+
+    def __init__(self, slots: range) -> None:
+        self.slots, self.log, self.decision = slots, _Log(len(slots)), 0
+        self.finish: Callable[[], Tick] | None = None
+        self.episodes: dict[int, Episode] = {}
+        self.acts = False
+
+    def rows(self, slots: Sequence[int]) -> Rows:
+        """Rows of the log, of slots in order."""
+        is_each = len(slots) == len(self.slots)
+        return slice(None) if is_each else np.array([self.slots.index(slot) for slot in slots])
+
+    def chosen(self, slots: Sequence[int]) -> Rows:
+        """Index of slots, in order, in arrays of all."""
+        is_each = len(slots) == len(self.slots)
+        return slice(self.slots.start, None, self.slots.step) if is_each else np.array(slots)
 
 
 @dataclass(slots=True, eq=False)
@@ -271,15 +359,15 @@ class Episode:
     reason: str = ""
     is_cut: bool = False
     instruction: str = ""
-    observations: list[dict[str, Any]] = field(default_factory=list)
-    acts: list[Acted] = field(default_factory=list)
-    rewards: list[NDArray[np.float32]] = field(default_factory=list)
-    num_executed: list[int] = field(default_factory=list)
-    success: list[NDArray[np.float32]] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     frames: list[NDArray[np.uint8]] = field(default_factory=list)
+    first: int = 0
+    """Number of its first decision in the stage's log."""
+    steps: EnvSteps | None = None
+    success: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """After each executed action."""
     future: asyncio.Future[None] = field(init=False)
     _random_state: np.uint64 | None = None
+    _drawn: tuple[int, NDArray[np.float64]] | None = None
 
     @property
     def reset_seed(self) -> int:
@@ -289,34 +377,46 @@ class Episode:
         own = () if self.own_reset is None else (self.sample, self.own_reset)
         return int(np.random.SeedSequence((*self.key, *own)).generate_state(1)[0])
 
-    def random_state(self) -> np.uint64:
-        """Base of the random numbers of this attempt's decisions."""
-        if self._random_state is None:
-            self._random_state = stream((*self.key, self.sample, self.first_attempt + self.attempt))
-        return self._random_state
+    def uniforms(self, decision: int, count: int) -> NDArray[np.float64]:
+        """The random numbers [count] of a decision of this attempt."""
+        block, place = divmod(decision - self.first, _DRAWN_AHEAD)
+        if self._drawn is None or self._drawn[0] != block:
+            if self._random_state is None:
+                self._random_state = stream((*self.key, self.sample, self.first_attempt + self.attempt))
+            decisions = np.arange(block * _DRAWN_AHEAD, (block + 1) * _DRAWN_AHEAD)
+            states = absorb(np.broadcast_to(self._random_state, decisions.shape), decisions)
+            self._drawn = block, unit_interval(absorb(states[:, None], np.arange(count)))
+        return self._drawn[1][place]
 
     def restart(self) -> None:
         """Start over; the next attempt samples other actions."""
         self.attempt += 1
-        self._random_state = None
-        for record in (
-            self.observations, self.acts, self.rewards, self.num_executed, self.success, self.versions, self.frames
-        ):  # fmt: skip
-            record.clear()
+        self._random_state = self._drawn = None
+        self.frames.clear()
 
-    def record(self, acted: Acted, version: int, tick: Tick, slot: int) -> None:
-        """Record the decision of `slot`, and what the simulator made of it."""
-        self.acts.append(acted)
-        self.versions.append(version)
-        self.rewards.append(tick.rewards[slot])
-        self.num_executed.append(tick.num_executed[slot])
-        self.success.append(tick.success[slot, : tick.num_executed[slot]])
-        if tick.is_terminated[slot]:
+    def is_over(self, next_decision: int, is_terminated: bool, is_truncated: bool) -> bool:
+        """Whether the episode has ended before this decision; notes how."""
+        if is_terminated:
             self.status = Status.FINISHED
-        elif tick.is_truncated[slot]:
+        elif is_truncated:
             self.status = Status.TRUNCATED
-        elif len(self.acts) == self.max_decisions:
+        elif next_decision - self.first == self.max_decisions:
             self.status, self.is_cut = Status.TRUNCATED, True
+        return self.status is not None
+
+    def keep(self, log: _Log, row: int, stop: int) -> None:
+        """Take the decisions from the log, up to the one before `stop`."""
+        of = partial(log.column, row=row, first=self.first, stop=stop)
+        self.steps = EnvSteps(
+            observations=log.columns("observations", row, self.first, stop + 1),
+            inputs=log.columns("inputs", row, self.first, stop),
+            logprobs=of("logprobs"),
+            rewards=of("rewards"),
+            num_executed=of("num_executed"),
+            policy_version=version_runs(of("versions").tolist()),
+        )
+        success = of("success")
+        self.success = success[np.arange(success.shape[1]) < self.steps.num_executed[:, None]]
 
     def trajectory(self) -> Trajectory:
         assert self.status is not None, "the episode is over"
@@ -324,31 +424,16 @@ class Episode:
         if self.status is Status.INVALID:
             trajectory.invalidate(self.reason)
             return trajectory
-        trajectory.env_steps = EnvSteps(
-            observations={name: as_array(of) for name, of in _stacked(self.observations).items()},
-            inputs=_stacked([acted.inputs for acted in self.acts]),
-            logprobs=np.stack([acted.logprobs for acted in self.acts]),
-            rewards=np.stack(self.rewards),
-            num_executed=np.array(self.num_executed, np.int32),
-            policy_version=version_runs(self.versions),
-        )
-        success = np.concatenate(self.success)
+        assert self.steps is not None, "it has ended in the simulator"
+        trajectory.env_steps, success, rewards = self.steps, self.success, self.steps.rewards
         if self.is_cut:
             trajectory.truncate("rollout")
         elif not np.isnan(success).any():
             at_end, once = float(success[-1]), float(success.max())
             trajectory.metrics |= {"success_once": once, "success_at_end": at_end}
-        trajectory.reward = float(np.sum(self.rewards, dtype=np.float64))
+        trajectory.reward = float(np.sum(rewards, dtype=np.float64))
         if self.is_filmed:
-            executed = zip(self.rewards, self.num_executed, strict=True)
-            rewards = [float(reward) for of, count in executed for reward in of[:count]]
-            trajectory.recording = Recording(self.frames, rewards, success > 0, self.instruction)
+            executed = zip(rewards.tolist(), self.steps.num_executed, strict=True)
+            shown = [reward for of, count in executed for reward in of[:count]]
+            trajectory.recording = Recording(self.frames, shown, success > 0, self.instruction)
         return trajectory
-
-
-def _stacked(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Arrays, or tensors on their device."""
-    return {
-        name: (torch.stack if isinstance(first, Tensor) else np.stack)([part[name] for part in parts])
-        for name, first in parts[0].items()
-    }
