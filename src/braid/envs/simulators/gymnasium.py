@@ -4,7 +4,7 @@ only its own slot, idle slots are skipped, and there are no automatic resets."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from operator import itemgetter
@@ -88,56 +88,60 @@ class GymnasiumSimulator:
 
     def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
         self._filmed = self._filmed.difference(seeds).union(filmed)
-        return self._tick(0, {slot: partial(self._reset, slot, seed) for slot, seed in seeds.items()})
+        tick = Tick.empty(self.num_envs, self.spaces, 0, self.image_memory)
+        given = _each(tick, seeds, lambda slot: self._envs[slot].reset(seed=seeds[slot]))
+        _each(tick, given, lambda slot: self._note_reset(slot, given[slot], tick))
+        return self._repaired(tick, seeds)
 
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
         num_actions = max(map(len, actions.values()), default=0)
-        return self._tick(
-            num_actions, {slot: partial(self._step, slot, chunk) for slot, chunk in actions.items()}
-        )
+        tick = Tick.empty(self.num_envs, self.spaces, num_actions, self.image_memory)
+        # All environments are stepped before any result is read: code that stays in the processor's caches is faster.
+        chunks = _each(tick, actions, lambda slot: [self._to_action(action) for action in actions[slot]])
+        last: dict[int, Any] = {}
+        for number in range(num_actions):
+            given = _each(tick, chunks, lambda slot: self._envs[slot].step(chunks[slot][number]))  # noqa: B023
+            last |= given
+            is_over = _each(tick, given, lambda slot: self._note_step(slot, number, given[slot], tick))  # noqa: B023
+            chunks = {
+                slot: chunks[slot]
+                for slot, it in is_over.items()
+                if not it and number + 1 < len(chunks[slot])
+            }
+        _each(tick, last.keys() - tick.failures.keys(), lambda slot: self._observe(slot, last[slot][0], tick))
+        return self._repaired(tick, actions)
 
     def close(self) -> None:
         while self._envs:
             self._envs.pop().close()
 
-    def _tick(self, num_actions: int, calls: Mapping[int, Callable[[Tick], None]]) -> Tick:
-        """Run the calls. An exception or a non-finite number is a failure of that slot only."""
-        tick = Tick.empty(self.num_envs, self.spaces, num_actions, self.image_memory)
-        for slot, call in calls.items():
-            try:
-                call(tick)
-            except (Exception, SystemExit) as error:
-                tick.failures[slot] = str(as_env_error(error))
-        check_finite(calls, tick)
+    def _repaired(self, tick: Tick, slots: Collection[int]) -> Tick:
+        """With non-finite numbers as failures. The environments of failed slots are made anew."""
+        check_finite(slots, tick)
         for slot in tick.failures:
             with suppress(Exception):
                 self._envs[slot].close()
             self._envs[slot] = self._make()
         return tick
 
-    def _reset(self, slot: int, seed: int, tick: Tick) -> None:
-        given = self._envs[slot].reset(seed=seed)
+    def _note_reset(self, slot: int, given: Any, tick: Tick) -> None:
         if not (isinstance(given, tuple) and len(given) == 2):
             raise EnvError(f"reset returned {_outline(given)}, not (observation, info)")
         self._begin(slot, given[0], tick)
         self._film(slot, given[0], tick)
 
-    def _step(self, slot: int, actions: NDArray, tick: Tick) -> None:
-        observation: Any = None
-        for number, action in enumerate(actions):
-            given: Any = self._envs[slot].step(self._to_action(action))
-            try:
-                observation, reward, is_terminated, is_truncated, info = given
-                tick.rewards[slot, number], tick.num_executed[slot] = reward, number + 1
-                tick.success[slot, number] = info.get("success", info.get("is_success", math.nan))
-                tick.is_terminated[slot], tick.is_truncated[slot] = is_terminated, is_truncated
-            except (TypeError, ValueError, AttributeError) as error:
-                right = "(observation, reward, is_terminated, is_truncated, info)"
-                raise EnvError(f"step returned {_outline(given)}, not {right}: {error}") from error
-            self._film(slot, observation, tick)
-            if is_terminated or is_truncated:
-                break
-        self._observe(slot, observation, tick)
+    def _note_step(self, slot: int, number: int, given: Any, tick: Tick) -> bool:
+        """Store what the action of this number gave, except for the observation; whether the episode is over."""
+        try:
+            observation, reward, is_terminated, is_truncated, info = given
+            tick.rewards[slot, number], tick.num_executed[slot] = reward, number + 1
+            tick.success[slot, number] = info.get("success", info.get("is_success", math.nan))
+            tick.is_terminated[slot], tick.is_truncated[slot] = is_terminated, is_truncated
+        except (TypeError, ValueError, AttributeError) as error:
+            right = "(observation, reward, is_terminated, is_truncated, info)"
+            raise EnvError(f"step returned {_outline(given)}, not {right}: {error}") from error
+        self._film(slot, observation, tick)
+        return bool(is_terminated or is_truncated)
 
     def _complete(self, slot: int, observation: Any) -> Any:
         """The observation with its images."""
@@ -192,6 +196,17 @@ class GymnasiumSimulator:
         if not (isinstance(frame, np.ndarray) and frame.dtype == np.uint8 and frame.ndim == 3):
             raise EnvError("no picture for env.video: set env.kwargs.render_mode=rgb_array, or save to false")
         tick.frames.setdefault(slot, []).append(frame[..., :3])
+
+
+def _each(tick: Tick, slots: Iterable[int], call: Callable[[int], Any]) -> dict[int, Any]:
+    """The results of a call for each slot. An exception is a failure of that slot only."""
+    results: dict[int, Any] = {}
+    for slot in slots:
+        try:
+            results[slot] = call(slot)
+        except (Exception, SystemExit) as error:
+            tick.failures[slot] = str(as_env_error(error))
+    return results
 
 
 def check_finite(slots: Collection[int], tick: Tick) -> None:
