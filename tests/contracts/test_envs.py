@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +20,20 @@ from braid.envs.agents.toolboxes import ToolEnvs
 from braid.envs.simulators.base import Simulator
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.simulators.processes import SimulatorProcesses
+from braid.envs.simulators.remote import RemoteSimulator, SimulatorHost
 from braid.types import Action, Prompt, ToolCall
+
+
+class Apart:
+    """A worker in this process, which everything reaches as a copy."""
+
+    def __init__(self, num_envs: int) -> None:
+        self._host = SimulatorHost(GymnasiumSimulator("Pendulum-v1", num_envs))
+
+    def start(self, method: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        answer = method(self._host, *pickle.loads(pickle.dumps(args)))
+        return lambda: pickle.loads(pickle.dumps(answer))
+
 
 AGENT_ENVS: dict[str, Callable[[], AgentEnv]] = {
     "single_turn": SingleTurn,
@@ -29,6 +44,7 @@ SIMULATORS: dict[str, Callable[[int], Simulator]] = {
     "Pendulum-v1": lambda n: GymnasiumSimulator("Pendulum-v1", n),
     "FrozenLake-v1": lambda n: GymnasiumSimulator("FrozenLake-v1", n),
     "in processes": lambda n: SimulatorProcesses("Pendulum-v1", n, num_processes=2, timeout_s=LIMIT_S),
+    "in workers": lambda n: RemoteSimulator([Apart(of) for of in (n - n // 2, n // 2) if of]),
 }
 PROMPT = Prompt("test:0", "test", (1,), ({"role": "user", "content": "2*3="},))
 

@@ -109,6 +109,33 @@ def test_inference_has_workers_only_on_devices_other_than_the_policys() -> None:
     assert ranks_of(apart, "inference") == [(0, 0, (2,))]
 
 
+@pytest.mark.parametrize(
+    ("env", "rollout", "devices"),
+    [
+        ("2-5", "0-1", [2, 3, 4, 5]),
+        ("4-5", "0-3", [4, 4, 5, 5]),
+        ("0", "0-1", [0, 0]),
+        ("0-1", "0-1", None),
+        (None, "0-1", None),
+    ],
+)
+def test_simulators_have_workers_if_they_are_placed_apart_from_rollout(
+    env: str | None, rollout: str, devices: list[int] | None
+) -> None:
+    named = f", env: {env}" if env else ""
+    layout = laid_out(
+        f"cluster.placement={{policy: 6, rollout: {rollout}{named}}}", roles=("policy", "rollout", "env")
+    )
+    assert [of for _, _, (of,) in ranks_of(layout, "env")] == devices if devices else not layout.role("env")
+
+
+def test_processes_of_simulators_that_cannot_be_divided_among_rollout_workers_are_refused() -> None:
+    placement = "cluster.placement={policy: 6, rollout: 0-1, env: 2-4}"
+    (refusal,) = laid_out(placement, roles=("policy", "rollout", "env")).refusals
+    assert "env has 3 processes and rollout 2 workers" in refusal.message
+    assert refusal.fix["cluster.placement"] == {"policy": "6", "rollout": "0-1", "env": "2-3"}
+
+
 def test_running_servers_have_their_own_devices() -> None:
     layout = laid_out(
         "train.backend=fsdp2",

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.envs import unruly
 
 from braid.cluster.ray import connect, disconnect
 from braid.config.cluster import ClusterConfig
 from braid.config.load import load_config
+from braid.errors import WorkerError
 from braid.trainer import commands
 
 from .test_vla_runs import OFT, PI0, write_config
@@ -75,6 +77,39 @@ def test_simulators_and_a_perceptron_on_workers_match_one_process(tmp_path: Path
     middle = sorted(saved, key=lambda folder: int(folder.name.removeprefix("step_")))[1]
     resumed = _train(path, "run.name=resumed", f"run.resume={middle}", "run.allow_changes=true")
     _assert_alike(resumed[-1:], alone[-1:])
+
+
+@pytest.mark.parametrize(
+    ("placement", "overrides"),
+    [
+        ({"policy,critic": "0", "rollout": "1", "env": "2-3"}, []),
+        (
+            {"policy,critic": "0", "rollout": "0-1", "env": "2"},
+            ["env.pipeline_stages=2", "env.offload=true", "env.processes=2"],
+        ),
+    ],
+    ids=["several per rollout worker", "stages and offload"],
+)
+def test_simulators_on_devices_of_their_own_match_one_process(
+    tmp_path: Path, placement: dict[str, str], overrides: list[str]
+) -> None:
+    path = _cartpole(tmp_path)
+    alone = _train(path, "run.name=alone")
+    apart = _train(path, "run.name=apart", f"cluster.placement={json.dumps(placement)}", *overrides)
+    _assert_alike(apart, alone)
+    assert len(list((tmp_path / "apart" / "logs").glob("env-*.log"))) == 2
+
+
+def test_a_worker_of_simulators_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    placement = json.dumps({"policy,critic": "0", "rollout": "1", "env": "2"})
+    (first := tmp_path / "first").touch()
+    own = [
+        "env.processes=0",
+        f"env.id={Path(unruly.__file__)}:Unruly",
+        f"env.kwargs={{act: {unruly.CRASH}, first: {first}}}",
+    ]
+    with pytest.raises(WorkerError, match=r"env worker 0 of 1 died while rollout was in"):
+        _train(_cartpole(tmp_path), *own, f"cluster.placement={placement}")
 
 
 @pytest.mark.parametrize("vla", [OFT, PI0], ids=["openvla_oft", "pi0"])

@@ -14,8 +14,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Self, cast
 
@@ -41,7 +42,7 @@ from .machines import Machines, connect, family_of, interface_of, is_joined, num
 from .machines import leave as disconnect
 from .oom import KillCount
 from .reports import Report, log_to, reports
-from .workers import Call, Factory, Joined, Pending, Place, Placement, T, W, WorkerGroup
+from .workers import Call, Factory, Joined, Pending, Place, Placement, R, T, W, WorkerGroup
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]
 
@@ -205,6 +206,34 @@ class _Pending:
         return self.group._wait(self.refs, self.ranks, self.doing, self.deadline)
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A worker of another group. The driver notices its death; here it only ends the calls."""
+
+    name: str
+    host: Any
+    timeout_s: float
+
+    def start(self, method: Callable[..., R], *args: Any) -> Callable[[], R]:
+        """Call a method of the worker's class, after earlier calls; the function that is returned waits for the value. It
+        raises what the method raises, and EngineError if the worker dies or does not answer in time."""
+        run = self.host.run.options(name=f"{self.name}: {method.__name__}")
+        called = run.remote(_MAIN, method.__name__, {}, *args)
+        return partial(self._value_of, called, method.__name__)
+
+    def _value_of(self, called: Any, doing: str) -> Any:
+        try:
+            return ray.get(called, timeout=self.timeout_s)
+        except GetTimeoutError as error:
+            why = f"took longer than {self.timeout_s:g} s (cluster.call_timeout_s)"
+            raise EngineError(f"{self.name}: {doing}() {why}") from error
+        except RayError as error:
+            raised = _raised(error)
+            raise (
+                raised if isinstance(raised, BraidError) else EngineError(f"{self.name}: {_told(error)}")
+            ) from error
+
+
 class RayGroup(WorkerGroup[W]):
     """See WorkerGroup. Owns the processes of its workers."""
 
@@ -227,12 +256,12 @@ class RayGroup(WorkerGroup[W]):
         self.role, self.size = role, placements if isinstance(placements, int) else len(placements)
         self._placements = None if isinstance(placements, int) else placements
         self._config, self._timeout_s = config, config.call_timeout_s
-        self.is_closed, self._listens = False, True
+        self.is_closed, self.is_made, self._listens = False, False, True
         # The class name is the process title while idle.
         options = {"num_cpus": 0, "max_restarts": 0, "concurrency_groups": _CONCURRENCY}
         host: Any = ray.remote(**options)(type(role, (_Host,), {}))
         self._processes: list[_Process] = []
-        self._asked = ["nothing"] * self.size
+        self._asked = [""] * self.size
         self._hosts: list[Any] = []
         self._places: list[Place] = []
         self._listening = threading.Thread(target=self._listen, name=f"reports of {role}", daemon=True)
@@ -270,6 +299,7 @@ class RayGroup(WorkerGroup[W]):
         rendezvous = [self._hosts[0].rendezvous.remote()] if self.size > 1 else []
         self._processes = self._wait(processes, ranks, "starting", deadline)
         self._listening.start()
+        self.is_made = True
         (address,) = self._wait(rendezvous, [0], "starting", deadline) if rendezvous else [None]
         self._places = [Place(rank, self.size, address) for rank in ranks]
         if self._placements is not None:
@@ -314,6 +344,10 @@ class RayGroup(WorkerGroup[W]):
         until = None if within_s is None else time.monotonic() + within_s
         left = self._watch(rank_of, doing, deadline, is_any=True, until=until)
         return [of for of in pending if not any(call in left for call in of.refs)]
+
+    def peers(self) -> list[Peer]:
+        """The workers by rank, as workers of other groups call them."""
+        return [Peer(self._name(rank), host, self._timeout_s) for rank, host in enumerate(self._hosts)]
 
     def _drop(self, name: str) -> None:
         self._wait(
@@ -418,7 +452,7 @@ class RayGroup(WorkerGroup[W]):
             what, why = "cannot continue", f"{loss.said} ({group._where(rank)})"
         if group is not self:
             doing = f"{self.role} was {doing}"
-            why = f"{why}; its last call was {group._asked[rank]}"
+            why += f"; its last call was {group._asked[rank]}" * bool(group._asked[rank])
         self.close()
         raise WorkerError(
             f"{group._name(rank)} {what} while {doing}",

@@ -87,8 +87,13 @@ def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     ):
         if is_set:
             yield key, why
-    stages = config.env.pipeline_stages
-    if stages > 1 and config.env.processes == 0:
+
+
+def _simulators(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    if not isinstance(config.env, SimulatorEnv):
+        return
+    stages, placed = config.env.pipeline_stages, plan.layout.role("env")
+    if stages > 1 and config.env.processes == 0 and placed is None:
         why = "environments in the run's own process are not stepped while the policy acts"
         yield "env.pipeline_stages", f"{why}; set env.processes to 1 or more, or this to 1"
     if stages > 1 and (getattr(config.env, "vectorized", False) or getattr(config.env, "on_gpu", False)):
@@ -98,7 +103,10 @@ def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             "env.pipeline_stages",
             f"there are only {config.env.num_envs} environments (env.num_envs); lower it",
         )
-    steps, chunk = config.env.max_steps_per_rollout, model.num_action_chunks
+    rollout = plan.layout.role("rollout")
+    if placed and rollout and (each := len(placed.workers) // len(rollout.workers)) > config.env.num_envs:
+        yield "env.num_envs", f"each rollout worker has {each} processes of env; raise it to {each} or more"
+    steps, chunk = config.env.max_steps_per_rollout, config.model.num_action_chunks
     if steps is not None and steps < chunk:
         why = f"a rollout of {steps} env steps ends before the first chunk of {chunk} actions"
         yield "env.max_steps_per_rollout", f"{why}; raise it to {chunk} or more"
@@ -304,6 +312,7 @@ def _placement(_: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 _PROBLEMS: tuple[_Check, ...] = (
     _policy_and_env,
+    _simulators,
     _demonstrations,
     _length,
     _values,

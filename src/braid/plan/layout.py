@@ -3,7 +3,8 @@
 Training roles have one rank per device; rollout has one engine per device, or one per `tensor_parallel` *
 `pipeline_parallel` devices. A role that is not in `cluster.placement` is placed with the policy, and a policy
 that is not, on all devices (with backend `single` on device 0). `inference` has workers only on devices
-without the policy; reward models and environments run on the rollout devices.
+without the policy. Simulators have workers if `env` is placed on other devices than rollout; otherwise they and reward
+models run on the rollout devices.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .parallel import (
     Refusal,
     count_refusals,
     device_limit,
+    divides,
     engine_devices,
     model_refusals,
     parallel_groups,
@@ -36,8 +38,8 @@ from .sizes import ModelSize
 Mode = Literal["in_process", "collocated", "disaggregated", "hybrid"]
 """in_process: everything in the driver process. collocated: all roles on the same devices, in turns.
 disaggregated: no device has two roles. hybrid: some devices have several."""
-WITH_WORKERS: tuple[Role, ...] = (*TRAINING_ROLES, "rollout")
-"""Roles that have workers."""
+WITH_WORKERS: tuple[Role, ...] = (*TRAINING_ROLES, "rollout", "env")
+"""Roles that may have workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class Layout:
     @property
     def engines_sharing_devices(self) -> tuple[int, ...]:
         """Rollout ranks on devices that a training role uses too."""
-        trained = {device for of in self.roles if of.role != "rollout" for device in of.devices}
+        trained = {device for of in self.roles if of.role in TRAINING_ROLES for device in of.devices}
         rollout = self.role("rollout")
         workers = () if rollout is None else rollout.workers
         return tuple(worker.rank for worker in workers if trained.intersection(worker.devices))
@@ -138,11 +140,15 @@ def _lay_out(config: RunConfig, needs: Needs) -> Layout:
         return Layout("in_process", num_nodes, per_node or 1, (), refusals=(refusal,))
     refusals = list(_unknown(placed))
     if not needs.has_workers:
-        alone: list[Role] = [role for role in WITH_WORKERS if role in needs.roles and role != "inference"]
+        apart = ("inference", "env")
+        alone: list[Role] = [role for role in WITH_WORKERS if role in needs.roles and role not in apart]
         roles = tuple(_role_layout(config, role, [(0,)], 1) for role in alone)
         return Layout("in_process", 1, 1, roles, refusals=tuple(refusals))
     processes = {role: devices.processes for role, devices in placed.items() if devices is not None}
     ranks = _devices_by_rank(config, needs, processes, num_nodes * per_node)
+    if "env" in ranks:
+        ranks["env"], problems = _per_rollout_worker(ranks["env"], len(ranks["rollout"]))
+        refusals += problems
     for role, devices in ranks.items():
         refusals += _device_refusals(config, role, devices, per_node, has_gpus=needs.num_gpus > 0)
     for role, model in needs.models.items():
@@ -170,13 +176,31 @@ def _devices_by_rank(
     out: dict[Role, Ranks] = {}
     for role in WITH_WORKERS:
         ranks = placed.get(role, policy)
-        is_apart = not {d for of in ranks for d in of} <= {d for of in policy for d in of}
+        is_apart = not _all(ranks) <= _all(policy)
         if role not in needs.roles or (role == "inference" and not is_apart):
             continue
         if role not in placed:
             ranks = ranks[: device_limit(config, role)]
         out[role] = _of_engines(config, ranks) if role == "rollout" else ranks
+    if "env" not in placed or _all(out.get("env", ())) == _all(out["rollout"]):
+        out.pop("env", None)
     return out
+
+
+def _all(ranks: Ranks) -> set[int]:
+    return {device for of in ranks for device in of}
+
+
+def _per_rollout_worker(ranks: Ranks, num_rollout: int) -> tuple[Ranks, list[Refusal]]:
+    """The devices of the simulators' workers, each of which belongs to one rollout worker: one or more per rollout worker, in
+    order; several may share a process's device."""
+    count = len(ranks)
+    if not divides(count, num_rollout):
+        why = f"env has {count} processes and rollout {num_rollout} workers; make one a multiple of the other"
+        return ranks, [Refusal("cluster.placement", why, {})]
+    return (
+        ranks if count >= num_rollout else [ranks[i * count // num_rollout] for i in range(num_rollout)]
+    ), []
 
 
 def _of_engines(config: RunConfig, ranks: Ranks) -> Ranks:
@@ -213,7 +237,7 @@ def _device_refusals(
         if problem:
             yield Refusal("cluster.placement", f"rank {rank} of {role} {problem}", {})
     shared = next((device for device in devices if devices.count(device) > 1), None)
-    if has_gpus and role != "rollout" and shared is not None:
+    if has_gpus and role in TRAINING_ROLES and shared is not None:
         message = f"two ranks of the {role} are on device {shared}, but NCCL allows only one rank per GPU"
         yield Refusal("cluster.placement", message, {})
 
@@ -227,8 +251,8 @@ def _unknown(placed: Iterable[str]) -> Iterator[Refusal]:
 
 def _role_layout(config: RunConfig, role: Role, ranks: Ranks, per_node: int) -> RoleLayout:
     workers = tuple(Worker(rank, of[0] // per_node if of else 0, of) for rank, of in enumerate(ranks))
-    if role == "rollout":
-        return RoleLayout(role, config.rollout.engine, workers, {})
+    if role in ("rollout", "env"):
+        return RoleLayout(role, config.rollout.engine if role == "rollout" else config.env.kind, workers, {})
     assert role in TRAINING_ROLES, f"{role} has no separate workers"
     train = train_config(config, role)
     offload = tuple(name for name, is_moved in train.offload if is_moved)

@@ -63,6 +63,11 @@ def copy_devices(train: TrainConfig) -> int:
     return 1 if train.backend == "single" else train.sequence_parallel
 
 
+def divides(one: int, other: int) -> bool:
+    """Whether one of two counts is a multiple of the other."""
+    return max(one, other) % min(one, other) == 0
+
+
 def device_unit(config: RunConfig, role: Role) -> int:
     """The number of devices of a role must be a multiple of this."""
     return math.lcm(*(size for _, size, _ in _divisors(config, role)))

@@ -12,7 +12,7 @@ from braid.config.rollout import VllmConfig
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 
-from .parallel import TRAINING_ROLES, device_limit, device_unit, section_of
+from .parallel import TRAINING_ROLES, device_limit, device_unit, divides, section_of
 from .placement import format_numbers, parse_placement
 
 _SectionT = TypeVar("_SectionT", bound=Section)
@@ -38,13 +38,16 @@ def candidate_fixes(
     except ValueError:
         placed = {}
     asked = {role: devices.numbers for role, devices in placed.items() if devices is not None}
-    placeable: list[Role] = [role for role in roles if role != "inference" or role in asked]
+    placeable: list[Role] = [role for role in roles if role not in ("inference", "env") or role in asked]
     everything = range(num_devices)
     for wanted in (asked, {}):
         cut = {
             role: _cut(config, role, wanted.get(role, wanted.get("policy", everything)), num_devices)
             for role in placeable
         }
+        if "env" in cut:
+            count, workers = len(cut["env"]), len(cut["rollout"])
+            cut["env"] = cut["env"][: next(n for n in range(count, 0, -1) if divides(n, workers))]
         yield {**known, "cluster.placement": _lines(cut)}
     whole = {
         f"rollout.{name}.{size}": getattr(VllmConfig(), size)
@@ -55,7 +58,7 @@ def candidate_fixes(
         at = section_of(config, role)
         whole |= {f"{at}.{size}": attrgetter(size)(TrainConfig()) for size in _PARALLEL_SIZES.split()}
     changed = {key: value for key, value in whole.items() if attrgetter(key)(config) != value}
-    alone = _lines({role: [0] for role in placeable if role != "inference"})
+    alone = _lines({role: [0] for role in placeable if role not in ("inference", "env")})
     yield {**known, **changed, "cluster.placement": alone}
 
 

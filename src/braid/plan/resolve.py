@@ -111,6 +111,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         "reference": verb == "train" and recipe.kl_coef > 0,
         "inference": verb == "train" and old_logprobs == "recompute",
         "rollout": True,
+        "env": isinstance(config.env, SimulatorEnv),
     }
     needs = Needs(
         roles=tuple(role for role, is_one in is_used.items() if is_one),

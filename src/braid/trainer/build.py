@@ -1,6 +1,6 @@
 """Builds the parts of a run from its plan, in one process or on workers alike: `cluster` decides where things are.
 
-env        the simulators, in child processes of the driver
+env        the simulators, in one process or if they are placed apart from rollout; otherwise rollout workers have them
 policy     the role's model; likewise critic, reference and inference
 rollout    engine, environments and scorer
 rows       the rollout buffer
@@ -8,7 +8,7 @@ rows       the rollout buffer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from .weight_sync import WeightSync, send_options
 
 if TYPE_CHECKING:
     from braid.envs.simulators.base import Simulator
+    from braid.envs.simulators.remote import Peer, SimulatorHost
     from braid.training.group import ModelGroup
 
 
@@ -106,9 +107,17 @@ def _build(
         assert isinstance(config.env, SimulatorEnv), "other environments have text inputs"
         prompts = reset_states(config.env)
         eval_prompts = {prompts["eval"][0].source: prompts["eval"]}
-        new_simulator = partial(_simulator, config.env, loaded.base_dir, config.rollout.env_timeout_s)
+        new_simulator = partial(_simulator, config, loaded.base_dir)
         if reads_policy:  # which has the shapes of the simulator's observations and actions
             cluster.make({"env": new_simulator}, run_dir / "logs")
+        elif plan.layout.role("env"):
+            assert isinstance(cluster, RayCluster), "workers are on Ray"
+            num_rollout = cluster.groups["rollout"].size
+            cluster.make(
+                {"env": partial(_simulator_host, dict(GIVEN), config.env, new_simulator, num_rollout)},
+                run_dir / "logs",
+            )
+            new_simulator = partial(_remote_simulator, cluster.groups["env"].peers())
     else:
         prompts, eval_prompts = inputs.prompts, inputs.eval.by_source()
     policy = new_policy() if reads_policy else None
@@ -161,22 +170,49 @@ def _build(
     )
 
 
-def _simulator(env: SimulatorEnv, base_dir: Path, timeout_s: float, _: Place) -> Simulator:
+def _simulator(config: RunConfig, base_dir: Path, _: Place, num_envs: int | None = None) -> Simulator:
+    """`num_envs` defaults to that of the config."""
     from braid.envs.simulators.processes import SimulatorProcesses
     from braid.envs.simulators.vector import make_simulator
 
+    env = config.env
+    assert isinstance(env, SimulatorEnv), "other environments have text inputs"
     of = environment_of(env)
     make: Callable[..., Simulator] = make_simulator
     if env.processes:
+        timeout_s = config.rollout.env_timeout_s
         make = partial(SimulatorProcesses, num_processes=env.processes, timeout_s=timeout_s)
     return make(
         of.id,
-        env.num_envs,
+        num_envs or env.num_envs,
         of.kwargs,
         base_dir=base_dir,
         rules=rules_of(env),
         is_vectorized=of.is_vectorized,
     )
+
+
+def _simulator_host(
+    functions: Mapping[str, Callable[..., Any]],
+    env: SimulatorEnv,
+    new_simulator: Callable[..., Simulator],
+    num_rollout: int,
+    place: Place,
+) -> SimulatorHost:
+    """This worker's part of the environments of one of `num_rollout` rollout workers; `functions` are those of GIVEN."""
+    from braid.envs.simulators.remote import SimulatorHost
+
+    GIVEN.update(functions)
+    parts = place.size // num_rollout
+    first, last = (env.num_envs * (place.rank % parts + i) // parts for i in (0, 1))
+    return SimulatorHost(new_simulator(place, num_envs=last - first))
+
+
+def _remote_simulator(peers: Sequence[Peer], place: Place) -> Simulator:
+    from braid.envs.simulators.remote import RemoteSimulator
+
+    each = len(peers) // place.size
+    return RemoteSimulator(peers[place.rank * each : (place.rank + 1) * each])
 
 
 def _collector(functions: Mapping[str, Callable[..., Any]], place: Place, **given: Any) -> Collector:

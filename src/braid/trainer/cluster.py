@@ -2,11 +2,13 @@
 
     policy ranks     policy, and those of critic, reference and inference with its placement and backend
     NAME ranks       any other of these roles
+    env              simulators, if they are placed apart from rollout
     rollout          engines with drivers and scorer
     rows             the rollout buffer
 
-Each group of ranks is one of training.worker.Rank, beside which the models are added. Their placement is the plan's layout. Importing libraries takes most of the startup time: `launched` lets all
-workers import in parallel with each other and with the driver, so this file imports no large library itself.
+Each group of ranks is one of training.worker.Rank, beside which the models are added. Their placement is
+the plan's layout. Importing libraries takes most of the startup time: `launched` lets all workers import in parallel
+with each other and with the driver, so this file imports no large library itself.
 """
 
 from __future__ import annotations
@@ -43,7 +45,11 @@ ROWS = "rows"
 """Name of the group that holds the rollout buffer, on the rollout workers' machines and without devices."""
 
 
-_READS = {"rollout": "braid.trainer.collectors", ROWS: "braid.training.rollout_buffer"}
+_READS = {
+    "env": "braid.envs.simulators.processes",
+    "rollout": "braid.trainer.collectors",
+    ROWS: "braid.training.rollout_buffer",
+}
 """Module that a group's workers import at startup; those of Rank and its models in all other groups."""
 _RANKS_READ = ("braid.training.worker", "braid.models.selfcheck", "braid.models.roles")
 
@@ -75,8 +81,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def make(self, factories: Mapping[str, Factory[Any]], logs: Path) -> dict[str, WorkerGroup[Any]]:
-        """Create the workers of `factories`, by name of the group, with log files in `logs`. Returns all groups so
-        far."""
+        """Create the workers of `factories`, by name of the group, with log files in `logs`. Returns all groups."""
 
     def model(
         self,
@@ -163,8 +168,8 @@ class RayCluster(Cluster):
 
         finds_none = config.run.device == "auto" and not layout.has_gpus
         config = _on_one_device(config, layout)
-        homes = [_home(layout, of) for of in layout.roles if of.role != "rollout"]
-        names = list(dict.fromkeys([*homes, "rollout", ROWS]))
+        homes = [of.role if of.role in _READS else _home(layout, of) for of in layout.roles]
+        names = list(dict.fromkeys([*homes, ROWS]))
         workers = {name: _workers(config, layout, name) for name in names}
         is_own = connect(config.cluster, num_processes=sum(map(len, workers.values())))
         cluster = cls(config, layout, is_own=is_own)
@@ -198,11 +203,13 @@ class RayCluster(Cluster):
         return cluster
 
     def make(self, factories: Mapping[str, Factory[Any]], logs: Path) -> dict[str, WorkerGroup[Any]]:
-        """See Cluster. Creates the Ranks of all other groups too."""
-        with ThreadPoolExecutor(len(self.groups)) as pool:
+        """See Cluster. The first call also creates the Ranks of the other groups."""
+        ranks = {name: partial(_rank, config=self.config) for name in self.groups if name not in _READS}
+        made = {name: self.groups[name] for name in (ranks | factories) if not self.groups[name].is_made}
+        with ThreadPoolExecutor(len(made)) as pool:
             making = [
-                pool.submit(group.make, factories.get(name) or partial(_rank, config=self.config), logs)
-                for name, group in self.groups.items()
+                pool.submit(group.make, factories.get(name) or ranks[name], logs)
+                for name, group in made.items()
             ]
             try:
                 for group in making:
@@ -252,7 +259,7 @@ def environment_of(config: RunConfig, name: str) -> dict[str, str | None]:
     """Environment variables of a group's processes, unless set in cluster.env."""
     if name == "rollout":  # engines in child processes inherit them, and choose their number of threads
         return {"OMP_NUM_THREADS": None, "MKL_NUM_THREADS": None}
-    if name == ROWS:
+    if name in (ROWS, "env"):
         return {**THREADS}
     train = train_config(config, cast("TrainingRole", name))
     env = {**THREADS, "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}

@@ -59,6 +59,16 @@ class Tick:
             np.full((num_envs, num_actions), np.nan, np.float32),
         )
 
+    def take(self, part: Tick, first: int) -> None:
+        """Take the results of consecutive slots, the first of which is `first` here."""
+        slots = slice(first, first + len(part.num_executed))
+        for name, values in part.observations.items():
+            self.observations[name][slots] = values
+        for name in ("rewards", "num_executed", "is_terminated", "is_truncated", "success"):
+            getattr(self, name)[slots] = getattr(part, name)
+        for name in ("instructions", "frames", "failures"):
+            getattr(self, name).update({first + slot: of for slot, of in getattr(part, name).items()})
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:

@@ -155,26 +155,15 @@ class SimulatorProcesses:
         return lambda: self._finish(tick, asked)
 
     def _finish(self, tick: Tick, asked: Sequence[_Asked]) -> Tick:
-        failures = tick.failures
         for process, number, live in asked:
-            first, last = process.slots.start, process.slots.stop
             try:
                 part: Tick = process.answer(number)
             except EnvError as error:
                 logger.warning("%s", error)
-                failures |= dict.fromkeys(live, str(error))
+                tick.failures.update(dict.fromkeys(live, str(error)))
                 continue
-            for name, values in part.observations.items():
-                tick.observations[name][first:last] = values
+            tick.take(part, process.slots.start)
             process.copy_images(live, tick)
-            for name in ("rewards", "num_executed", "is_terminated", "is_truncated", "success"):
-                getattr(tick, name)[first:last] = getattr(part, name)
-            for whole, of_slots in (
-                (failures, part.failures),
-                (tick.instructions, part.instructions),
-                (tick.frames, part.frames),
-            ):
-                whole |= {first + slot: of for slot, of in of_slots.items()}
         return tick
 
 
