@@ -389,6 +389,8 @@ class Row:
     actions, or an env step of a simulator. By default the row is one. `policy_versions` are the versions
     of the weights that wrote each position, 0 outside the mask.
 
+    `action_size` is the number of positions of a robot's action, 1 unless these are its components.
+
     `observations` are what the decisions observed, such as states or images: arrays of any dtype with one entry
     per decision, and a last one where the row goes on after its last decision. `observed` refers to them.
 
@@ -416,6 +418,7 @@ class Row:
     agent: int = 0
     source: str = ""
     player: str = ""
+    action_size: int = 1
 
     def __post_init__(self) -> None:
         if not len(self.decision):
@@ -434,6 +437,10 @@ class Row:
     @property
     def num_decisions(self) -> int:
         return int(self.decision.max(initial=-1)) + 1
+
+    @property
+    def num_actions(self) -> int:
+        return self.num_tokens // self.action_size
 
     @property
     def observed(self) -> NDArray[np.int32]:

@@ -180,7 +180,7 @@ def _update(
     grads: dict[str, Tensor] = {}
     for name, p in model.module.named_parameters():
         p.register_post_accumulate_grad_hook(lambda p, name=name: grads.update({name: p.grad.clone()}))
-    counts_decisions = recipe.values_turns if loss else recipe.counts_decisions
+    counts_decisions = recipe.value_level == "turn" if loss else recipe.counts_decisions
     weights = row_weights(
         [row.num_decisions if counts_decisions else row.num_tokens for row in rows],
         [row.group for row in rows],

@@ -273,3 +273,35 @@ def test_chunks_have_the_same_logprobs_and_entropies_at_every_level(
         per_action,
         rounding(16) * 10,
     )
+
+
+LEVELS: tuple[DecisionLevel, ...] = ("token", "action", "chunk")
+
+
+@pytest.mark.parametrize("entropy_level", LEVELS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_entropies_may_be_those_of_another_level_than_log_probs(
+    level: DecisionLevel, entropy_level: DecisionLevel
+) -> None:
+    """The mean over positions is that of what entropy_level names: of 3 x 2 components, 3 actions or a chunk."""
+    spec, spaces = MlpSpec(hidden_sizes=(16,), num_action_chunks=3, num_bins=5), Spaces(2, KINDS[1])
+    seen = {"state": np.random.default_rng(0).normal(size=(2, 2)).astype(np.float32)}
+
+    def entropies(level: DecisionLevel, entropy_level: DecisionLevel | None) -> torch.Tensor:
+        policy = MlpPolicy(spec, spaces, seed=0, level=level, entropy_level=entropy_level)
+        torch.nn.init.normal_(policy.module.get_parameter("head.weight"), generator=_generator())
+        acted = policy.act({"state": seen["state"][:1]}, np.full((1, policy.num_uniforms), 0.5))
+        steps = EnvSteps(
+            seen, acted.inputs, acted.logprobs, np.ones((1, 3), np.float32), np.array([3], np.int32), 0
+        )
+        trajectory = Trajectory(Prompt("a:0", "a", (), ()), 0, env_steps=steps, reward=1.0)
+        batch = pack(rows_of([Group(trajectory.prompt, [trajectory])]), torch.device("cpu"))
+        return policy.forward(batch, frozenset({"entropy"}))["entropy"][batch.mask].detach()
+
+    each = entropies("token", None)
+    expected = each.mean() * {"token": 1, "action": 2, "chunk": 6}[entropy_level]
+    assert_near(entropies(level, entropy_level).mean(), expected, rounding(16) * 10)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(1)

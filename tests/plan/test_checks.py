@@ -407,12 +407,16 @@ def test_suspicious_settings_cause_warnings(overrides: list[str], warning: str) 
 def test_levels_of_robot_policies() -> None:
     assert not warnings(SIMULATOR, "algorithm.recipe=grpo", "algorithm.logprob_level=chunk")
     chunks = "model.mlp.num_action_chunks=4"
-    (why,) = complaints(SIMULATOR, chunks, "algorithm.entropy_level=chunk")
-    assert "entropy of robot policies is computed at algorithm.logprob_level=action" in why
+    assert not warnings(SIMULATOR, chunks, "algorithm.entropy_level=chunk", "algorithm.entropy_coef=0.01")
     per_action = "algorithm.reward_level=action"
     assert not warnings(SIMULATOR, chunks, per_action)
+    assert not warnings(SIMULATOR, chunks, per_action, "algorithm.logprob_level=token")
     (why,) = complaints(SIMULATOR, chunks, per_action, "algorithm.logprob_level=chunk")
-    assert "returns of actions need log-probs of actions, not of chunks" in why
+    assert "returns of actions need log-probs of actions or their components, not of whole chunks" in why
+    vla = ["model.mlp=null", "model.path=pi0", "model.vla={kind: pi0}"]
+    (why,) = complaints(SIMULATOR, *vla, per_action)
+    assert "set it to chunk" in why
+    assert "logprob_level" not in why, "pi0 has no others"
 
 
 def test_a_simulator_warns_of_keys_for_text() -> None:

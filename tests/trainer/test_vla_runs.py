@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,40 @@ def test_training_steps(tmp_path: Path, vla: dict[str, Any], recipe: str) -> Non
     first = next(line for line in lines if "policy/ratio_mean" in line)
     assert first["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
     assert first["env/steps"] == 2 * 4 * 5, "whatever a decision's positions are"
+
+
+_LEVELS = [("chunk", *of) for of in itertools.product(("token", "action", "chunk"), repeat=2)]
+_LEVELS += [("action", "token", "token"), ("action", "token", "chunk"), ("action", "action", "token")]
+
+
+@pytest.mark.parametrize(("reward", "logprob", "entropy"), _LEVELS)
+def test_ppo_and_grpo_train_at_every_level(tmp_path: Path, reward: str, logprob: str, entropy: str) -> None:
+    """Two mini-batches a round: the second step's ratios are not 1, its clipped loss is finite, and the policy's entropy is that
+    of the level: 2 x 3 tokens, 2 actions or a chunk of nearly uniform bins."""
+    levels = {
+        "logprob_level": logprob,
+        "entropy_level": entropy,
+        "entropy_coef": 0.01,
+        "reward_level": reward,
+    }
+    ppo = {"recipe": "ppo", "kl_coef": 0.0, **levels}
+    recipes = (
+        [(ppo, "own"), (ppo, "shared")]
+        if reward == "action"
+        else [(ppo, "own"), ({**ppo, "recipe": "grpo"}, "own")]
+    )
+    numbers = {"token": 1, "action": 3, "chunk": 6}
+    for algorithm, network in recipes:
+        if algorithm["recipe"] == "grpo":
+            algorithm = {key: of for key, of in algorithm.items() if key != "reward_level"}
+        critic = {"network": network} if algorithm["recipe"] == "ppo" else {}
+        config = write_config(tmp_path, OFT, algorithm=algorithm, critic=critic)
+        outcome = commands.train(
+            load_config(config, ["train.steps_per_pass=2", "run.max_rounds=1", "run.if_exists=new"])
+        )
+        (line,) = [line for line in metrics(outcome) if "policy/ratio_mean" in line]
+        assert np.isfinite(line["policy/loss"])
+        assert line["policy/entropy"] == pytest.approx(numbers[entropy] * np.log(128), rel=0.05)
 
 
 @pytest.mark.parametrize("vla", [OFT, PI0], ids=["openvla_oft", "pi0"])

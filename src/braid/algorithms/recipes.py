@@ -101,7 +101,7 @@ class Recipe:
     reward_mean: RewardStatistics = "none"
     reward_std: RewardStatistics = "none"
     advantage: Advantage = "grpo"
-    advantage_level: AdvantageLevel = "trajectory"
+    advantage_level: AdvantageLevel | Literal["action"] = "trajectory"
     normalize_by_std: bool = True
     gamma: float = 1.0
     gae_lambda: float = 1.0
@@ -158,9 +158,11 @@ class Recipe:
         return self.logprob_level != "token" or self.turn_weighting == "turns"
 
     @property
-    def values_turns(self) -> bool:
-        """Whether a value is that of a turn instead of a token."""
-        return self.advantage == "gae" and self.advantage_level == "turn"
+    def value_level(self) -> Literal["token", "action", "turn"]:
+        """What a value and a return are those of: a token, a robot's action, or a turn."""
+        if self.advantage != "gae" or self.advantage_level == "trajectory":
+            return "token"
+        return self.advantage_level
 
     @property
     def full_kl_in(self) -> KlPlace | None:

@@ -107,14 +107,15 @@ class AlgorithmConfig(Section):
     loss and its denominators (they still count in their group's statistics); off for none."""
     reward_level: Literal["chunk", "action"] = "chunk"
     """Robots with gae: returns and values of action chunks, or of actions, with a critic that has a value for each
-    action of a chunk; gamma and gae_lambda are then per action. action needs logprob_level=action."""
+    action of a chunk; gamma and gae_lambda are then per action. action needs a logprob_level of action or token."""
     logprob_level: DecisionLevel | None = None
     """Level of the log-probs in the policy loss: of a token; or of a decision, the sum over its tokens, which
     then counts once in the aggregation. A decision in text is a turn (action and chunk are the same). Robots: of a
-    token or a component of an action, of an action (the default of perceptrons), or of a chunk of actions."""
+    token or a component of an action (the default of OpenVLA), of an action (of perceptrons), or of a chunk of actions
+    (of pi0)."""
     entropy_level: DecisionLevel | None = None
-    """Level of the entropy bonus: the entropy of a token, or of a decision, the sum over its tokens. For robots it is
-    that of logprob_level."""
+    """Level of the entropy bonus: the entropy of a token, or of a decision, the sum over its tokens. Robots: by default that
+    of logprob_level; of a finer one it is the mean over what a log-prob is of."""
     policy_loss: PolicyLoss | None = None
     """Policy loss (surrogate objective)."""
     ratio_level: RatioLevel | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from braid.types import DecisionLevel
+
 from .algorithm import AlgorithmConfig
 from .base import Section
 from .cluster import ClusterConfig, InferenceConfig
@@ -52,6 +54,13 @@ class RunConfig(Section):
     """Checkpoints of the whole training state."""
     report: ReportConfig = ReportConfig()
     """Logging and reports."""
+
+    @property
+    def robot_logprob_level(self) -> DecisionLevel:
+        """Level of a robot policy's log-probs: a position of its rows is one of these."""
+        vla = self.model.vla
+        own = "action" if vla is None else "chunk" if vla.kind == "pi0" else "token"
+        return self.algorithm.logprob_level or own
 
     @property
     def max_lag(self) -> int:

@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from braid.types import DecisionLevel
+
 from .batch import PackedBatch
 from .flops import Flops
 from .value_head import ValueHead
@@ -55,6 +57,20 @@ class TrainableModel(ABC):
 
     def leave_gradients_to_autograd(self) -> None:  # noqa: B027
         """Pass all gradients through autograd, for wrappers that hook parameters; takes more memory."""
+
+
+def at_level(
+    entropies: Tensor, num_positions: int, level: DecisionLevel | None, num_action_chunks: int
+) -> Tensor:
+    """Entropies [K, P] at the P positions of K decisions from those of all independent numbers [K, N] of a decision:
+    the sum over the numbers of each position's token, action or chunk, or the mean of these if a position has several.
+    None: the sum over each position's numbers."""
+    num_units = {"token": entropies.shape[1], "action": num_action_chunks, "chunk": 1}
+    count = num_positions if level is None else num_units[level]
+    units = entropies.unflatten(1, (count, -1)).sum(-1)
+    if count < num_positions:
+        return units.repeat_interleave(num_positions // count, 1)
+    return units.unflatten(1, (num_positions, -1)).mean(-1)
 
 
 def choose(logits: Tensor, uniforms: Tensor | None) -> Tensor:

@@ -21,7 +21,7 @@ class PackedBatch:
     policy wrote. `lengths` [B] are on the host. `positions` [T] is each position's index within its row.
     `trajectories` [B] numbers the trajectories that rows belong to; empty: each row is one. `weights` [T] is each
     position's weight in the step's loss (see algorithms.aggregate). `decision` [T] numbers the decisions of all
-    rows, -1 outside the mask. `observations` are those of all rows, [K, ...], and `observed` [T] is the index of
+    rows, -1 outside the mask; `action_size` as in types.Row. `observations` are those of all rows, [K, ...], and `observed` [T] is the index of
     each position's observation.
 
     Rows of a group share prefixes: `shared` [B] holds (earlier row, n) if the first n positions of a row are
@@ -38,6 +38,7 @@ class PackedBatch:
     fields: dict[str, Tensor] = field(default_factory=dict)
     weights: Tensor | None = None
     decision: Tensor | None = None
+    action_size: int = 1
     observations: dict[str, Tensor] = field(default_factory=dict)
     observed: Tensor | None = None
     shared: tuple[tuple[int, int], ...] = ()

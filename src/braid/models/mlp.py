@@ -17,7 +17,7 @@ from braid.config.model import MlpSpec
 from braid.errors import ConfigError, Problem
 from braid.types import DecisionLevel, Spaces
 
-from .base import Acted, Output, TrainableModel, choose
+from .base import Acted, Output, TrainableModel, at_level, choose
 from .batch import PackedBatch
 from .flops import Flops, flops_of_linear
 from .value_head import VALUES, Detaching, ValueHead, detached, taken_name, with_head
@@ -33,11 +33,18 @@ class MlpPolicy(TrainableModel):
     Discrete actions: categorical distributions with the outputs as logits. Continuous actions: independent
     Gaussians with the outputs as means, and standard deviations that are parameters independent of the
     observation; or, with `num_bins`, for each component a categorical distribution over evenly spaced values from -1
-    to 1. A position of a row is a component of an action (`level` token), an action, or a chunk.
+    to 1. A position of a row is a component of an action (`level` token), an action (None), or a chunk. Entropies are those
+    of `entropy_level` (see base.at_level).
     """
 
     def __init__(
-        self, spec: MlpSpec, spaces: Spaces, *, seed: int, level: DecisionLevel | None = None
+        self,
+        spec: MlpSpec,
+        spaces: Spaces,
+        *,
+        seed: int,
+        level: DecisionLevel | None = None,
+        entropy_level: DecisionLevel | None = None,
     ) -> None:
         """Initializes weights as random orthogonal matrices, with a small last layer so that the initial
         policy is close to uniform (Andrychowicz et al. 2021, section 3.2)."""
@@ -51,6 +58,7 @@ class MlpPolicy(TrainableModel):
             raise ConfigError([Problem("model.mlp.initial_std", why, "model")])
         self._is_categorical = self._is_discrete or self._num_bins is not None
         self._level = "action" if level is None or (level == "token" and self._is_discrete) else level
+        self._entropy_level: DecisionLevel | None = entropy_level
         width = self._chunk * self._size * (self._num_bins or 1)
         self._net = self.module = _Net(spec, spaces, width, head_gain=0.01, seed=seed)
         if not self._is_categorical:
@@ -86,19 +94,26 @@ class MlpPolicy(TrainableModel):
         self, features: Tensor, batch: PackedBatch, outputs: frozenset[Output]
     ) -> dict[str, Tensor]:
         assert batch.observed is not None, "batches of simulators have observations"
-        head, log_std = self._head(features)[batch.observed], self._log_std
+        of_decisions, log_std, unit = self._head(features), self._log_std, batch.unit
+        head = of_decisions[batch.observed]
         if self._level != "chunk":
-            index, unit = torch.arange(len(head), device=head.device), batch.unit
+            index = torch.arange(len(head), device=head.device)
             if self._level == "action":
                 head = head[index, unit]
             else:
                 head = head.flatten(1, 2)[index, unit]
                 log_std = log_std if self._is_categorical else log_std[unit % self._size]
+
+        def entropy() -> Tensor:
+            each = self._entropy(of_decisions, self._log_std).flatten(1)
+            width = {"token": each.shape[1], "action": self._chunk, "chunk": 1}[self._level]
+            return at_level(each, width, self._entropy_level, self._chunk)[batch.observed, unit]
+
         computed = {
-            "logprobs": lambda: self._logprobs(head, log_std, batch.inputs["actions"]),
-            "entropy": lambda: self._entropy(head, log_std),
+            "logprobs": lambda: _per_row(self._logprobs(head, log_std, batch.inputs["actions"])),
+            "entropy": entropy,
         }
-        return {name: torch.where(batch.mask, _per_row(computed[name]()), 0.0) for name in outputs}
+        return {name: torch.where(batch.mask, computed[name](), 0.0) for name in outputs}
 
     def observe(self, observations: Mapping[str, Any], instructions: Sequence[str]) -> Mapping[str, Any]:  # noqa: ARG002
         """See ActingPolicy; instructions are not read."""

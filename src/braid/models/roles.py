@@ -122,7 +122,8 @@ def make_robot_model(
             value = MlpValue(spec, spaces, seed=seed + 1, head_name=critic.head_name, **head)
             value.module.to(device)
             return value
-        model = MlpPolicy(spec, spaces, seed=seed, level=config.algorithm.logprob_level)
+        levels = {"level": config.robot_logprob_level, "entropy_level": config.algorithm.entropy_level}
+        model = MlpPolicy(spec, spaces, seed=seed, **levels)
     if role == "critic" or critic.network != "own":
         detaches: dict[str, Detaching] = {"own": "never", "shared": "alone", "shared_detached": "always"}
         model.add_value_head(critic.head_name, detaches=detaches[critic.network], **head)

@@ -92,10 +92,10 @@ class ValueHead(nn.Linear):
         return self.outputs(self.of_positions(values, batch), VALUES.intersection(names))
 
     def of_positions(self, values: Tensor, batch: PackedBatch) -> Tensor:
-        """[K] of observations -> [T] of positions; or [K, num_values], of which a position, being an action, has that of
-        its place in the chunk."""
+        """[K] of observations -> [T] of positions; or [K, num_values], of which a position has that of its action's place in
+        the chunk."""
         at = values[batch.observed]
-        return at if at.ndim == 1 else at.gather(1, batch.unit.unsqueeze(1)).squeeze(1)
+        return at if at.ndim == 1 else at.gather(1, batch.unit.unsqueeze(1) // batch.action_size).squeeze(1)
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, D] -> values [N] in float32, or [N, num_values] for more than one."""

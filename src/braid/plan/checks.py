@@ -225,15 +225,12 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             yield "algorithm.ratio_level", why
         if recipe.policy_loss in CHOOSING_LOSSES:
             yield "algorithm.logprob_level", f"{loss} selects single tokens; set it to token"
-    algorithm = config.algorithm
-    if not is_of_text(config):
-        level = algorithm.logprob_level or "action"
-        if algorithm.entropy_level not in (None, level):
-            why = f"the entropy of robot policies is computed at algorithm.logprob_level={level}"
-            yield "algorithm.entropy_level", f"{why}; set both to the same level"
-        if algorithm.reward_level == "action" and level != "action" and plan.learns_values:
-            why = f"returns of actions need log-probs of actions, not of {level}s (algorithm.logprob_level)"
-            yield "algorithm.reward_level", f"{why}; set both to action, or it to chunk"
+    levels = config.algorithm
+    if plan.learns_values and levels.reward_level == "action" and config.robot_logprob_level == "chunk":
+        why = "returns of actions need log-probs of actions or their components, not of whole chunks"
+        is_pi0 = config.model.vla is not None and config.model.vla.kind == "pi0"
+        fix = "set it to chunk" if is_pi0 else "set it to chunk, or algorithm.logprob_level to action"
+        yield "algorithm.reward_level", f"{why}; {fix}"
     if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
         why = "episodes of a simulator have no maximum response length to derive it from; set it"
         yield "algorithm.aggregation_constant", why

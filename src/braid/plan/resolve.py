@@ -67,14 +67,10 @@ def merge_recipe(config: RunConfig) -> Recipe:
     recipe = replace(recipe, **_without_off(given))
     if not isinstance(config.env, SimulatorEnv):
         return recipe
-    # Positions of a simulator's rows are already at logprob_level; returns are those of decisions, or of actions, which
-    # are then the positions.
-    has_one = (
-        algorithm.reward_level == "action"
-        or (config.model.num_action_chunks == 1 and recipe.logprob_level != "token")
-        or (recipe.logprob_level == "chunk")
-    )
-    level = recipe.advantage_level if has_one or recipe.advantage != "gae" else "turn"
+    # Log-probs and entropies of a simulator's rows are already at their levels; returns are those of decisions or actions.
+    level = "action" if algorithm.reward_level == "action" else "turn"
+    if recipe.advantage != "gae":
+        level = recipe.advantage_level
     return replace(recipe, logprob_level="token", entropy_level="token", advantage_level=level)
 
 

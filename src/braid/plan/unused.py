@@ -215,8 +215,6 @@ def _losses(config: RunConfig, plan: Plan) -> _Unused:
         yield f"{old_logprobs} all ratios are 1", "algorithm.early_stop_ratio"
     if config.model.num_action_chunks == 1 or not plan.learns_values or is_of_text(config):
         yield "only values of chunks of several actions depend on it", "algorithm.reward_level"
-    if not is_of_text(config):
-        yield "it has to be that of algorithm.logprob_level", "algorithm.entropy_level"
     if all(of.level == "token" for of in config.algorithm.corrections or ()):
         yield "token-level weights depend on a single token", "algorithm.corrections[].tokens"
 

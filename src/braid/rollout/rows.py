@@ -108,6 +108,7 @@ def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
         fields={"behavior_logprobs": _padded(steps.logprobs[is_kept]), "rewards": _padded(rewards[is_kept])},
         decision=decision,
         policy_versions=_padded(np.repeat(_versions(steps.policy_version, num_decisions), counts)),
+        action_size=max(width // chunk, 1),
     )
 
 

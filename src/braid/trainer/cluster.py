@@ -205,7 +205,7 @@ class RayCluster(Cluster):
     def make(self, factories: Mapping[str, Factory[Any]], logs: Path) -> dict[str, WorkerGroup[Any]]:
         """See Cluster. The first call also creates the Ranks of the other groups."""
         ranks = {name: partial(_rank, config=self.config) for name in self.groups if name not in _READS}
-        made = {name: self.groups[name] for name in (ranks | factories) if not self.groups[name].is_made}
+        made = {name: self.groups[name] for name in (*ranks, *factories) if not self.groups[name].is_made}
         with ThreadPoolExecutor(len(made)) as pool:
             making = [
                 pool.submit(group.make, factories.get(name) or ranks[name], logs)

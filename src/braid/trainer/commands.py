@@ -239,9 +239,7 @@ def _run_in_folder(
             reporter.decode = inputs.decode
             reporter.count_data(train=inputs.train, eval=inputs.eval, sft=inputs.examples)
         else:
-            vla = config.model.vla
-            own = "action" if vla is None else "chunk" if vla.kind == "pi0" else "token"
-            console.counted = _COUNTED[config.algorithm.logprob_level or own]
+            console.counted = _COUNTED[config.robot_logprob_level]
         with _told(reporter, store):
             new_parts = partial(build.build, loaded, plan, inputs, reporter, store, cluster)
             grace_s = 0.0 if verb == "eval" else config.run.stop_within_s

@@ -82,7 +82,7 @@ def _inputs(
     vla, path = processor.config, config.model.path
     assert path is not None, "the plan checks that it is there"
     if vla.kind != "pi0":
-        width = num_positions(vla, config.algorithm.logprob_level)
+        width = num_positions(vla, config.robot_logprob_level)
         return [{"bins": bins_of(chunks, processor.num_bins).reshape(len(chunks), width, -1)}]
     size, wide = read_sizes(path)
     padded = torch.zeros(len(chunks), size, wide)

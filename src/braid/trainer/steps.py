@@ -309,9 +309,12 @@ def update(parts: Parts, rows: Sequence[RowMetadata]) -> None:
 
 def update_critic(parts: Parts, critic: ModelGroup, rows: Sequence[RowMetadata]) -> None:
     recipe = parts.plan.recipe
-    loss = value_loss_of(recipe)
+    loss, level = value_loss_of(recipe), recipe.value_level
     for batch in _batches(parts, rows, parts.config.critic.train or parts.config.train):
-        counts = [row.num_decisions if recipe.values_turns else row.num_tokens for row in batch]
+        counts = [
+            {"token": row.num_tokens, "action": row.num_actions, "turn": row.num_decisions}[level]
+            for row in batch
+        ]
         weights = _weights(parts, batch, counts)
         record(parts.metrics, "critic", parts.buffer.train(critic, batch, weights, loss))
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Protocol
 
 import numpy as np
@@ -211,7 +211,7 @@ class _Round:
 
 @dataclass(frozen=True, slots=True)
 class _Turns:
-    """The K turns of a round: the decisions of its rows.
+    """The K turns of a round: the decisions of its rows, or the actions of robots.
 
     `index` [T] is the turn of each position, -1 outside the mask; `rewards` [K] (float64) the sum of a turn's
     rewards; `groups` [K] the group of its row; `lengths` [N] the number of turns of each trajectory.
@@ -223,21 +223,28 @@ class _Turns:
     lengths: tuple[int, ...]
 
     @classmethod
-    def of(cls, round_: _Round) -> _Turns:
-        numbers = [row.num_decisions for row in round_.rows]
+    def of(cls, round_: _Round, *, are_actions: bool = False) -> _Turns:
+        own = [_actions(row) if are_actions else row.decision for row in round_.rows]
+        numbers = [int(of.max(initial=-1)) + 1 for of in own]
         first = np.cumsum([0, *numbers[:-1]])
         index = _flat(
-            [np.where(row.mask, row.decision + n, -1) for row, n in zip(round_.rows, first, strict=True)]
+            [np.where(row.mask, of + n, -1) for row, of, n in zip(round_.rows, own, first, strict=True)]
         )
         groups = torch.repeat_interleave(_groups([[row] for row in round_.rows]), torch.tensor(numbers))
         rewards = torch.zeros(len(groups), dtype=torch.float64)
         rewards.index_add_(0, index[round_.mask], round_.rewards[round_.mask].double())
-        lengths = tuple(sum(row.num_decisions for row in of) for of in round_.trajectories)
+        left = iter(numbers)
+        lengths = tuple(sum(islice(left, len(of))) for of in round_.trajectories)
         return cls(index, rewards, groups, lengths)
 
     def spread(self, per_turn: Tensor) -> Tensor:
         """[K] -> [T], 0 outside the mask."""
         return torch.where(self.index >= 0, per_turn[self.index.clamp(min=0)], 0.0)
+
+
+def _actions(row: Row) -> np.ndarray:
+    """The number of each position's action within the row [T], -1 outside the mask."""
+    return np.where(row.mask, (row.mask.cumsum() - 1) // row.action_size, -1)
 
 
 def _states(round_: _Round) -> Tensor:
@@ -288,7 +295,7 @@ def grpo(round_: _Round, recipe: Recipe) -> Tensor:
 
 
 def gae(round_: _Round, recipe: Recipe) -> Tensor:
-    """gae, over positions; or over turns, with the sum of a turn's rewards and the value of its first position.
+    """gae, over positions; or over turns or actions, with the sum of their rewards and the value of their first position.
     Also writes `returns` into the rows."""
     values = _flat([row.fields["values"] for row in round_.rows])
     is_open = [recipe.bootstrap == "always" or not of[-1].is_terminal for of in round_.trajectories]
@@ -296,8 +303,8 @@ def gae(round_: _Round, recipe: Recipe) -> Tensor:
         float(of[-1].fields["values"][-1]) if goes_on else 0.0
         for goes_on, of in zip(is_open, round_.trajectories, strict=True)
     ]
-    if recipe.values_turns:
-        turns = _Turns.of(round_)
+    if recipe.value_level != "token":
+        turns = _Turns.of(round_, are_actions=recipe.value_level == "action")
         everywhere = torch.ones(len(turns.rewards), dtype=torch.bool)
         steps = (turns.rewards, values[first_positions(turns.index)], everywhere, turns.lengths)
         spread = turns.spread
@@ -363,7 +370,9 @@ def maxrl(round_: _Round, _: Recipe) -> Tensor:
 def _explained_variance(round_: _Round, recipe: Recipe) -> float:
     """1 - var(return - value) / var(return) over the positions whose value is learned; nan if all returns are
     equal."""
-    valued = first_positions(_Turns.of(round_).index) if recipe.values_turns else round_.mask
+    valued = round_.mask
+    if recipe.value_level != "token":
+        valued = first_positions(_Turns.of(round_, are_actions=recipe.value_level == "action").index)
     returns, values = (
         _flat([row.fields[name] for row in round_.rows])[valued].numpy().astype(np.float64)
         for name in ("returns", "values")

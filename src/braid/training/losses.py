@@ -66,23 +66,26 @@ def _reads_sequences(recipe: Recipe) -> bool:
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
-    """value_loss_coef * value loss, at the positions that the policy wrote; if values are those of turns, at the
-    first position of each, so the weights of rows must count decisions. Reads the fields `values` (of the critic before the update) and
+    """value_loss_coef * value loss, at the positions that the policy wrote; if values are those of turns or actions, at the
+    first position of each, so the weights of rows must count these. Reads the fields `values` (of the critic before the update) and
     `returns`. Clip bounds are in units of the critic's deviation (ValueHead.deviation)."""
     return Loss(frozenset({"values", "value_deviation"}), partial(_value_loss, recipe))
 
 
 def with_value_loss(loss: Loss, recipe: Recipe) -> Loss:
     """The sum of a policy's `loss` and the value loss, for a policy with a value head. Weights are those of `policy_loss`. Where
-    only one of the two counts decisions, the value loss counts each decision or its tokens like the policy's."""
+    the two count different units, those of the value loss weigh as much as their tokens do in the policy's."""
 
     def compute(outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Diagnostics]:
         of_policy, diagnostics = loss.compute(outputs, batch)
         weights = batch.weights
         assert weights is not None, "training batches need weights"
-        if recipe.counts_decisions != recipe.values_turns:
-            size = _decisions(batch).size.float()
-            weights = weights / size if recipe.counts_decisions else weights * size
+        if recipe.counts_decisions:
+            weights = weights / _decisions(batch).size.float()
+        if recipe.value_level == "turn":
+            weights = weights * _decisions(batch).size.float()
+        elif recipe.value_level == "action":
+            weights = weights * batch.action_size
         of_critic, more = _value_loss(recipe, outputs, replace(batch, weights=weights))
         count = aggregate(torch.ones_like(weights), _valued(recipe, batch).mask, weights)
         means = {"critic/loss": (of_critic.detach().double(), count)}
@@ -228,8 +231,10 @@ def _supervised_loss(outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Te
 
 def _valued(recipe: Recipe, batch: PackedBatch) -> PackedBatch:
     """With a mask of the positions that have a value."""
-    if not recipe.values_turns:
+    if recipe.value_level == "token":
         return batch
+    if recipe.value_level == "action":
+        return replace(batch, mask=batch.mask & (batch.unit % batch.action_size == 0))
     assert batch.decision is not None, "batches of rows carry the index of decisions"
     return replace(batch, mask=first_positions(batch.decision))
 

@@ -147,6 +147,7 @@ def pack(
         fields={name: join([row.fields[name] for row in rows]) for name in names},
         weights=None if spread is None else torch.from_numpy(spread).to(device),
         decision=join(decisions),
+        action_size=rows[0].action_size,
         observations={name: torch.from_numpy(values).to(device) for name, values in seen.items()},
         observed=join([row.observed + n for row, n in zip(rows, first, strict=False)]) if seen else None,
         shared=shared if any(skips) else (),

@@ -36,6 +36,7 @@ class RowMetadata:
     length: int
     num_tokens: int
     num_decisions: int
+    num_actions: int
     group: int
     trajectory: int
     agent: int
@@ -66,6 +67,7 @@ class RolloutBuffer:
                 len(row),
                 row.num_tokens,
                 row.num_decisions,
+                row.num_actions,
                 row.group,
                 row.trajectory,
                 row.agent,

@@ -61,19 +61,14 @@ def make_processor(model: ModelConfig, spaces: Spaces) -> Processor:
 
 def make_vla(config: RunConfig, spaces: Spaces, device: torch.device, rank: int | None = None) -> VlaPolicy:
     """The policy of a run; `rank` as in models.loading.load_policy. Raises ModelError."""
-    processor, level, seed = (
-        make_processor(config.model, spaces),
-        config.algorithm.logprob_level,
-        config.run.seed,
-    )
+    processor, seed = make_processor(config.model, spaces), config.run.seed
+    levels = {"level": config.robot_logprob_level, "entropy_level": config.algorithm.entropy_level}
     is_hollow = bool(rank) and config.model.low_memory_load
     module: Any = load_module(config.model, seed, device, is_hollow=is_hollow)
     if processor.config.kind == "pi0":
-        policy: VlaPolicy = Pi0Policy(module, processor, level=level, seed=seed)
+        policy: VlaPolicy = Pi0Policy(module, processor, seed=seed, **levels)
     else:
-        policy = OpenVlaPolicy(
-            module, processor, level=level, temperature=config.rollout.sampling.temperature
-        )
+        policy = OpenVlaPolicy(module, processor, temperature=config.rollout.sampling.temperature, **levels)
     policy.set_gradient_checkpointing(config.train.gradient_checkpointing)
     return policy
 

@@ -112,11 +112,12 @@ class Pi0Policy(VlaPolicy):
         module: PI0ForConditionalGeneration,
         processor: Processor,
         *,
-        level: DecisionLevel | None,
+        level: DecisionLevel,
+        entropy_level: DecisionLevel | None = None,
         seed: int,
     ) -> None:
         """`seed` is that of the noise network's weights."""
-        if level not in (None, "chunk"):
+        if level != "chunk":
             raise ModelError(
                 f"algorithm.logprob_level={level}, but a denoising step of pi0 has one log-prob for the whole chunk; set it to chunk"
             )
@@ -126,7 +127,7 @@ class Pi0Policy(VlaPolicy):
                 f"model.vla.num_action_chunks={config.num_action_chunks} and action_dim={config.action_dim} exceed the "
                 f"checkpoint's {sizes.chunk_size} and {sizes.max_action_dim}; lower them"
             )
-        super().__init__(module, processor)
+        super().__init__(module, processor, entropy_level)
         self._chunk, self._size = sizes.chunk_size, sizes.max_action_dim
         draws = 1 + (config.denoise_steps if config.noise == "flow_noise" else 1)
         self.num_uniforms = draws * self._chunk * self._size + 1
@@ -207,8 +208,8 @@ class Pi0Policy(VlaPolicy):
             found.append((chain[:, 0], torch.zeros_like(chain[:, 0]), torch.ones_like(chain[:, 0])))
         logprobs = [_log_density(*(part[used] for part in of)) for of in found]
         entropies = [(0.5 + 0.5 * math.log(2 * math.pi) + of[2][used].log()) for of in found]
-        means = [torch.stack(of).mean(0).sum((1, 2)).unsqueeze(1) for of in (logprobs, entropies)]
-        return means[0], means[1], features
+        means = [torch.stack(of).mean(0).flatten(1) for of in (logprobs, entropies)]
+        return means[0].sum(1, keepdim=True), self._entropies(means[1]), features
 
     def _prefix(self, observations: Tensors) -> _Prefix:
         """Run the vision-language model over images and instruction."""

@@ -17,7 +17,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from braid.config.model import VlaConfig
 from braid.errors import ModelError
-from braid.models.base import Acted, Output, TrainableModel, choose, unique_weights
+from braid.models.base import Acted, Output, TrainableModel, at_level, choose, unique_weights
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops, flops_of_linear
 from braid.models.lora import has_adapters, named_adapters
@@ -104,10 +104,10 @@ class Processor:
         return [*ids, *padding] if self.config.kind == "pi0" else [*padding, *ids]
 
 
-def num_positions(config: VlaConfig, level: DecisionLevel | None) -> int:
+def num_positions(config: VlaConfig, level: DecisionLevel) -> int:
     """Positions of a decision of OpenVLA in a row."""
     chunk = config.num_action_chunks
-    return {"action": chunk, "chunk": 1}.get(level or "token", chunk * config.action_dim)
+    return {"token": chunk * config.action_dim, "action": chunk, "chunk": 1}[level]
 
 
 @contextmanager
@@ -120,15 +120,18 @@ def seeded(seed: int) -> Iterator[None]:
 
 class VlaPolicy(TrainableModel):
     """A distribution over chunks of `num_action_chunks` actions, given images, an instruction, and for some models a
-    state. A decision is `width` positions of a row."""
+    state. A decision is `width` positions of a row; entropies are those of `entropy_level` (see base.at_level)."""
 
     width: int
     num_uniforms: int
 
-    def __init__(self, module: nn.Module, processor: Processor) -> None:
+    def __init__(
+        self, module: nn.Module, processor: Processor, entropy_level: DecisionLevel | None = None
+    ) -> None:
         self.module, self.processor = module.eval(), processor
         self.config, self.observe = processor.config, processor.observe
         self._recomputes = False
+        self._entropy_level: DecisionLevel | None = entropy_level
         self._added: dict[str, nn.Module] = {}
 
     def add_value_head(
@@ -177,6 +180,10 @@ class VlaPolicy(TrainableModel):
     def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs and entropies [K, P] of decisions from their observations [K, ...] and `inputs` [K, P, ...], and
         their `features`."""
+
+    def _entropies(self, of_numbers: Tensor) -> Tensor:
+        """[K, H * A] -> [K, P]"""
+        return at_level(of_numbers, self.width, self._entropy_level, self.config.num_action_chunks)
 
     @torch.no_grad()
     def act(self, observations: Mapping[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
@@ -286,7 +293,13 @@ class OpenVlaPolicy(VlaPolicy):
     module: OpenVla
 
     def __init__(
-        self, module: OpenVla, processor: Processor, *, level: DecisionLevel | None, temperature: float
+        self,
+        module: OpenVla,
+        processor: Processor,
+        *,
+        level: DecisionLevel,
+        entropy_level: DecisionLevel | None = None,
+        temperature: float,
     ) -> None:
         config = processor.config
         if config.kind == "openvla_oft" and config.form is None:
@@ -294,7 +307,7 @@ class OpenVlaPolicy(VlaPolicy):
                 "model.vla.form is not set, and the files of an OpenVLA-OFT checkpoint don't say which code fine-tuned it; set it to "
                 "official (moojink/openvla-oft) or rlinf: with the wrong one, success drops without an error"
             )
-        super().__init__(module, processor)
+        super().__init__(module, processor, entropy_level)
         self.num_uniforms = config.num_action_chunks * config.action_dim
         self.width = num_positions(config, level)
         self._temperature = temperature
@@ -343,7 +356,7 @@ class OpenVlaPolicy(VlaPolicy):
         logprobs = self._logits(states).log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1)
         chosen = logprobs.gather(-1, bins.unsqueeze(-1)).squeeze(-1)
-        return self._per_position(chosen), self._per_position(entropy), states[:, 0]
+        return self._per_position(chosen), self._entropies(entropy), states[:, 0]
 
     def _prefix(self, observations: Tensors) -> tuple[Tensor, Tensor]:
         images, crops = [observations[name] for name in self.processor.images], self.config.center_crop
