@@ -1,13 +1,14 @@
 """A full GRPO round (rollout, log-probs, update) of braid against TRL's GRPOTrainer, on CPU.
 
-Both sides get the same weights, prompts, group size, limits, reward, optimizer, clipping, dtype and threads, and
-sample until an end token or the limit, so that lengths are ragged in the same way. Each runs in a process of its own,
+Both sides get the same weights, prompts, group size, limits, reward, optimizer, clipping, dtype and threads, keep freed
+memory mapped, and sample until an end token or the limit, so that lengths are ragged in the same way. Each runs in a process of its own,
 in turn, so that a machine that slows down slows both. The figure is trained tokens (completion tokens that the
 loss saw) per second of whole rounds, the first round left out.
 
-    python benchmarks/grpo_round_vs_trl.py [--sizes 3m 30m] [--vocab 151936] [--rounds 6] [--repeats 3]
+    python benchmarks/grpo_round_vs_trl.py [--sizes 3m 30m] [--dtype bf16] [--vocab 151936] [--rounds 6] [--repeats 3]
 
-With a large `--vocab` TRL trains in micro-batches of 16 rows, since it stores all logits; braid as always.
+With a large `--vocab` TRL trains in micro-batches of 16 rows, since it stores all logits; braid as always. bf16 is
+autocast on both sides, with weights in fp32.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ def reward(token_ids: list[int]) -> float:
     return sum(t % 2 == 0 for t in token_ids) / max(len(token_ids), 1)
 
 
-def side_trl(folder: str, rounds: int, micro: int) -> list[tuple[int, float]]:
+def side_trl(folder: str, rounds: int, micro: int, dtype: str) -> list[tuple[int, float]]:
     """(trained tokens, seconds) of each round under TRL."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    from braid.cluster.memory import keep_freed_memory
+
+    keep_freed_memory()  # as braid's runs do
     torch.set_num_threads(2)
     tokens: list[int] = []
     out: list[tuple[int, float]] = []
@@ -64,7 +68,7 @@ def side_trl(folder: str, rounds: int, micro: int) -> list[tuple[int, float]]:
             out.append((tokens[-1], time.perf_counter() - self.start))
 
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, gradient_checkpointing=False, use_vllm=False,
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=dtype == "bf16", gradient_checkpointing=False, use_vllm=False,
         beta=0.0, loss_type="dapo", num_generations=GROUP, per_device_train_batch_size=micro,
         gradient_accumulation_steps=PROMPTS * GROUP // micro, max_completion_length=MAX_NEW, temperature=1.0, top_p=1.0, top_k=0,
         learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, max_steps=rounds,
@@ -82,7 +86,7 @@ def side_trl(folder: str, rounds: int, micro: int) -> list[tuple[int, float]]:
     return out
 
 
-def side_braid(folder: str, rounds: int, _: int) -> list[tuple[int, float]]:
+def side_braid(folder: str, rounds: int, _: int, dtype: str) -> list[tuple[int, float]]:
     """(trained tokens, seconds) of each round under braid."""
     from braid.config.load import load_config
     from braid.trainer import commands
@@ -98,7 +102,8 @@ def side_braid(folder: str, rounds: int, _: int) -> list[tuple[int, float]]:
         "reward": {"parts": [{"kind": "function", "path": f"{Path(__file__).resolve()}:trajectory_reward"}]},
         "rollout": {"prompts_per_round": PROMPTS, "group_size": GROUP, "sampling": {"max_new_tokens": MAX_NEW}},
         "algorithm": {"recipe": "grpo", "aggregation": "token_mean"},
-        "train": {"optimizer": {"lr": LR}, "max_grad_norm": 1.0, "micro_batch_tokens": 16384},
+        "train": {"optimizer": {"lr": LR}, "max_grad_norm": 1.0, "micro_batch_tokens": 16384,
+                  "autocast": {"fp32": "none", "bf16": "bf16"}[dtype]},
         "eval": {"before": False, "at_end": False},
         "checkpoint": {"at_end": False},
         "report": {"console": "none", "tensorboard": False, "samples_every_rounds": 0},
@@ -131,11 +136,11 @@ def make_model(folder: Path, size: dict[str, int], vocab: int | None = None) -> 
     return sum(p.numel() for p in lm.module.parameters())
 
 
-def run_side(side: str, folder: Path, rounds: int, micro: int) -> float:
+def run_side(side: str, folder: Path, rounds: int, micro: int, dtype: str) -> float:
     """Tokens per second of one side, in a process of its own."""
     done = subprocess.run(
         [sys.executable, __file__, "--side", side, "--folder", str(folder), "--rounds", str(rounds),
-         "--micro", str(micro)],
+         "--micro", str(micro), "--dtype", dtype],
         capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     if done.returncode:
@@ -149,6 +154,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["3m", "30m"], choices=list(SIZES))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--micro", type=int, default=PROMPTS * GROUP)
     parser.add_argument("--side", choices=["trl", "braid"])
@@ -156,20 +162,20 @@ def main() -> None:
     args = parser.parse_args()
     if args.side:
         sides = {"trl": side_trl, "braid": side_braid}
-        print(json.dumps(sides[args.side](args.folder, args.rounds, args.micro)))
+        print(json.dumps(sides[args.side](args.folder, args.rounds, args.micro, args.dtype)))
         return
     micro = 16 if (args.vocab or 0) > 2**15 else args.micro
     for name in args.sizes:
         with tempfile.TemporaryDirectory() as tmp:
             parameters = make_model(Path(tmp), SIZES[name], args.vocab)
             pairs = [
-                [run_side(s, Path(tmp), args.rounds, micro) for s in ("braid", "trl")]
+                [run_side(s, Path(tmp), args.rounds, micro, args.dtype) for s in ("braid", "trl")]
                 for _ in range(args.repeats)
             ]
         ratio = statistics.median(b / t for b, t in pairs)
         braid, trl = (statistics.median(side) for side in zip(*pairs, strict=True))
         print(
-            f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new tokens, fp32"
+            f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new tokens, {args.dtype}"
         )
         print(f"  braid {braid:,.0f} trained tokens/s, TRL {trl:,.0f}, ratio {ratio:.2f}")
 
