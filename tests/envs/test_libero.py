@@ -67,6 +67,42 @@ def test_spaces_and_reset_states(monkeypatch: pytest.MonkeyPatch) -> None:
         Libero("libero_goal", task_ids=[10])
 
 
+class _Simulation:
+    """Records actions in place of LIBERO's simulation."""
+
+    def __init__(self, *_: object) -> None:
+        self.actions: list[list[float]] = []
+
+    def seed(self, _: int) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def set_init_state(self, _: object) -> dict[str, np.ndarray]:
+        return {}
+
+    def step(self, action: np.ndarray) -> tuple[dict[str, np.ndarray], float, bool, dict[str, object]]:
+        self.actions.append(action.tolist())
+        image, vector = np.zeros((2, 2, 3), np.uint8), np.array([0.0, 0.0, 0.0, 1.0])
+        images = {f"{camera}_image": image for camera in CAMERAS.values()}
+        state = {"robot0_eef_pos": vector[:3], "robot0_eef_quat": vector, "robot0_gripper_qpos": vector[:2]}
+        return images | state, 0.0, False, {}
+
+    def close(self) -> None: ...
+
+
+@with_libero
+@pytest.mark.parametrize(("opens", "last"), [(True, -1.0), (False, 0.0)])
+def test_the_gripper_may_be_opened_before_an_episode(
+    monkeypatch: pytest.MonkeyPatch, opens: bool, last: float
+) -> None:
+    monkeypatch.setattr(libero, "_check_assets", lambda: None)
+    monkeypatch.setattr(libero, "_simulation", _Simulation)
+    of = environment_of(LiberoEnv(kind="libero", open_gripper=opens))
+    env = Libero(**{name: value for name, value in of.kwargs.items() if name != "video"})
+    env.reset(seed=0)
+    assert env._env.actions == [[0.0] * 6 + [last]] * 10
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libero, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"env\.kind: LIBERO is not installed; run: pip install"):

@@ -28,9 +28,9 @@ def reach() -> Iterator[MetaWorld]:
         yield env
 
 
-def _with_camera(**options: Any) -> MetaWorld:
+def _with_camera(task: str = "reach-v3", **options: Any) -> MetaWorld:
     try:
-        return MetaWorld("reach-v3", **{"cameras": {"image": "corner4"}, "image_size": 32, **options})
+        return MetaWorld(task, **{"cameras": {"image": "corner4"}, "image_size": 32, **options})
     except ConfigError as error:
         if "no images" in str(error):
             pytest.skip("OpenGL does not work here: install libegl1, or libosmesa6 and set MUJOCO_GL")
@@ -72,6 +72,37 @@ def test_its_own_expert_succeeds_and_success_ends_an_episode_if_asked() -> None:
                 observation, _, is_terminated, is_truncated, info = env.step(action.astype(np.float32))
                 assert info["success"] is is_terminated
                 assert not is_truncated
+
+
+def test_rewards_may_be_successes_alone() -> None:
+    action = np.zeros(4, np.float32)
+    with (
+        closing(MetaWorld("reach-v3")) as dense,
+        closing(MetaWorld("reach-v3", reward_mode="success")) as sparse,
+    ):
+        dense.reset(seed=0)
+        sparse.reset(seed=0)
+        assert dense.step(action)[1] > 0
+        assert sparse.step(action)[1] == 0.0
+        sparse._env._target_pos = sparse._env.tcp_center
+        _, reward, _, _, info = sparse.step(action)
+        assert info["success"]
+        assert reward == 1.0
+
+
+def test_the_seed_decides_which_task_of_a_set_is_played() -> None:
+    with closing(MetaWorld("ML10-test")) as env:
+        said = [env.reset(seed=seed)[0] for seed in (0, 1, 5)]
+        assert [of["instruction"] for of in said] == ["drawer open", "door close", "drawer open"]
+        again = env.reset(seed=0)[0]["state"]
+        np.testing.assert_array_equal(again, said[0]["state"])
+        assert not np.array_equal(again, said[2]["state"]), "the same task, another place"
+    with closing(_with_camera("ML10-test")) as env:
+        images = [env.reset(seed=seed)[0]["image"] for seed in (0, 1, 0)]
+    assert (images[0] != images[1]).any()
+    np.testing.assert_array_equal(images[0], images[2])
+    with closing(MetaWorld("drawer-open-v3")) as alone:
+        np.testing.assert_array_equal(alone.reset(seed=0)[0]["state"], said[0]["state"])
 
 
 def test_a_time_limit_truncates() -> None:

@@ -162,6 +162,10 @@ def test_rewards_are_scaled_and_differences() -> None:
     relative = [steps.rewards.ravel().tolist() for _, steps in _steps(groups)]
     assert relative == [[2, 6, 10, 14, 18]] * 8, "also in the second episode of a slot"
     assert {t.reward for t, _ in _steps(groups)} == {50.0}
+    for is_relative, expected in ((False, [-1, 2, 7, 14, 23]), (True, [-1, 3, 5, 7, 9])):
+        rules = EpisodeRules(step_penalty=2.0, relative_reward=is_relative)
+        penalised = [steps.rewards.ravel().tolist() for _, steps in _steps(collect(rules=rules))]
+        assert penalised == [expected] * 4, "the first difference is to 0"
 
 
 def _seeds(groups: Sequence[Group]) -> list[list[int]]:

@@ -274,6 +274,8 @@ class SimulatorEnv(Section):
     fulfilled in between."""
     reward_scale: float = Field(default=1.0, allow_inf_nan=False)
     """Factor on the environment's rewards, also in evaluations and metrics."""
+    step_penalty: float = Field(default=0.0, allow_inf_nan=False)
+    """Subtracted from the scaled reward of each env step."""
     relative_reward: bool = False
     """Use the change of the environment's reward since the previous env step as the reward of an env step; 0 before
     the first."""
@@ -334,13 +336,16 @@ class MetaworldEnv(SimulatorEnv):
     kind: Literal["metaworld"]
     """A task of MetaWorld."""
     task: str
-    """Name of the task, for example reach-v3."""
+    """Name of the task, for example reach-v3, or of one of MetaWorld's sets: MT10, MT25, MT50, and ML10, ML25 and ML45 with
+    -train or -test. Of a set, the seed of a reset, modulo the number of tasks, decides the episode's."""
     instruction: str | None = None
     """Text for policies that read it; the task's name in words when null."""
     max_episode_steps: PositiveInt = 500  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
     """Maximum env steps, after which an episode is truncated."""
     terminate_on_success: bool = False
     """End an episode at its first success."""
+    reward_mode: Literal["dense", "success"] = "dense"
+    """Rewards: those of MetaWorld, or 1 while the task is fulfilled."""
     cameras: dict[str, str] = Field(default_factory=dict)
     """Images of the observations: name -> camera (corner, corner2, corner3, corner4, topview, behindGripper, gripperPOV).
     With cameras the state is only the gripper's position and opening."""
@@ -397,6 +402,8 @@ class LiberoEnv(_CameraEnv):
     gripper: Literal["signed", "open_is_one"] = "signed"
     """Meaning of the last number of an action: signed, as in the simulator, closes the gripper if it is positive;
     open_is_one, as in OpenVLA's data, opens it if it is above 0.5."""
+    open_gripper: bool = True
+    """Open the gripper in the env steps before an episode, in which objects fall into place."""
 
 
 class RobosuiteEnv(SimulatorEnv):

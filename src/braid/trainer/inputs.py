@@ -178,6 +178,7 @@ def rules_of(env: SimulatorEnv) -> EpisodeRules:
         env.relative_reward,
         env.reward_scale,
         isinstance(env, GymnasiumEnv) and env.rescale_actions,
+        env.step_penalty,
     )
 
 

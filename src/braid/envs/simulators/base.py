@@ -80,11 +80,12 @@ class EpisodeRules:
     relative_reward: bool = False
     reward_scale: float = 1.0
     rescale_actions: bool = False
+    step_penalty: float = 0.0
 
     def reward(self, given: float, before: float) -> tuple[float, float]:
-        """The reward of an env step: scale * r_t, or scale * (r_t - r_{t-1}) if relative, with r_0 = 0. Then scale * r_t,
-        which is `before` of the next env step."""
-        scaled = self.reward_scale * given
+        """The reward of an env step: s_t = scale * r_t - penalty, or s_t - s_{t-1} if relative, with s_0 = 0. Then s_t, which
+        is `before` of the next env step."""
+        scaled = self.reward_scale * given - self.step_penalty
         return scaled - before if self.relative_reward else scaled, scaled
 
 

@@ -32,8 +32,8 @@ CAMERAS = {"image": "agentview", "wrist_image": "robot0_eye_in_hand"}
 """Image of the observations -> camera."""
 STATE_SIZE = 8
 """Position of the gripper, its orientation as axis times angle, and the positions of its two fingers."""
-_WAIT = np.array([0.0] * 6 + [-1.0])
-"""Action that moves nothing and opens the gripper."""
+_WAIT, _OPEN = np.zeros(7), np.array([0.0] * 6 + [-1.0])
+"""Actions that move nothing; the second opens the gripper."""
 _NUM_WAITS = 10
 """Env steps before an episode, in which objects fall into place (OpenVLA's evaluation)."""
 
@@ -84,8 +84,9 @@ class Libero(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         camera_width: int = 256,
         max_episode_steps: int = 512,
         gripper: str = "signed",
+        open_gripper: bool = True,
     ) -> None:
-        """`gripper`: see config.rollout.LiberoEnv. Raises ConfigError for a missing package or missing assets."""
+        """`gripper`, `open_gripper`: see config.env.LiberoEnv. Raises ConfigError for a missing package or missing assets."""
         known = tasks(suite)
         if wrong := [number for number in task_ids or () if number >= len(known)]:
             why = (
@@ -96,6 +97,7 @@ class Libero(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         _check_assets()
         self._sizes = {"camera_heights": camera_height, "camera_widths": camera_width}
         self._limit, self._gripper = max_episode_steps, gripper
+        self._wait = _OPEN if open_gripper else _WAIT
         self._states = [task.states() for task in self.tasks]
         self._ends = np.cumsum([len(states) for states in self._states])
         self._env: Any = None
@@ -119,7 +121,7 @@ class Libero(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self._env.reset()
         seen = self._env.set_init_state(self._states[task][number - self._ends[task]])
         for _ in range(_NUM_WAITS):
-            seen, *_ = self._env.step(_WAIT)
+            seen, *_ = self._env.step(self._wait)
         self._count = 0
         return self._observed(seen), {"success": False}
 

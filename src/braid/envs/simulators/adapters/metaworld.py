@@ -22,8 +22,9 @@ _PROPRIOCEPTION = 4
 
 
 class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
-    """One task, such as reach-v3. The seed of a reset alone decides the places of objects and goal, drawn from the same
-    ranges as the 50 fixed goals of MetaWorld's own benchmarks.
+    """One task, such as reach-v3, or a set of them, such as MT50. The seed of a reset alone decides the task, and the places of
+    objects and goal, drawn from the same ranges as the 50 fixed goals of MetaWorld's own benchmarks. A reset to another task
+    loads its scene, which takes about a second.
 
     Without cameras the state is MetaWorld's observation [39], goal included; with cameras only the gripper's position
     and opening [4], as policies with images have it in LeRobot and RLinf.
@@ -31,37 +32,35 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 80}  # noqa: RUF012  # Gymnasium's
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # a config section's keys
         self,
         task: str,
         *,
         instruction: str | None = None,
         max_episode_steps: int = 500,
         terminate_on_success: bool = False,
+        reward_mode: str = "dense",
         cameras: Mapping[str, str] | None = None,
         image_size: int = 64,
         shadows: bool = False,
         render_mode: str | None = "rgb_array",
     ) -> None:
-        """`instruction`: the task's name in words when None. `cameras`: name of the image -> MetaWorld's camera (corner,
+        """`reward_mode`: see config.env.MetaworldEnv. `instruction`: the task's name in words when None. `cameras`: name of the image -> MetaWorld's camera (corner,
         corner2, corner3, corner4, topview, behindGripper, gripperPOV). Without `shadows`, reflections, sky and
         antialiasing are left out too, which on a CPU is twelve times as fast."""
         try:
-            known = imported("metaworld.env_dict", "MetaWorld", "metaworld").ALL_V3_ENVIRONMENTS
+            tables = imported("metaworld.env_dict", "MetaWorld", "metaworld")
         except (RuntimeError, AttributeError, OSError) as error:  # of the library that MUJOCO_GL names
             why = f"MuJoCo cannot be imported with MUJOCO_GL={os.environ.get('MUJOCO_GL', '')}: {error}"
             raise refused("kind", f"{why}; {_REMEDY}, or remove MUJOCO_GL") from error
-        check_known("MetaWorld", "task", task, known, "task")
-        env = self._env = known[task]()
-        # As in its goal-observable classes, but with goals from the environment's own seeded generator.
-        env._partially_observable = env._freeze_rand_vec = False
-        env._set_task_called = env.seeded_rand_vec = True
-        del env.sawyer_observation_space  # cached for a hidden goal
-        env.max_path_length = max_episode_steps
-        self._instruction = instruction or task.removesuffix("-v3").replace("-", " ")
-        self._ends, self._cameras = terminate_on_success, dict(cameras or {})
-        self._size, self._shadows = image_size, shadows
+        self._known, self._limit, self._said = tables.ALL_V3_ENVIRONMENTS, max_episode_steps, instruction
+        sets = _sets(tables)
+        check_known("MetaWorld", "task", task, {**self._known, **sets}, "task")
+        self._tasks = sets.get(task, [task])
+        self._ends, self._is_sparse = terminate_on_success, reward_mode == "success"
+        self._cameras, self._size, self._shadows = dict(cameras or {}), image_size, shadows
         self._renderer: _Renderer | None = None
+        self._load(self._tasks[0])
         self.render_mode = render_mode
         self.images_on_demand = False
         """Leave images out of observations, for `with_images` to add."""
@@ -78,6 +77,12 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ARG002
         super().reset(seed=seed)
+        if len(self._tasks) > 1:
+            number = int(self.np_random.integers(2**32)) if seed is None else seed
+            task = self._tasks[number % len(self._tasks)]
+            if task != self._task:
+                self.close()
+                self._load(task)
         self._env.np_random = self.np_random
         return self._observed(self._env.reset()[0]), {"success": False}
 
@@ -87,7 +92,7 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         is_terminated = self._ends and is_success
         return (
             self._observed(observation),
-            float(reward),
+            float(is_success if self._is_sparse else reward),
             is_terminated,
             bool(is_truncated) and not is_terminated,
             {**info, "success": is_success},
@@ -107,6 +112,16 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
             self._renderer = None
         self._env.close()
 
+    def _load(self, task: str) -> None:
+        """Make the simulation of a task."""
+        env = self._env = self._known[task]()
+        # As in its goal-observable classes, but with goals from the environment's own seeded generator.
+        env._partially_observable = env._freeze_rand_vec = False
+        env._set_task_called = env.seeded_rand_vec = True
+        del env.sawyer_observation_space  # cached for a hidden goal
+        env.max_path_length = self._limit
+        self._task, self._instruction = task, self._said or task.removesuffix("-v3").replace("-", " ")
+
     def _observed(self, observation: NDArray[np.float64]) -> dict[str, Any]:
         state = observation[:_PROPRIOCEPTION] if self._cameras else observation
         found = {"state": state.astype(np.float32), "instruction": self._instruction}
@@ -116,6 +131,15 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         if self._renderer is None:
             self._renderer = _Renderer(self._env, self._size, shadows=self._shadows)
         return self._renderer.image(camera)
+
+
+def _sets(tables: Any) -> dict[str, list[str]]:
+    """Name -> tasks of MetaWorld's sets."""
+    sets = {f"MT{count}": list(getattr(tables, f"MT{count}_V3")) for count in (10, 25, 50)}
+    for count in (10, 25, 45):
+        both = getattr(tables, f"ML{count}_V3")
+        sets |= {f"ML{count}-{part}": list(both[part]) for part in ("train", "test")}
+    return sets
 
 
 class _Renderer:
