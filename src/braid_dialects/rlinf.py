@@ -38,7 +38,9 @@ _ALIASES = {
     "actor.fsdp_config.amp.precision": "actor.fsdp_config.amp_autocast.precision",
     "actor.fsdp_config.amp.use_grad_scaler": "actor.fsdp_config.grad_scaler.enabled",
     "actor.checkpoint_load_path": "actor.model.megatron_checkpoint",
-    "actor.model.max_prompt_length": "runner.max_prompt_length",
+    "actor.model.model_name": "actor.model.model_type",
+    "algorithm.eval_rollout_epoch": "env.eval.rollout_epoch",
+    "runner.eval_policy_path": "runner.ckpt_path",
     "algorithm.recompute_logprobs": "rollout.recompute_logprobs",
     "agentloop.print_outputs": "rollout.print_outputs",
     "rollout.sglang.attention_backend": "rollout.attention_backend",
@@ -65,14 +67,8 @@ def _base(source: Source) -> dict[str, Any]:
     whole, prompt = source["runner.seq_length"], source["data.max_prompt_length"]
     if not facts.is_robots(source) and whole is not None and prompt is not None and whole > prompt:
         native["rollout.sampling.max_new_tokens"] = whole - prompt
-    if facts.simulator(source) == "libero" and source["actor.model.model_type"] in rlinf_rollout.OPENVLA:
-        native["env.gripper"] = "open_is_one"
-    if facts.has_critic(source) and source["actor.model.model_type"] in (
-        *rlinf_rollout.OPENVLA,
-        "cnn_policy",
-        "openpi",
-    ):
-        native.setdefault("critic.network", "shared")  # a value head on the policy's features
+    if facts.is_robots(source):
+        native |= rlinf_robots.base(source)
     return native | rlinf_run.critic_settings(source)[0]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from . import rlinf_facts as facts
-from .conditions import BY_BACKEND, needs, overridden, unless
+from .conditions import BY_BACKEND, needs, overridden, refused, unless
 from .conversions import already, computed, null_as, or_null, unless_null
 from .rlinf_facts import (
     DECAYS,
@@ -17,9 +18,10 @@ from .rlinf_facts import (
     MEGATRON,
     MEGATRON_FILE,
     ROBOTS_ONLY,
+    VALUES,
     WORKERS,
 )
-from .rlinf_rollout import MODEL_TYPE, PRECISION, model_type
+from .rlinf_rollout import FOLDER, MODEL_TYPE, PRECISION, model_type
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source
 from .values import choice, nullable
@@ -74,6 +76,22 @@ def _offload(value: bool, source: Source) -> Became:
     return Became({f"train.offload.{name}": value for name in names})
 
 
+def _schedule(value: str, source: Source) -> Became:
+    """lr_scheduler; PyTorch's cosine ends at a learning rate of 1e-6."""
+    at = "train.optimizer.schedule"
+    ends = {f"{at}.min_ratio": _ratio(1e-6, source)} if value == "torch_cosine" else {}
+    return Became({f"{at}.decay": value.removeprefix("torch_"), **ends})
+
+
+def _in_steps(value: int, source: Source) -> int:
+    """Optimizer steps; RLinf's schedule of a robot policy goes on once a round."""
+    return value * facts.steps_per_round(source) if facts.is_robots(source) else value
+
+
+_PLAIN_SCHEDULE = unless(
+    lambda s: str(s["actor.optim.lr_scheduler"]).startswith("torch_"),
+    "torch_constant and torch_cosine have neither a warm-up nor another minimum than 1e-6",
+)
 _WARMUP = unless(
     lambda s: (s["actor.lr_sched.lr_warmup_iters"] or 0) > 0, "overridden by actor.lr_sched.lr_warmup_iters"
 )
@@ -103,11 +121,10 @@ _ACTOR = section("actor", "train")(
     to("enable_dp_load_balance", ".balance_ranks", "bool", WORKERS, default=False),
     to("calculate_flops", ".count_flops", "bool", note="training counts as three forward passes"),
     to("seed", "run.seed", "natural"),
-    to("micro_batch_size", ".micro_batch_tokens", "count", ROBOTS_ONLY,
-       note="answers of the policy, per device"),
-    to("global_batch_size", ".steps_per_pass", "count", ROBOTS_ONLY,
-       lambda v, s: max(1, facts.episodes(s) * facts.chunks_per_episode(s) // v),
-       note="steps = total_num_envs * rollout_epoch * (max_episode_steps // num_action_chunks) // this"),
+    to("micro_batch_size", ".micro_batch_tokens", "count", ROBOTS_ONLY, lambda v, s: v * facts.positions(s),
+       note="decisions per device, times the log-probs of each (algorithm.logprob_type); an episode is never divided"),
+    to("global_batch_size", ".steps_per_pass", "count", ROBOTS_ONLY, computed(facts.steps_per_pass),
+       note="steps = total_num_envs * rollout_epoch * (max_steps_per_rollout_epoch // num_action_chunks) // this"),
     always("combine_reference_model", "the reference is a copy of the policy's initial weights", "bool"),
     missing("sync_precision", "weights are sent in the engine's dtype"),
     to("sync_bucket_capacity", "rollout.weight_sync.bucket_bytes", "count", note="bytes"))
@@ -115,8 +132,9 @@ _ACTOR = section("actor", "train")(
 _MODEL = section("actor.model", "model")(
     to("precision", "", nullable(PRECISION), unless_null("fp32"), computed(_precision),
        note="of matrix products; weights stay fp32. fp16 uses loss scaling"),
-    to("model_path", ".path", "path?",
-       unless(lambda s: s["actor.model.model_type"] in facts.SMALL_POLICIES, "the policy is built from sizes")),
+    to("model_path", ".path", FOLDER,
+       unless(lambda s: s["actor.model.model_type"] in facts.SMALL_POLICIES, "the policy is built from sizes"),
+       refused(lambda v, _: v == "" and "set it to the policy's folder")),
     to("model_type", "", MODEL_TYPE, model_type),
     missing("moe_aux_loss_coeff", "set it to 0: there is no auxiliary loss for experts", default=0.0),
     ignored("{moe_router_load_balancing_type,moe_router_topk,moe_router_pre_softmax,init_method_std}",
@@ -157,14 +175,16 @@ _LAYERS = section("actor.model", "train.megatron", MEGATRON)(
 
 _OPTIMIZER = section("actor.optim", "train.optimizer")(
     to("optimizer", ".kind", {"adam": "adamw", "sgd": "sgd"}, note="adam has decoupled weight decay (AdamW)"),
-    missing("critic_warmup_steps", "use algorithm.critic_warmup_steps, in rounds", default=0),
+    to("critic_warmup_steps", "critic.warmup_rounds", "natural", ROBOTS_ONLY, VALUES,
+       lambda v, s: math.ceil(v / facts.steps_per_round(s)), note="optimizer steps, rounded up to whole rounds"),
     always("{bf16,fp16}", "set by actor.model.precision, which must not contradict it", "bool?"),
     to("lr", ".lr", "positive"),
     to("value_lr", ".value_lr", "positive", note="of a value head in the policy"),
     to("adam_beta1", ".betas", "share", _BETAS, default=0.9),
     to("adam_beta2", ".betas", "share", _BETAS, default=0.999),
     to("adam_eps", ".eps", "positive", default=1e-8),
-    to("min_lr", ".schedule.min_ratio", "non-negative", DECAYS, overridden("actor.lr_sched.min_lr"), _ratio),
+    to("min_lr", ".schedule.min_ratio", "non-negative", DECAYS, overridden("actor.lr_sched.min_lr"),
+       _PLAIN_SCHEDULE, _ratio),
     to("weight_decay", ".weight_decay", "non-negative", default=0.01),
     to("clip_grad", "train.max_grad_norm", "non-negative", or_null, default=1.0, note="global norm; 0: none"),
     to("loss_scale_window", "train.grad_scaler.growth_interval {scaler}.dynamic_loss_scale_window", "count",
@@ -176,10 +196,14 @@ _OPTIMIZER = section("actor.optim", "train.optimizer")(
     missing("overlap_param_gather_with_optimizer_step", "set it to false; see overlap_param_gather",
             MEGATRON, default=False),
     ignored("optimizer_enable_pin", "not read by RLinf; offloaded state is always pinned"),
-    to("lr_scheduler", ".schedule.decay", "constant|cosine", FSDP_FILE),
-    to("lr_warmup_steps", ".schedule.warmup_steps", "natural", FSDP_FILE),
-    to("lr_warmup_steps_ratio", ".schedule.warmup_fraction", "share", FSDP_FILE),
-    to("total_training_steps", ".schedule.decay_steps", "count", FSDP_FILE, DECAYS))
+    to("lr_scheduler", "", "constant|cosine|torch_constant|torch_cosine", FSDP_FILE, _schedule),
+    to("lr_warmup_steps", ".schedule.warmup_steps", "cadence", FSDP_FILE, _PLAIN_SCHEDULE,
+       unless(lambda s: s[s.at] == -1, "-1: see lr_warmup_steps_ratio"), _in_steps,
+       note="of robots rounds, times their steps"),
+    to("lr_warmup_steps_ratio", ".schedule.warmup_fraction", "share", FSDP_FILE, _PLAIN_SCHEDULE),
+    to("total_training_steps", ".schedule.decay_steps", "count", FSDP_FILE, DECAYS, _in_steps,
+       note="of robots rounds, times their steps"),
+    missing("num_cycles", "set it to 0.5: half a cosine, from the peak to the minimum", DECAYS, default=0.5))
 
 _SCHEDULE = section("actor.lr_sched", "train.optimizer.schedule")(
     to("lr_warmup_fraction", ".warmup_fraction", "share?", _WARMUP,
@@ -230,8 +254,8 @@ _FSDP = section("actor.fsdp_config", "train.fsdp")(
     to("fsdp_size", ".size", "cadence", FSDP2, lambda v, _: v if v > 0 else None, note="-1: all devices"),
     to("hybrid_shard_size", ".size", "cadence", FSDP, _HYBRID, lambda v, _: v if v > 0 else None),
     to("gradient_checkpointing", "train.gradient_checkpointing", "bool", FSDP_FILE),
-    to("mixed_precision.{param_dtype,reduce_dtype}", ".*", "fp32|bf16|fp16?", FSDP, unless_null("fp32")),
-    to("mixed_precision.buffer_dtype", ".*", "fp32|bf16|fp16?", FSDP1, unless_null("fp32")),
+    to("mixed_precision.{param_dtype,reduce_dtype}", ".*", nullable(PRECISION), FSDP, unless_null("fp32"), facts.dtype),
+    to("mixed_precision.buffer_dtype", ".*", nullable(PRECISION), FSDP1, unless_null("fp32"), facts.dtype),
     ignored("gradient_checkpointing_use_reentrant", "it does not change gradients"),
     to("amp_autocast.enabled", "train.autocast", "bool", FSDP_FILE, computed(_autocast),
        note="true: train.autocast is amp_autocast.precision; false: actor.model.precision"),
@@ -243,7 +267,8 @@ _FSDP = section("actor.fsdp_config", "train.fsdp")(
     to("grad_scaler.growth_interval", "train.grad_scaler.growth_interval", "count", FSDP_FILE,
        needs("actor.fsdp_config.grad_scaler.enabled")),
     ignored("amp_grad_scaler.enabled", "RLinf reads grad_scaler.enabled instead"),
-    ignored("wrap_policy.*", "each layer is always wrapped as a unit"))
+    ignored("wrap_policy.* {transformer_layer_cls_to_wrap,special_param_names_to_wrap}",
+            "each layer is always wrapped as a unit"))
 
 RULES = rows(
     _ACTOR,

@@ -9,8 +9,8 @@ from .conditions import needs, overridden, unless
 from .conversions import as_is, computed, mapped, null_as, opposite, unless_null
 from .rlinf_facts import BY_ROWS, ROBOTS_ONLY, TEXT_ONLY, VALUES
 from .rlinf_run import eval_prompts, seq_length
-from .rows import always, ignored, missing, section, to
-from .table import Became, Source, no_effect, unsupported
+from .rows import always, ignored, missing, rows, section, to
+from .table import Became, Source, implied, no_effect, unsupported
 from .values import choice
 
 _GRPO = {"recipe": "grpo", "advantage": "grpo", "normalize_by_std": True}
@@ -40,6 +40,8 @@ _SCALED = {
 """algorithm.loss_scales with seq-mean-token-mean -> aggregation and turn_weighting."""
 NO_TOP_K = 1_000_000
 """RLinf's value for no limit; larger than any vocabulary."""
+_NUM_BINS = 256
+"""Values of an action of OpenVLA."""
 
 
 def _advantage(_: str, source: Source) -> Became:
@@ -117,6 +119,45 @@ def _loss_scales(value: list[str], source: Source) -> Became:
     return Became({"algorithm.aggregation": aggregation, "algorithm.turn_weighting": weighting})
 
 
+def _top_k(value: int, source: Source) -> Any:
+    limit = value if 0 < value < NO_TOP_K else 0
+    if not facts.is_robots(source):
+        return limit
+    if source["actor.model.model_type"] not in facts.OPENVLA:
+        return no_effect("only OpenVLA has a limit; actions are sampled from their whole distribution")
+    if not 0 < limit < _NUM_BINS:
+        return implied("actions are sampled from all of their values")
+    return unsupported("actions are sampled from all of their values; set it to -1")
+
+
+def _top_p(value: float, source: Source) -> Any:
+    return no_effect("RLinf does not read it for robots") if facts.is_robots(source) else value
+
+
+def _temperature(value: float, source: Source) -> Any:
+    if value:
+        return value
+    if source["runner.only_eval"] or str(source["runner.task_type"]).endswith("_eval"):
+        return no_effect("nothing is trained")
+    raise ValueError("training samples actions; use a number above 0")
+
+
+def _temperature_eval(value: float, source: Source) -> Became:
+    if source["actor.model.model_type"] not in facts.OPENVLA:
+        return no_effect("evaluations always have the likeliest actions, of pi0 those without noise")
+    return Became({"eval.sampling.temperature": value} if value > 0 else {"eval.sampling.greedy": True})
+
+
+def _is_elsewhere(source: Source) -> bool:
+    """Whether the other section counts: `rollout` for robots, if the file has it, else `algorithm`."""
+    is_rollout = facts.is_robots(source) and source.has("rollout.sampling_params")
+    return source.at.startswith("algorithm." if is_rollout else "rollout.")
+
+
+_HERE = unless(
+    _is_elsewhere,
+    lambda s: f"sampling_params are those of {'rollout' if s.at.startswith('algorithm.') else 'algorithm'}",
+)
 _FIX = computed(lambda s: _decoupled(s["algorithm.importance_sampling_clip"], s)[:1])
 _LEVEL = mapped({f"{level}_level": level for level in ("token", "action", "chunk")})
 _BY_REINPP = unless(
@@ -140,7 +181,22 @@ _BY_EPS = unless_null("set by algorithm.ratio_clip_eps")
 
 # One rule per line.
 # fmt: off
-RULES = section("algorithm", "algorithm")(
+_SAMPLING = section("{algorithm,rollout}.sampling_params", "rollout.sampling", _HERE)(
+    to("do_sample", ".greedy", "bool", opposite, note="false: greedy decoding"),
+    to("use_greedy", ".greedy", "bool", note="older name; the opposite of do_sample"),
+    to("temperature", ".temperature", "positive",
+       unless(lambda s: s[".temperature_train"] is not None, "overridden by temperature_train"),
+       note="log-probs in training use the same distribution"),
+    to("top_k", ".top_k", "cadence", _top_k),
+    to("top_p", ".top_p", "fraction", _top_p),
+    to("repetition_penalty", ".repetition_penalty", "positive", TEXT_ONLY),
+    to("max_new_tokens", ".max_new_tokens", "count?", unless_null("the number that the actions need")),
+    to("min_new_tokens", ".min_new_tokens", "natural", TEXT_ONLY, note="not read by RLinf"),
+    to("temperature_train", ".temperature", "non-negative", ROBOTS_ONLY, _temperature),
+    to("temperature_eval", "", "number", ROBOTS_ONLY, _temperature_eval, note="0 or less: the likeliest actions"),
+    ignored("add_BOS", "not read by RLinf"))
+
+RULES = rows(_SAMPLING, section("algorithm", "algorithm")(
     # batches
     to("group_size", "rollout.group_size", "count"),
     to("n_minibatches", "train.steps_per_pass", "count", TEXT_ONLY, default=1,
@@ -216,16 +272,6 @@ RULES = section("algorithm", "algorithm")(
     to("rewards_upper_bound", "rollout.filter.max_mean", "number", needs("algorithm.filter_rewards")),
     to("max_num_gen_batches", "rollout.filter.max_batches", "count"),
     missing("down_sampling", "use braid.rollout.filter.min_std=0, which drops groups with equal rewards"),
-    # sampling
-    section("sampling_params", "rollout.sampling")(
-        to("do_sample", ".greedy", "bool", opposite, note="false: greedy decoding"),
-        to("use_greedy", ".greedy", "bool", note="older name; the opposite of do_sample"),
-        to("temperature", ".temperature", "positive", note="log-probs in training use the same distribution"),
-        to("top_k", ".top_k", "cadence", lambda v, _: v if 0 < v < NO_TOP_K else 0),
-        to("top_p", ".top_p", "fraction"),
-        to("repetition_penalty", ".repetition_penalty", "positive"),
-        to("max_new_tokens", ".max_new_tokens", "count", TEXT_ONLY),
-        to("min_new_tokens", ".min_new_tokens", "natural", TEXT_ONLY, note="not read by RLinf")),
     # robots
     to("rollout_epoch", "rollout.prompts_per_round", "count", ROBOTS_ONLY, computed(facts.prompts)),
     to("reward_type", ".reward_level", "chunk_level|action_level", ROBOTS_ONLY, _LEVEL,
@@ -241,5 +287,5 @@ RULES = section("algorithm", "algorithm")(
        overridden("env.train.ignore_terminations")),
     to("reward_coef", "env.reward_scale", "positive", ROBOTS_ONLY, overridden("env.train.reward_coef")),
     to("bootstrap_type", ".bootstrap", {"standard": "truncated", "always": "always"}, ROBOTS_ONLY, VALUES,
-       note="always: the return of an episode goes on with its last state's value also where the task has ended"))
+       note="always: the return of an episode goes on with its last state's value also where the task has ended")))
 # fmt: on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from braid.plan.machine import count_gpus
 from braid.plan.placement import Devices, parse_placement
 
 from .conditions import of_backend, of_engine, unless
@@ -16,6 +17,11 @@ DTYPES = {
     "fp32": "fp32", "32": "fp32", "32-true": "fp32",
 }  # fmt: skip
 """Spelling of a precision -> native type."""
+
+
+def dtype(value: object, _: Source) -> str:
+    """Native type of a precision."""
+    return DTYPES[str(value)]
 
 
 def is_robots(source: Source) -> bool:
@@ -100,10 +106,28 @@ def replicas(source: Source) -> int:
     return max(1, size_of(source, "rollout") // per_engine)
 
 
-def chunks_per_episode(source: Source) -> int:
-    """Action chunks per episode: env steps divided by the chunk length."""
-    steps = source["env.train.max_episode_steps"] or 1
+def rollout_workers(source: Source) -> int:
+    """Number of rollout workers; those of `all` are the GPUs here."""
+    if source.backend == "single":
+        return 1
+    if (devices := devices_of(source, "rollout")) is not None:
+        return len(devices.processes)
+    return max(1, count_gpus() * (source["cluster.num_nodes"] or 1))
+
+
+def chunks_per_rollout(source: Source) -> int:
+    """Action chunks of a simulator in a run: env steps divided by the chunk length."""
+    steps = source["env.train.max_steps_per_rollout_epoch"] or source["env.train.max_episode_steps"] or 1
     return max(1, steps // (source["actor.model.num_action_chunks"] or 1))
+
+
+def positions(source: Source) -> int:
+    """Positions of a decision in a row: its log-probs."""
+    if source["actor.model.model_type"] == "openpi":
+        return 1
+    chunk, level = source["actor.model.num_action_chunks"] or 1, source["algorithm.logprob_type"]
+    of_tokens = chunk * (source["actor.model.action_dim"] or 1)
+    return {"action_level": chunk, "chunk_level": 1}.get(level, of_tokens)
 
 
 def rollout_epochs(source: Source) -> int:
@@ -117,9 +141,25 @@ def episodes(source: Source) -> int:
     epochs, given = rollout_epochs(source), source["env.train.total_num_envs"]
     if given is None:
         group = source["algorithm.group_size"] or 1
-        needed = (source["actor.global_batch_size"] or 1) // (chunks_per_episode(source) * epochs)
+        needed = (source["actor.global_batch_size"] or 1) // (chunks_per_rollout(source) * epochs)
         given = max(1, needed // group) * group
     return given * epochs
+
+
+def steps_per_pass(source: Source) -> int:
+    """Optimizer steps in a pass over a round's decisions."""
+    return max(1, episodes(source) * chunks_per_rollout(source) // (source["actor.global_batch_size"] or 1))
+
+
+def steps_per_round(source: Source) -> int:
+    """Optimizer steps of a round of robots."""
+    return steps_per_pass(source) * (source["algorithm.update_epoch"] or 1)
+
+
+def eval_temperature(source: Source) -> float | None:
+    """Temperature of evaluations; None if the file has none of their own."""
+    names = (f"{of}.sampling_params.temperature_eval" for of in ("rollout", "algorithm"))
+    return next((value for name in names if (value := source[name]) is not None), None)
 
 
 def simulator(source: Source) -> str | None:
@@ -135,7 +175,27 @@ def of_simulator(*kinds: str) -> Convert:
     )
 
 
+STATES_PER_TASK = 50
+"""Initial states of a task of LIBERO."""
+SUITES = {
+    **dict.fromkeys(("libero_spatial", "libero_object", "libero_goal", "libero_10"), 10 * STATES_PER_TASK),
+    "libero_90": 90 * STATES_PER_TASK,
+    "libero_130": 130 * STATES_PER_TASK,
+    "metaworld_50": 500,
+    "metaworld_45_ind": 450,
+    "metaworld_45_ood": 100,
+}
+"""Suites of tasks -> RLinf's number of reset states."""
+
+
+def num_reset_states(source: Source) -> int | None:
+    """RLinf's number of reset states; None if the simulator has no suites."""
+    suite = source["env.train.task_suite_name"]
+    return SUITES[suite] if simulator(source) in ("libero", "metaworld") and suite in SUITES else None
+
+
 SMALL_POLICIES = ("mlp_policy", "cnn_policy")
+OPENVLA = ("openvla", "openvla_oft")
 VLA = unless(
     lambda s: s["actor.model.model_type"] in SMALL_POLICIES, "for vision-language-action policies only"
 )
@@ -159,10 +219,8 @@ def prompts(source: Source) -> int:
 
 
 def _has_constant_rate(source: Source) -> bool:
-    return (source["actor.lr_sched.lr_decay_style"] or source["actor.optim.lr_scheduler"]) in (
-        None,
-        "constant",
-    )
+    decay = source["actor.lr_sched.lr_decay_style"] or source["actor.optim.lr_scheduler"]
+    return decay in (None, "constant", "torch_constant")
 
 
 TEXT_ONLY = unless(is_robots, "for language models only; runner.task_type is embodied")

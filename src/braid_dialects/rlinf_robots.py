@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from .conditions import needs
+from . import rlinf_facts as facts
+from .conditions import needs, unless
 from .conversions import opposite
 from .rlinf_facts import ROBOTS_ONLY, SMALL_POLICIES, VALUES, VLA, of_simulator
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, unsupported
-from .values import list_of
+from .values import Takes, list_of
 
 
 def _chunks(value: int, source: Source) -> Became:
     of = "mlp" if source["actor.model.model_type"] in SMALL_POLICIES else "vla"
     return Became({f"model.{of}.num_action_chunks": value})
+
+
+def _controller(policy_setup: str, _: Source) -> str:
+    return next(mode for robot, mode in _CONTROLLERS.items() if robot in policy_setup)
+
+
+def _gripper(policy_setup: str, _: Source) -> str:
+    return "signed" if "panda" in policy_setup else "open_is_one"
 
 
 def _is_joint(value: bool, source: Source) -> Became:
@@ -27,6 +36,37 @@ def _value_type(value: str, source: Source) -> Became:
     return unsupported("there is a value for each reward; make it agree with algorithm.reward_type")
 
 
+def base(source: Source) -> dict[str, object]:
+    """Native values of robots that no single key determines."""
+    native: dict[str, object] = {}
+    model, simulator = source["actor.model.model_type"], facts.simulator(source)
+    if simulator == "libero" and model in facts.OPENVLA:
+        native["env.gripper"] = "open_is_one"
+    if simulator == "metaworld":
+        native |= {"env.reward_mode": "success", "env.terminate_on_success": True}
+        if model != "mlp_policy":
+            native |= {"env.cameras": {"image": "corner4"}, "env.shadows": True}
+    if model is not None and model not in facts.OPENVLA:
+        native["eval.sampling.greedy"] = True
+    if facts.has_critic(source) and model in (*facts.OPENVLA, "cnn_policy", "openpi"):
+        native["critic.network"] = "shared"  # a value head on the policy's features
+    return native
+
+
+_CONTROLLERS = {
+    "panda-qpos": "pd_joint_delta_pos",
+    "panda-ee-dpos": "pd_ee_delta_pos",
+    "panda-ee-target-dpos": "pd_ee_target_delta_pose",
+    "google_robot_static": "arm_pd_ee_delta_pose_align_interpolate_by_planner_gripper_pd_joint_target_delta_pos_"
+    "interpolate_by_planner",
+    "widowx": "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos",
+    "panda": "pd_ee_body_target_delta_pose_real_root_frame",
+}
+"""Part of a policy_setup -> ManiSkill's controller."""
+_SETUP = Takes(
+    f"a string with one of {', '.join(_CONTROLLERS)}",
+    lambda v: any(robot in str(v) for robot in _CONTROLLERS),
+)
 _PI0 = needs("actor.model.model_type", "openpi")
 _CNN = needs("actor.model.model_type", "cnn_policy")
 _REPLAY = "SAC and other replay methods are not supported; use adv_type=gae with loss_type=actor_critic"
@@ -41,23 +81,28 @@ _MODEL = section("actor.model", "model.vla", ROBOTS_ONLY)(
     always("{obs_dim,state_dim}", "the environment's observations determine it", "count"),
     to("hidden_dim", "model.mlp.hidden_sizes", "count", _CNN, lambda v, _: [v]),
     to("action_dim", ".action_dim", "count", VLA),
+    to("max_prompt_length", ".max_prompt_tokens", "count", VLA),
     to("use_proprio", ".use_proprio", "bool", VLA),
     to("unnorm_key", ".unnorm_key", "text?", VLA),
     to("value_type", "", "chunk_level|action_level", VLA, _value_type),
     to("val_micro_batch_size", ".eval_batch_rows", "count", VLA, note="not read by RLinf"),
     to("center_crop", ".center_crop", "bool", VLA),
-    to("do_sample", ".greedy", "bool", VLA, opposite, note="in evaluation; training always samples"),
+    to("do_sample", ".greedy", "bool", VLA,
+       unless(lambda s: facts.eval_temperature(s) is not None, "overridden by sampling_params.temperature_eval"),
+       opposite, note="in evaluation; training always samples"),
     to("add_qkv_bias", ".qkv_bias", "bool", VLA, note="checked against the folder"),
     to("vocab_size", ".vocab_size", "count", VLA, note="action tokens are counted backwards from it"),
     to("hidden_size", ".hidden_size", "count", VLA, note="input of the value head"),
-    to("policy_setup", "env.gripper", "text", VLA, of_simulator("maniskill"),
-       lambda v, _: "signed" if "panda" in v else "open_is_one", default="widowx_bridge",
+    to("policy_setup", {"env.control_mode": _controller, "env.gripper": _gripper}, _SETUP, of_simulator("maniskill"),
        note="the gripper's number in [0, 1] opens it above 0.5; policies of panda robots have it in [-1, 1]"),
     to("image_size", ".image_size", list_of("count", length=2), VLA, note="height and width"),
     to("num_images_in_input", ".num_images", "count", VLA),
     always("add_value_head", "there is a value head whenever values are learned", "bool"),
-    to("implement_version", ".form", {"rlinf": "rlinf", "official": "official"}, needs(".model_type", "openvla_oft")),
-    missing("use_film", "use a policy without FiLM"),
+    to("implement_version", ".form", "rlinf|official", needs(".model_type", "openvla_oft"), default="rlinf"),
+    missing("use_film", "use a policy without FiLM", default=False),
+    ignored("proprio_dim", "the folder determines it"),
+    ignored("sharding_strategy", "RLinf reads actor.fsdp_config.sharding_strategy"),
+    ignored("force_musa_eager_sdpa", "for devices of Moore Threads"),
     to("num_steps", ".denoise_steps", "count", _PI0))
 
 _OPENPI = section("actor.model.openpi", "model.vla", ROBOTS_ONLY, _PI0)(

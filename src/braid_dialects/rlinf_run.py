@@ -12,7 +12,7 @@ from braid.plan.placement import parse_placement, split_roles
 
 from . import rlinf_agents
 from . import rlinf_facts as facts
-from .conditions import needs, unless
+from .conditions import needs, overridden, unless
 from .conversions import at_least_0, computed, folder_name, listed, positive, unless_null, wandb_mode
 from .rlinf_facts import ROBOTS_ONLY, TEXT_ONLY, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
@@ -245,7 +245,8 @@ _RUNNER = section("runner")(
     to("experiment_name", "run.name", "text", folder_name),
     to("output_dir", "run.output_dir", "path"),
     to("only_eval", "run.eval_only", "bool"),
-    to("max_prompt_length", "model.vla.max_prompt_tokens", "count", ROBOTS_ONLY, facts.VLA),
+    to("max_prompt_length", "model.vla.max_prompt_tokens", "count", ROBOTS_ONLY, facts.VLA,
+       overridden("actor.model.max_prompt_length")),
     always("weight_sync_interval", "weights are synced after every round", choice(1)),
     missing("overlap_env_bootstrap", "use env.pipeline_stages to overlap simulation and policy"),
     missing("use_training_pipeline", "the update always starts when the round is complete"))

@@ -132,6 +132,8 @@ def _is_variable(path: str, dialect: Dialect, foreign: Written) -> bool:
 
 def _near(path: str, dialect: Dialect) -> str:
     known = [*dialect.rules, *dialect.aliases]
+    if longer := [name for name in known if name.endswith(f".{path}")]:
+        return f", did you mean {' or '.join(longer[:2])}?"
     homes = [name for name in known if name.rpartition(".")[2] == path.rpartition(".")[2]]
     return suggest(path, known) or (f", did you mean {' or '.join(homes[:2])}?" if homes else "")
 

@@ -14,6 +14,8 @@ import yaml
 from braid_dialects.load import Read, read_config
 from braid_dialects.table import DialectName
 
+from .embodied import Examples
+
 SEEDS = Path(__file__).parent / "seeds"
 ENVIRONMENT = {"HOME": "/home/user", "REPO_PATH": "/opt/rlinf"}
 """Environment variables that the files name."""
@@ -96,6 +98,13 @@ class Reader:
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     """Reads the seeds."""
     return Reader(tmp_path_factory.mktemp("seeds"))
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Examples:
+    """Reads RLinf's embodied examples."""
+    monkeypatch.setenv("EMBODIED_PATH", str(tmp_path / "embodiment"))
+    return Examples(tmp_path / "embodiment")
 
 
 @pytest.fixture(autouse=True)

@@ -572,7 +572,10 @@ def test_loggers_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ("runner.max_steps=0", "a run needs at least one step"),
         ("algorithm.loss_tpe=ppo", "unknown key of RLinf, did you mean 'algorithm.loss_type'?"),
-        ("sampling_params.top_k=3", "did you mean 'algorithm.sampling_params.top_k'?"),
+        (
+            "sampling_params.top_k=3",
+            "did you mean algorithm.sampling_params.top_k or rollout.sampling_params.top_k?",
+        ),
         ("cluster.node_groups=[{label: a}]", "is not supported: number the devices"),
     ],
 )

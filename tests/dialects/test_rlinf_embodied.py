@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.config.env import LiberoEnv, ManiskillEnv
+from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid_dialects.load import Read, read_config
@@ -221,8 +221,8 @@ def test_old_log_probs_are_the_rollouts_by_default(tmp_path: Path) -> None:
             "is not supported: use one of openvla, openvla_oft, openpi, mlp_policy, cnn_policy with runner.task_type=embodied",
         ),
         (
-            ["env.eval.ignore_terminations=true"],
-            "evaluation has the settings of training, env.train.ignore_terminations=False; make them agree",
+            ["env.eval.max_episode_steps=20"],
+            "evaluation has the settings of training, env.train.max_episode_steps=10; make them agree",
         ),
         (["env.train.group_size=8"], "set it to algorithm.group_size=2, or to 1"),
         (["actor.model.image_size=[224]"], "is not a list of 2, each an integer >= 1"),
@@ -233,6 +233,188 @@ def test_settings_that_differ_from_training_or_are_missing_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (
+            "env.eval.ignore_terminations=true",
+            "env.train.ignore_terminations=False: env/success_once is the same",
+        ),
+        ("env.eval.reward_coef=1.0", "env.train.reward_coef=5.0: returns are measured alike"),
+        ("env.eval.use_rel_reward=false", "env.train.use_rel_reward=True: returns are measured alike"),
+    ],
+)
+def test_evaluations_that_differ_without_an_effect_on_success_say_how(override: str, words: str) -> None:
+    key = override.partition("=")[0]
+    found = {entry.path: entry for entry in read(override).ledger}[key]
+    assert found.disposition == "no effect"
+    assert words in found.note
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "evaluation"),
+    [
+        ("openvla_oft", ["rollout.sampling_params.temperature_eval=0.6"], (0.6, False, False)),
+        ("openvla_oft", ["rollout.sampling_params.temperature_eval=-1"], (1.0, True, False)),
+        ("openvla_oft", ["algorithm.sampling_params.temperature_eval=0"], (1.0, True, False)),
+        ("openvla_oft", [], None),
+        ("openpi", ["rollout.sampling_params.temperature_eval=0.6"], (1.0, True, False)),
+        ("openpi", [], (1.0, True, True)),
+        ("cnn_policy", ["actor.model.is_lora=false"], (1.0, True, None)),
+    ],
+)
+def test_evaluations_have_a_temperature_of_their_own_or_the_likeliest_actions(
+    model: str, overrides: list[str], evaluation: tuple[float, bool, bool | None] | None
+) -> None:
+    """pi0 and small policies always have the likeliest; the file's actor.model.do_sample=false counts otherwise."""
+    found = config(f"actor.model.model_type={model}", *overrides)
+    if evaluation is None:
+        assert found.eval.sampling is None
+        assert found.model.vla is not None
+        assert found.model.vla.greedy
+        return
+    temperature, is_greedy, is_of_policy = evaluation
+    assert found.eval.sampling is not None
+    assert (found.eval.sampling.temperature, found.eval.sampling.greedy) == (temperature, is_greedy)
+    assert is_of_policy == (None if found.model.vla is None else found.model.vla.greedy)
+
+
+def test_sampling_params_of_the_rollout_come_before_those_of_the_algorithm() -> None:
+    given = ("rollout.sampling_params.temperature_train=1.6", "rollout.sampling_params.do_sample=true")
+    assert config(*given).rollout.sampling.temperature == 1.6
+    found = notes(*given)
+    assert found["algorithm.sampling_params.temperature"] == "sampling_params are those of rollout"
+    assert notes("rollout.sampling_params.max_new_tokens=null")["rollout.sampling_params.max_new_tokens"] == (
+        "null: the number that the actions need"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "disposition"),
+    [
+        ("rollout.sampling_params.top_k=50", "unsupported"),
+        ("rollout.sampling_params.top_k=-1", "implied"),
+        ("rollout.sampling_params.top_p=0.9", "no effect"),
+        ("rollout.sampling_params.repetition_penalty=1.2", "no effect"),
+        ("rollout.sampling_params.add_BOS=false", "no effect"),
+        ("rollout.enable_torch_compile=false", "no effect"),
+        ("actor.model.use_film=false", "no effect"),
+        ("actor.model.use_film=true", "unsupported"),
+        ("actor.model.proprio_dim=8", "no effect"),
+        ("actor.model.sharding_strategy=no_shard", "no effect"),
+        ("actor.fsdp_config.transformer_layer_cls_to_wrap=[GemmaMLP]", "no effect"),
+        ("runner.eval_policy_path=null", "no effect"),
+        ("runner.eval_policy_path=a.pt", "unsupported"),
+        ("env.train.use_step_penalty=false", "no effect"),
+        ("env.train.init_params.camera_pos=[1.0, 0.0, 2.0]", "no effect"),
+        ("env.train.init_params.task_description=Stack", "no effect"),
+        ("env.eval.policy_setup=widowx_bridge", "no effect"),
+        ("env.obs_compression.enable=false", "no effect"),
+        ("actor.optim.num_cycles=0.5", "no effect"),
+        ("actor.optim.lr_warmup_steps=-1", "no effect"),
+        ("actor.optim.critic_warmup_steps=10", "no effect"),  # without a critic
+    ],
+)
+def test_keys_that_change_nothing_are_accepted_and_others_are_not(override: str, disposition: str) -> None:
+    found = {entry.path: entry for entry in read_config(SEED, [override], allowed=["*"]).ledger}
+    entry = found[override.partition("=")[0]]
+    assert (entry.disposition, bool(entry.note)) == (disposition, True)
+
+
+def test_training_at_temperature_0_is_refused_unless_nothing_is_trained() -> None:
+    given = "rollout.sampling_params.temperature_train=0.0"
+    with pytest.raises(ConfigError, match="training samples actions; use a number above 0"):
+        read(given)
+    assert notes(given, "runner.only_eval=true")["rollout.sampling_params.temperature_train"] == (
+        "nothing is trained"
+    )
+
+
+def test_counts_of_steps_and_decisions_become_those_of_braid() -> None:
+    """640 chunks of a round are 4 optimizer steps, times 2 passes."""
+    found = config(
+        "algorithm.adv_type=gae",
+        "algorithm.loss_type=actor_critic",
+        "env.train.total_num_envs=64",
+        "algorithm.update_epoch=2",
+        "actor.optim.critic_warmup_steps=17",
+        "actor.optim.lr_scheduler=cosine",
+        "actor.optim.lr_warmup_steps=3",
+        "actor.optim.total_training_steps=100",
+        *LONG,
+    )
+    assert (found.train.steps_per_pass, found.train.passes_per_round) == (4, 2)
+    assert found.critic.warmup_rounds == 3
+    schedule = found.train.optimizer.schedule
+    assert (schedule.warmup_steps, schedule.decay_steps) == (24, 800), "RLinf counts rounds"
+    assert found.train.micro_batch_tokens == 8 * 8 * 7, "micro-batches are counted in log-probs"
+    for level, positions in (("action_level", 8), ("chunk_level", 1)):
+        assert config(f"algorithm.logprob_type={level}").train.micro_batch_tokens == 8 * positions
+    longer = config(*LONG, "env.train.total_num_envs=64", "env.train.max_steps_per_rollout_epoch=160")
+    assert longer.train.steps_per_pass == 8
+
+
+def test_pytorch_s_own_schedules() -> None:
+    given = (
+        "actor.optim.min_lr=1e-5",
+        "actor.optim.lr_warmup_steps=3",
+        "actor.optim.lr_scheduler=torch_cosine",
+    )
+    schedule = config(*given).train.optimizer.schedule
+    assert (schedule.decay, schedule.warmup_steps) == ("cosine", 0)
+    assert schedule.min_ratio == pytest.approx(1e-6 / 1e-4)
+    assert "neither a warm-up" in notes(*given)["actor.optim.min_lr"]
+    assert config("actor.optim.lr_scheduler=torch_constant").train.optimizer.schedule.decay == "constant"
+
+
+def test_libero_s_own_keys() -> None:
+    def env(*overrides: str) -> LiberoEnv:
+        found = config(*LIBERO, *overrides).env
+        assert isinstance(found, LiberoEnv)
+        return found
+
+    penalised = [
+        f"env.{use}.{key}"
+        for use in ("train", "eval")
+        for key in ("use_step_penalty=true", "reset_gripper_open=false")
+    ]
+    assert (env(*penalised).step_penalty, env(*penalised).open_gripper) == (1.0, False)
+    in_order = "env.train.use_ordered_reset_state_ids=true"
+    assert env(in_order, "env.train.group_size=2").reset_seeds == 500
+    assert notes(*LIBERO, in_order)["env.train.use_ordered_reset_state_ids"] == (
+        "each episode begins in a random state of its own"
+    )
+    of_eval = "env.eval.is_eval=true"
+    assert env(of_eval, "env.eval.total_num_envs=500").eval_reset_seeds == 500
+    assert env(of_eval, "env.eval.total_num_envs=12").eval_reset_seeds == (*range(0, 500, 50), 1, 51), (
+        "tasks in turns"
+    )
+    assert env(of_eval).eval_reset_seeds is None
+
+
+def test_a_task_of_metaworld_or_a_set() -> None:
+    of = [*LIBERO, *(f"env.{use}.env_type=metaworld" for use in ("train", "eval"))]
+    for key, task in (("task_name=reach-v3", "reach-v3"), ("task_suite_name=metaworld_45_ind", "ML45-train")):
+        found = config(*of, *(f"env.{use}.{key}" for use in ("train", "eval"))).env
+        assert isinstance(found, MetaworldEnv)
+        assert found.task == task
+    both = [f"env.{use}.task_suite_name=metaworld_50" for use in ("train", "eval")]
+    named = [f"env.{use}.task_name=reach-v3" for use in ("train", "eval")]
+    assert notes(*of, *both, *named)["env.train.task_suite_name"] == "overridden by task_name"
+
+
+def test_a_policy_needs_a_folder_unless_it_is_built() -> None:
+    with pytest.raises(ConfigError, match="set it to the policy's folder"):
+        read("actor.model.model_path=''")
+    small = ("actor.model.model_type=mlp_policy", "actor.model.is_lora=false", "rollout.model.model_path=''")
+    assert config("actor.model.model_path=''", *small).model.path is None
+
+
+def test_precisions_of_fsdp_have_the_names_of_the_model_s() -> None:
+    found = config("actor.fsdp_config.mixed_precision.param_dtype=32").train.fsdp
+    assert found.param_dtype == "fp32"
 
 
 def test_keys_of_maniskill_s_scene() -> None:
@@ -246,7 +428,8 @@ def test_keys_of_maniskill_s_scene() -> None:
         "actor.model.policy_setup=panda-ee-dpos",
     ).env
     assert isinstance(env, ManiskillEnv)
-    assert (env.on_gpu, env.obs_mode, env.control_mode) == (False, "rgb", "pd_joint_delta_pos")
+    assert (env.on_gpu, env.obs_mode) == (False, "rgb")
+    assert env.control_mode == "pd_ee_delta_pos", "the policy's, whatever init_params says"
     assert env.kwargs == {"sim_config": {"sim_freq": 100}, "sensor_configs": {"shader_pack": "minimal"}}
     assert (env.reward_mode, env.gripper, env.pipeline_stages) == ("success", "signed", 2)
 

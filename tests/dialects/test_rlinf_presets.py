@@ -1,0 +1,165 @@
+"""RLinf's embodied examples, whole: every key is accounted for, and they are planned for eight devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv
+from braid.config.schema import RunConfig
+from braid.errors import ConfigError
+from braid.plan import resolve
+
+from .embodied import COMMON, FILES, Examples, Flat
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_recognised_and_no_key_is_unsupported(examples: Examples, name: str) -> None:
+    read = examples.read(name)
+    assert read.language == "rlinf"
+    assert not [entry.path for entry in read.ledger if entry.disposition in ("unsupported", "refused")]
+
+
+AT_OTHER_LEVELS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("libero_10_ppo_openpi", "libero_10_grpo_openpi", "metaworld_50_ppo_openpi"), ("algorithm.entropy_type=chunk_level",)
+    ),
+    "maniskill_ppo_openvlaoft": ("algorithm.reward_type=chunk_level", "actor.model.value_type=chunk_level"),
+}  # fmt: skip
+"""Files with an entropy, or rewards, at another level than their log-probs -> the same level."""
+LEVELS = {"algorithm.entropy_level", "algorithm.reward_level"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_planned(examples: Examples, name: str) -> None:
+    """As it is, up to the levels of AT_OTHER_LEVELS, and whole at a common level."""
+    assert _refused(examples.read(name).loaded.config) <= (LEVELS if name in AT_OTHER_LEVELS else set())
+    plan = resolve(examples.read(name, *AT_OTHER_LEVELS.get(name, ())).loaded.config, num_gpus=8)
+    assert plan.planned_rounds == 1000
+
+
+def _refused(config: RunConfig) -> set[str]:
+    try:
+        resolve(config, num_gpus=8)
+    except ConfigError as error:
+        return {problem.key for problem in error.problems}
+    return set()
+
+
+def test_pi0_in_libero_with_values(examples: Examples) -> None:
+    found = examples.read("libero_10_ppo_openpi").loaded.config
+    env, vla = found.env, found.model.vla
+    assert isinstance(env, LiberoEnv)
+    assert (env.suite, env.max_episode_steps, env.reward_scale, env.step_penalty) == (
+        "libero_10",
+        480,
+        1.0,
+        0.0,
+    )
+    assert (env.gripper, env.open_gripper, env.eval_reset_seeds) == ("signed", True, 500)
+    assert vla is not None
+    assert (vla.kind, vla.num_action_chunks, vla.denoise_steps, vla.num_images) == ("pi0", 10, 4, 2)
+    assert (found.train.steps_per_pass, found.train.passes_per_round) == (64 * 8 * 48 // 2048, 4)
+    assert (found.rollout.prompts_per_round, found.critic.network) == (512, "shared_detached")
+    assert found.train.micro_batch_tokens == 128, "a decision of pi0 has one log-prob"
+    assert found.eval.sampling is not None
+    assert found.eval.sampling.greedy
+
+
+def test_metaworld_s_rewards_are_its_successes_seen_by_rlinf_s_camera(examples: Examples) -> None:
+    env = examples.read("metaworld_50_ppo_openpi").loaded.config.env
+    assert isinstance(env, MetaworldEnv)
+    assert (env.task, env.reward_mode, env.terminate_on_success) == ("MT50", "success", True)
+    assert (env.cameras, env.shadows, env.image_size) == ({"image": "corner4"}, True, 480)
+
+
+def test_openvla_oft_in_libero_by_groups(examples: Examples) -> None:
+    found = examples.read("libero_10_grpo_openvlaoft").loaded.config
+    env = found.env
+    assert isinstance(env, LiberoEnv)
+    assert (env.gripper, env.open_gripper, env.fixed_reset_states) == ("open_is_one", False, True)
+    assert (found.rollout.prompts_per_round, found.rollout.group_size) == (64 * 16 // 8, 8)
+    assert (found.rollout.filter.min_mean, found.rollout.filter.max_mean) == (0.5, 4.5)
+    assert found.rollout.sampling.temperature == 1.6
+    assert found.eval.sampling is not None
+    assert (found.eval.sampling.temperature, found.eval.sampling.greedy) == (1.6, False)
+    assert found.train.steps_per_pass == 64 * 16 * 64 // 16384
+    assert found.train.micro_batch_tokens == 32 * 56
+    assert found.model.vla is not None
+    assert (found.model.vla.form, found.model.vla.max_prompt_tokens) == ("rlinf", 128)
+
+
+def test_openvla_oft_in_a_scene_with_simulators_apart(examples: Examples) -> None:
+    found = examples.read(
+        "maniskill_ppo_openvlaoft", *AT_OTHER_LEVELS["maniskill_ppo_openvlaoft"]
+    ).loaded.config
+    env = found.env
+    assert isinstance(env, ManiskillEnv)
+    assert (env.gripper, env.reward_mode, env.auto_reset) == ("open_is_one", "put_on", True)
+    assert env.control_mode == "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"
+    assert env.kwargs["sensor_configs"] == {"shader_pack": "minimal"}
+    assert (env.num_envs, env.max_steps_per_rollout) == (32, 160), "128 on four devices"
+    assert found.train.steps_per_pass == 128 * 20 // 640
+    plan = resolve(found, num_gpus=8)
+    assert plan.layout.mode == "hybrid"
+    assert [(of.role, len(of.workers)) for of in plan.layout.roles] == [
+        ("policy", 8),
+        ("rollout", 4),
+        ("env", 4),
+    ]
+
+
+def test_a_perceptron_in_a_scene(examples: Examples) -> None:
+    found = examples.read("maniskill_ppo_mlp").loaded.config
+    env = found.env
+    assert isinstance(env, ManiskillEnv)
+    assert (env.task, env.control_mode, env.gripper, env.reward_mode) == (
+        "PickCube-v1",
+        "pd_joint_delta_pos",
+        "signed",
+        None,
+    )
+    assert (found.model.path, found.train.autocast, found.train.fsdp.param_dtype) == (None, "none", "fp32")
+    assert (found.train.steps_per_pass, found.train.micro_batch_tokens) == (1024 * 50 // 6400, 6400)
+    assert found.eval.sampling is not None
+    assert found.eval.sampling.greedy, "RLinf evaluates with the mean action, whatever temperature_eval is"
+
+
+@pytest.mark.parametrize("name", ["libero_10_grpo_openvlaoft", "maniskill_ppo_mlp"])
+def test_older_names_of_keys_mean_the_same(examples: Examples, name: str) -> None:
+    names = {
+        "rollout.sampling_params": "algorithm.sampling_params",
+        "rollout.generation_backend": "rollout.backend",
+        "env.train.rollout_epoch": "algorithm.rollout_epoch",
+        "env.eval.rollout_epoch": "algorithm.eval_rollout_epoch",
+        "runner.ckpt_path": "runner.eval_policy_path",
+    }
+    older: Flat = {}
+    for path, value in (COMMON | FILES[name]).items():
+        start = next((old for old in names if path == old or path.startswith(f"{old}.")), None)
+        older[path if start is None else path.replace(start, names[start])] = value
+    older["algorithm.sampling_params.use_greedy"] = not older.pop("algorithm.sampling_params.do_sample")
+    older["algorithm.sampling_params.add_BOS"] = False
+    read = examples.read(name, flat=older)
+    assert not [entry.path for entry in read.ledger if entry.disposition == "unsupported"]
+    assert read.loaded.config == examples.read(name).loaded.config
+
+
+@pytest.mark.parametrize(
+    ("placement", "mode", "workers", "num_envs"),
+    [
+        ({"actor,env,rollout": "all"}, "collocated", {"policy": 8, "rollout": 8}, None),
+        ({"env": "0-1", "rollout": "2-3", "actor": "4-7"}, "disaggregated", {"policy": 4, "rollout": 2, "env": 2}, 32),
+        ({"actor": "0-7", "env": "0-3", "rollout": "4-7"}, "hybrid", {"policy": 8, "rollout": 4, "env": 4}, 16),
+        ({"actor": "0-7", "env,rollout": "0-3"}, "hybrid", {"policy": 8, "rollout": 4}, 16),
+        ({"env": "0-0:0-3", "rollout": "1-4", "actor": "5-7"}, "disaggregated", {"policy": 3, "rollout": 4, "env": 4}, 16),
+    ],
+)  # fmt: skip
+def test_simulators_are_placed_as_the_file_says(
+    examples: Examples, placement: dict[str, str], mode: str, workers: dict[str, int], num_envs: int | None
+) -> None:
+    flat = COMMON | FILES["libero_10_grpo_openvlaoft"] | {"cluster.component_placement": placement}
+    found = examples.read("libero_10_grpo_openvlaoft", flat=flat).loaded.config
+    layout = resolve(found, num_gpus=8).layout
+    assert (layout.mode, {of.role: len(of.workers) for of in layout.roles}) == (mode, workers)
+    assert isinstance(found.env, LiberoEnv)
+    assert num_envs in (None, found.env.num_envs), "64 in all"
