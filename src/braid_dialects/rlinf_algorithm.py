@@ -190,7 +190,7 @@ _SAMPLING = section("{algorithm,rollout}.sampling_params", "rollout.sampling", _
     to("top_k", ".top_k", "cadence", _top_k),
     to("top_p", ".top_p", "fraction", _top_p),
     to("repetition_penalty", ".repetition_penalty", "positive", TEXT_ONLY),
-    to("max_new_tokens", ".max_new_tokens", "count?", unless_null("the number that the actions need")),
+    to("max_new_tokens", ".max_new_tokens", "count?", unless_null("what the actions need, or runner.seq_length leaves")),
     to("min_new_tokens", ".min_new_tokens", "natural", TEXT_ONLY, note="not read by RLinf"),
     to("temperature_train", ".temperature", "non-negative", ROBOTS_ONLY, _temperature),
     to("temperature_eval", "", "number", ROBOTS_ONLY, _temperature_eval, note="0 or less: the likeliest actions"),

@@ -330,6 +330,9 @@ EQUAL: dict[str, dict[str, tuple[tuple[Any, ...], ...]]] = {
         "algorithm.adv_type": (("grpo", "grpo_dynamic"),),  # apart by algorithm.advantage_mode
         "algorithm.loss_type": (("ppo", "grpo", "actor"),),
         "algorithm.sampling_params.top_k": ((1_000_000, -1),),
+        "algorithm.sampling_params.max_new_tokens": (
+            (None, 1024),
+        ),  # null: runner.seq_length - data.max_prompt_length
         "actor.model.sequence_parallel": ((True, False),),  # without tensor parallelism
         "actor.model.trust_remote_code": ((True, False),),  # one of the two is enough
         "actor.tokenizer.trust_remote_code": ((True, False),),

@@ -287,7 +287,7 @@ def test_sampling_params_of_the_rollout_come_before_those_of_the_algorithm() -> 
     found = notes(*given)
     assert found["algorithm.sampling_params.temperature"] == "sampling_params are those of rollout"
     assert notes("rollout.sampling_params.max_new_tokens=null")["rollout.sampling_params.max_new_tokens"] == (
-        "null: the number that the actions need"
+        "null: what the actions need, or runner.seq_length leaves"
     )
 
 
