@@ -110,7 +110,7 @@ def test_two_rounds_of_pi0_on_many_tasks(
     read = examples.read(
         "metaworld_50_ppo_openpi", *sizes, f"actor.model.model_path={tmp_path}/model", "actor.model.num_action_chunks=4",
         "actor.model.num_steps=2", "runner.max_epochs=2", "runner.val_check_interval=1", "runner.save_interval=-1",
-        "algorithm.update_epoch=1", "algorithm.entropy_type=chunk_level", "env.train.total_num_envs=4",
+        "algorithm.update_epoch=1", "env.train.total_num_envs=4",
         "env.train.rollout_epoch=1", "env.eval.total_num_envs=2", "actor.global_batch_size=10", "braid.env.shadows=false",
         "braid.run.device=cpu", "braid.report.console=none", **IN_ONE_PROCESS,
     )  # fmt: skip

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv
-from braid.config.schema import RunConfig
-from braid.errors import ConfigError
 from braid.plan import resolve
 
 from .embodied import COMMON, FILES, Examples, Flat
@@ -19,30 +17,10 @@ def test_a_file_is_recognised_and_no_key_is_unsupported(examples: Examples, name
     assert not [entry.path for entry in read.ledger if entry.disposition in ("unsupported", "refused")]
 
 
-AT_OTHER_LEVELS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        ("libero_10_ppo_openpi", "libero_10_grpo_openpi", "metaworld_50_ppo_openpi"), ("algorithm.entropy_type=chunk_level",)
-    ),
-    "maniskill_ppo_openvlaoft": ("algorithm.reward_type=chunk_level", "actor.model.value_type=chunk_level"),
-}  # fmt: skip
-"""Files with an entropy, or rewards, at another level than their log-probs -> the same level."""
-LEVELS = {"algorithm.entropy_level", "algorithm.reward_level"}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_is_planned(examples: Examples, name: str) -> None:
-    """As it is, up to the levels of AT_OTHER_LEVELS, and whole at a common level."""
-    assert _refused(examples.read(name).loaded.config) <= (LEVELS if name in AT_OTHER_LEVELS else set())
-    plan = resolve(examples.read(name, *AT_OTHER_LEVELS.get(name, ())).loaded.config, num_gpus=8)
+    plan = resolve(examples.read(name).loaded.config, num_gpus=8)
     assert plan.planned_rounds == 1000
-
-
-def _refused(config: RunConfig) -> set[str]:
-    try:
-        resolve(config, num_gpus=8)
-    except ConfigError as error:
-        return {problem.key for problem in error.problems}
-    return set()
 
 
 def test_pi0_in_libero_with_values(examples: Examples) -> None:
@@ -89,9 +67,7 @@ def test_openvla_oft_in_libero_by_groups(examples: Examples) -> None:
 
 
 def test_openvla_oft_in_a_scene_with_simulators_apart(examples: Examples) -> None:
-    found = examples.read(
-        "maniskill_ppo_openvlaoft", *AT_OTHER_LEVELS["maniskill_ppo_openvlaoft"]
-    ).loaded.config
+    found = examples.read("maniskill_ppo_openvlaoft").loaded.config
     env = found.env
     assert isinstance(env, ManiskillEnv)
     assert (env.gripper, env.reward_mode, env.auto_reset) == ("open_is_one", "put_on", True)
