@@ -2,10 +2,10 @@
 
     python benchmarks/learned.py [TASK ...] --seeds 0 1 2
 
-Trains each task in a process of its own, one after the other, and prints the result of its last evaluation per seed, with a bar for
-the gain also that of the first. Tasks are the configs of benchmarks/learned and some of examples; what the robots' need is made
-before. Bars are in eval.target; the optimum, if it is known, is in a config's first line. A run that fails is reported as such, and
-the others go on. Exits with 1 if a bar is missed or a run fails.
+Tasks are the configs of benchmarks/learned and some of examples; policies and demonstrations that they read are made first. Each
+run is a process of its own, one after the other. Prints the result of the last evaluation per seed, and that of the first one where
+the bar is a gain. Bars are in eval.target; the optimum, where it is known, is in a config's first line. A run that fails is reported
+as such, and the others go on. Exits with 1 if a bar is missed or a run fails.
 """
 
 from __future__ import annotations
