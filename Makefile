@@ -1,6 +1,8 @@
 # make demo    a fresh machine to a trained model
 # make test    everything that CI runs
 # make check   the quick everyday part
+# make nightly every learned task with three seeds, for hours; fails if a run misses its bar (benchmarks/learned.py)
+# make bench   the benchmarks of speed and memory
 # make gpu     what a machine with a CUDA GPU does and how fast, in gpu.json; needs no make setup
 # make wheel   a wheel in dist/
 # make setup   the environment in .venv that the others share
@@ -18,7 +20,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of processes
 
-.PHONY: demo setup backends vllm agents robots gpu wheel test check lint types walls quick all format bench docs clean
+.PHONY: demo setup backends vllm agents robots gpu wheel test check nightly lint types walls quick all format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
@@ -73,6 +75,9 @@ test: lint types walls all
 
 check: lint types walls quick
 
+nightly: $(AGENTS) $(ROBOTS)
+	$(BIN)/python benchmarks/learned.py
+
 lint: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -99,7 +104,7 @@ docs: setup
 
 bench: setup
 	$(BIN)/pip install -q --no-deps -r requirements/bench.lock
-	for benchmark in benchmarks/*.py; do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
+	for benchmark in $(filter-out benchmarks/learned.py,$(wildcard benchmarks/*.py)); do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
 
 clean:
 	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis

@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 # Reads
 
 
-_READING_FOR_OTHERS = (__name__, "braid.config.cluster", "braid.config.data", "braid.config.roles")
+_READING_FOR_OTHERS = (__name__, *(f"braid.config.{name}" for name in ("cluster", "data", "report", "roles")))
 """Modules whose functions read keys on behalf of their caller."""
 _NOT_PART_OF_A_RUN = ("braid.config", "braid.plan", "braid.trainer.preflight", "braid.trainer.watch")
 _ALGORITHM = {Recipe: "algorithm", Correction: "algorithm.corrections[]"}

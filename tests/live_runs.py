@@ -241,11 +241,13 @@ class Threads(InProcessGroup[Any]):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.role, self._has_threads, self._workers = "main", False, {}
+        self.is_made = False
         self._pool = ThreadPoolExecutor(1)
 
     def make(self, factory: Callable[[Place], Any], logs: Path) -> Threads:
         place = Place(0, 1, workers=self._workers)
         self._worker = self._workers[self.role] = self._pool.submit(factory, place).result()
+        self.is_made = True
         return self
 
     def add(self, name: str, factory: Callable[[Place], Any], **_: Any) -> Threads:

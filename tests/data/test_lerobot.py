@@ -49,6 +49,12 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert_equal(list(read_demonstrations(tmp_path, "key")), episodes())
 
 
+def test_a_shorter_data_set_replaces_a_longer_one(tmp_path: Path) -> None:
+    write_demonstrations(tmp_path, episodes())
+    write_demonstrations(tmp_path, episodes()[:1])
+    assert_equal(list(read_demonstrations(tmp_path, "key")), episodes()[:1])
+
+
 def test_version_3_has_several_episodes_in_a_file_and_tasks_in_a_table(tmp_path: Path) -> None:
     write_demonstrations(tmp_path, episodes())
     files = sorted((tmp_path / "data" / "chunk-000").iterdir())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from ctypes.util import find_library
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,15 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from tests.needs import needs
 
-from braid.envs.simulators.adapters.metaworld import MetaWorld
+from braid.cli.main import main
+from braid.config.load import load_config
+from braid.envs.simulators.adapters.metaworld import MetaWorld, _try_opengl
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.errors import ConfigError
+from braid.report.video import read_video
+from braid.trainer import commands
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = needs("metaworld")
 
 
@@ -153,6 +160,39 @@ def test_a_missing_renderer_is_named_with_the_remedy(monkeypatch: pytest.MonkeyP
         MetaWorld("reach-v3", cameras={"image": "corner4"})
     with closing(MetaWorld("reach-v3")) as env:
         assert env.reset(seed=0)[0]["state"].shape == (39,), "without images none is needed"
+
+
+def test_videos_are_refused_before_the_run_where_opengl_does_not_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import_module("mujoco")
+    monkeypatch.setenv("MUJOCO_GL", "vulkan")
+    _try_opengl.cache_clear()
+    overrides = [f"run.output_dir={tmp_path}", "report.console=none", "env.processes=0"]
+    assert main(["train", str(EXAMPLES / "robot.yaml"), *overrides]) == 2
+    said = capsys.readouterr().err
+    assert re.search(
+        r"env\.video: no images: OpenGL by vulkan does not work .*libegl1.*remove env\.video", said
+    )
+    assert not list(tmp_path.glob("*/metrics.jsonl")), "nothing was trained"
+
+
+@pytest.mark.slow
+@needs("av")
+def test_the_example_leaves_videos_of_the_robot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _with_camera().close()
+    short = [f"run={{max_rounds: 1, output_dir: {tmp_path}}}", "rollout.prompts_per_round=10"]
+    short += ["env.eval_episodes=2", "env.max_episode_steps=5", "env.num_envs=2", "report.console=plain"]
+    loaded = load_config(EXAMPLES / "robot.yaml", short)
+    folder = commands.train(loaded).run_dir / "video"
+    assert sorted(file.name for file in folder.iterdir()) == ["eval_000000.mp4", "eval_000001.mp4"]
+    for file in folder.iterdir():
+        frames = read_video(file, 100)
+        assert frames.shape == (6, 192 + 30, 2 * 192, 3), "two episodes side by side, text below"
+        assert frames[:, :192].std() > 10, "not an empty picture"
+    said = capsys.readouterr()
+    assert re.search(r"pass@1( +\d\.\d+){2}", said.out + said.err), "success before and after"
+    assert re.search(r"\nvideos +/", said.out + said.err)
 
 
 def _said_with(gl: str, options: str) -> str:

@@ -2,33 +2,68 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "learned.py"
+from braid.config.load import load_config
+from braid.plan import resolve
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "learned.py"))
+
+
+@pytest.mark.parametrize("name", SCRIPT["TASKS"])
+def test_every_task_resolves_and_has_a_bar(name: str) -> None:
+    task = SCRIPT["TASKS"][name]
+    loaded = load_config(task.config, task.overrides)
+    assert not resolve(loaded.config, 10**6, origin_of=loaded.origin).warnings
+    target = loaded.config.eval.target
+    assert target.min_final is not None or target.min_gain is not None
+
+
+TINY = """# Optimum 1.00
+run: {max_rounds: 1}
+model: {mlp: {hidden_sizes: [4]}}
+env: {kind: gymnasium, id: CartPole-v1, processes: 0, max_episode_steps: 3, eval_episodes: 2}
+rollout: {prompts_per_round: 2, group_size: 1}
+algorithm: {recipe: ppo}
+"""
 
 
 @pytest.mark.slow
-def test_runs_that_end_without_a_summary_are_reported_and_the_others_go_on(
+def test_results_are_compared_with_bars_and_a_failed_run_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    script = runpy.run_path(str(SCRIPT))
-    main = script["main"]
-    monkeypatch.setitem(main.__globals__, "CONFIGS", tmp_path)
-    target = "eval: {target: {min_final: 0.5}}"
-    (tmp_path / "broken.yaml").write_text(f"# Optimum 1.00\nno_such_key: 1\n{target}\n")
-    (tmp_path / "missing.yaml").write_text(f"# Optimum 0.50\nmodel: {{path: no_such_folder}}\n{target}\n")
-    monkeypatch.setattr(sys, "argv", ["learned.py", "--seeds", "3"])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 1
-    table, log = capfd.readouterr()
-    assert table.splitlines()[2:] == [
-        "| broken | 1.00 | 0.5 | failed | - |",
-        "| missing | 0.50 | 0.5 | failed | - |",
+    """Each episode of the tiny runs has a return of 3 and counts as a success."""
+    texts = {
+        "broken": "# Optimum 1.00\nno_such_key: 1",
+        "missing": "# Optimum 0.50\nmodel: {path: no_such_folder}\neval: {target: {min_final: 0.5}}",
+        "reached": TINY + "eval: {target: {min_final: 3}}",
+        "missed": TINY + "eval: {target: {metric: pass@1, min_final: 1, min_gain: 0.25}}",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    main = SCRIPT["main"]
+    tasks = {name: SCRIPT["Task"](tmp_path / f"{name}.yaml") for name in texts}
+    monkeypatch.setitem(main.__globals__, "TASKS", tasks)
+
+    def run(*names: str) -> tuple[object, list[str], str]:
+        monkeypatch.setattr(sys, "argv", ["learned.py", *names, "--seeds", "3"])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        table, log = capfd.readouterr()
+        return stopped.value.code, [re.sub(r"\d+ \|$", "s |", line) for line in table.splitlines()[2:]], log
+
+    assert run("reached")[:2] == (0, ["| reached | 1.00 | mean@1 3 | 3.000 | s |"])
+    assert run("missed")[:2] == (1, ["| missed | 1.00 | pass@1 1 +0.25 | 1.000 to 1.000 | s |"])
+    code, table, log = run("broken", "missing")
+    assert code == 1
+    assert table == [
+        "| broken | 1.00 | mean@1 | failed | - |",
+        "| missing | 0.50 | mean@1 0.5 | failed | - |",
     ]
     assert "broken_3: failed without a summary" in log
     assert "missing_3: failed without a summary" in log

@@ -180,6 +180,11 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
             "eval.target.min_gain: the gain is relative to the evaluation before training; set eval.before=true",
         ),
         (
+            ["eval={samples_per_prompt: 4, pass_at: [1, 2], target: {metric: pass@4, min_final: 0.5}}"],
+            "eval.target.metric: evaluations do not compute 'pass@4'; use mean@4 or pass@1 or pass@2, or change "
+            "eval.samples_per_prompt or eval.pass_at",
+        ),
+        (
             ["sft.data=[]"],
             "sft.data: no examples; add at least one source",
         ),
@@ -304,6 +309,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         (["critic.warmup_rounds=1"], "critic.warmup_rounds: has no effect: the advantage uses no critic"),
         (["algorithm.kl_in=reward"], "algorithm.kl_in: has no effect: algorithm.kl_coef is 0"),
         (["reference.path=x"], "reference.path: has no effect: algorithm.kl_coef is 0"),
+        (["eval.target.metric=pass@1"], "eval.target.metric: has no effect: there are no targets"),
         (
             ["algorithm.policy_loss=policy_gradient", "algorithm.dual_clip=3"],
             "algorithm.dual_clip: has no effect: algorithm.policy_loss=policy_gradient does not use it",

@@ -170,12 +170,28 @@ def test_a_round_without_any_valid_answer_ends_the_run_even_when_allowed(load_ti
         commands.train(loaded)
 
 
-def test_a_missed_target_is_reported(load_tiny: LoadTiny) -> None:
-    outcome = commands.train(load_tiny("eval.target.min_final=2.0"))
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("{min_final: 2}", r"final mean@1 is [\d.]+, below eval.target.min_final=2$"),
+        (
+            "{metric: pass@1, min_final: 0, min_gain: 2}",
+            r"pass@1 rose .* by less than eval.target.min_gain=2$",
+        ),
+    ],
+)
+def test_a_missed_target_is_reported(load_tiny: LoadTiny, target: str, why: str) -> None:
+    outcome = commands.train(load_tiny(f"eval.target={target}"))
     assert not outcome.is_target_reached
     summary = json.loads((outcome.run_dir / "summary.json").read_text())
     assert summary["status"] == "not_learned"
-    assert "eval.target.min_final=2" in summary["error"]
+    assert re.search(why, summary["error"])
+
+
+def test_a_target_may_be_for_the_share_of_successes(load_tiny: LoadTiny) -> None:
+    """Every answer succeeds with a lower bar, whatever its reward."""
+    bar = ["eval.success_reward=-9", "eval.target={metric: pass@1, min_final: 1}"]
+    assert commands.train(load_tiny(*bar)).is_target_reached
 
 
 def test_an_exported_run_loads_in_transformers_with_the_trained_weights(load_tiny: LoadTiny) -> None:

@@ -6,6 +6,8 @@ import gc
 import inspect
 import itertools
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,21 @@ import yaml
 from gymnasium import spaces
 from safetensors.torch import load_file
 from tests.models.vla_checkpoints import STATISTICS, tiny_openvla, tiny_pi0, tiny_tokenizer
+from tests.needs import needs
 from tests.resume.test_kill_and_resume import weight_hashes
 
 from braid.config.load import load_config
-from braid.data.lerobot import Demonstration, write_demonstrations
+from braid.config.paths import with_absolute_paths
+from braid.data.lerobot import Demonstration, read_demonstrations, write_demonstrations
+from braid.envs.simulators.adapters.metaworld import MetaWorld
 from braid.errors import ConfigError, DataError, ModelError
 from braid.models.vla.openvla import load_openvla
 from braid.plan import resolve
 from braid.report.video import read_video
 from braid.trainer import commands
+from braid.trainer.demonstrations import demonstration_rows
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
 
 _IMPORTS = "from typing import Any\nimport gymnasium\nimport numpy as np\nfrom gymnasium import spaces\n"
@@ -224,6 +231,49 @@ def test_imitation_then_export(tmp_path: Path) -> None:
     changed = [n for n, tensor in exported.state_dict().items() if not torch.equal(tensor, before[n])]
     assert "language_model.lm_head.weight" in changed
     assert not [name for name in changed if "attn_pool" in name]
+
+
+@needs("metaworld")
+def test_experts_of_metaworld_succeed_and_are_imitated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their actions, repeated in the environment of the policy, meet the observations of the folder, and end in success."""
+    options = {"task": "reach-v3", "cameras": {"image": "corner4"}, "image_size": 24}
+    try:
+        env = MetaWorld(**options)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    script = runpy.run_path(str(EXAMPLES / "metaworld_demonstrations.py"))
+    given = ["--tasks", "reach-v3", "--episodes", "2", "--image-size", "24"]
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "data"), *given])
+    script["main"]()
+    episodes = list(read_demonstrations(tmp_path / "data", "key"))
+    assert [episode.instruction for episode in episodes] == ["reach", "reach"]
+    for seed, episode in enumerate(episodes):
+        observation, is_success = env.reset(seed=seed)[0], False
+        for frame, action in enumerate(episode.actions):
+            assert not is_success, "an episode ends at its first success"
+            for name in ("image", "state"):
+                np.testing.assert_array_equal(episode.observations[name][frame], observation[name])
+            observation, *_, info = env.step(action)
+            is_success = info["success"]
+        assert is_success
+    env.close()
+
+    path = write_config(
+        tmp_path,
+        OFT | {"action_dim": 4, "unnorm_key": "metaworld"},
+        env={"kind": "metaworld", **options, "max_episode_steps": 4, "processes": 0, "eval_episodes": 1},
+        sft={"demonstrations": "data", "steps": 1, "rows_per_step": 4},
+    )
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["norm_stats"] = {"metaworld": {"action": {"q01": [-1.0] * 4, "q99": [1.0] * 4}}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    rows = demonstration_rows(with_absolute_paths(load_config(path)).config)
+    assert len(rows) == sum(len(episode.actions) for episode in episodes)
+    assert rows[0].inputs["bins"].size == 2 * 4, "two actions of four numbers"
+    (loss,) = [line["sft/loss"] for line in metrics(commands.sft(load_config(path))) if "sft/loss" in line]
+    assert np.isfinite(loss)
 
 
 def test_demonstrations_of_other_images_are_refused(tmp_path: Path) -> None:

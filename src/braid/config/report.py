@@ -63,8 +63,11 @@ class RunSection(Section):
 class EvalTarget(Section):
     """Targets of the run; `braid train` exits with status 3 if it misses one."""
 
+    metric: str | None = None
+    """Result over all evaluation prompts that the targets are for: mean@n or pass@k; mean@n when null. pass@1 of a simulator's
+    episodes is their success rate."""
     min_final: float | None = None
-    """Lowest mean@n over all evaluation prompts in the last evaluation."""
+    """Lowest value in the last evaluation."""
     min_gain: float | None = None
     """Smallest improvement from the first to the last evaluation."""
 
@@ -93,6 +96,11 @@ class EvalConfig(Section):
     """Sampling settings of evaluation; those of the rollout when null."""
     target: EvalTarget = EvalTarget()
     """Targets of the run."""
+
+    @property
+    def target_metric(self) -> str:
+        """Name of the result that `target` is for."""
+        return self.target.metric or f"mean@{self.samples_per_prompt}"
 
 
 class CheckpointConfig(Section):

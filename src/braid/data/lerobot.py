@@ -167,7 +167,7 @@ def _decoded(column: pa.ChunkedArray) -> NDArray[np.uint8]:
 
 
 def write_demonstrations(folder: Path, episodes: Sequence[Demonstration], *, fps: int = 10) -> None:
-    """Write a data set of version 2.1, with a file per episode."""
+    """Write a data set of version 2.1, with a file per episode, in place of one that was written to the folder before."""
     from PIL import Image
 
     def png(image: NDArray[np.uint8]) -> Mapping[str, Any]:
@@ -179,6 +179,8 @@ def write_demonstrations(folder: Path, episodes: Sequence[Demonstration], *, fps
     chunk = folder / "data" / "chunk-000"
     for part in (chunk, folder / "meta"):
         part.mkdir(parents=True, exist_ok=True)
+    for old in chunk.glob("episode_*.parquet"):
+        old.unlink()
     total = 0
     for number, episode in enumerate(episodes):
         size = len(episode.actions)

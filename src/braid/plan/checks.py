@@ -186,6 +186,10 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if plan.verb != "eval" and target.min_gain is not None and not of.before:
         why = "the gain is relative to the evaluation before training; set eval.before=true"
         yield "eval.target.min_gain", why
+    known = (f"mean@{of.samples_per_prompt}", *(f"pass@{k}" for k in of.pass_at))
+    if of.target_metric not in known:
+        why = f"evaluations do not compute {of.target_metric!r}; use {' or '.join(known)}"
+        yield "eval.target.metric", f"{why}, or change eval.samples_per_prompt or eval.pass_at"
 
 
 def _batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:

@@ -265,7 +265,9 @@ def _prompts(config: RunConfig, plan: Plan) -> _Unused:
 
 
 def _rewards_and_reports(config: RunConfig, _: Plan) -> _Unused:
-    parts, report = config.reward.parts, config.report
+    parts, report, target = config.reward.parts, config.report, config.eval.target
+    if target.min_final is None and target.min_gain is None:
+        yield "there are no targets", "eval.target.metric"
     if not parts:
         yield "there are no reward parts", "reward.{timeout_s,retries,concurrency}"
     if config.sft is not None and not any(source.messages_key for source in config.sft.data):

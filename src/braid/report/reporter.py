@@ -256,6 +256,7 @@ class Reporter:
                 "run": run.path,
                 "metrics": run.metrics,
                 "samples": run.samples,
+                "videos": run.videos,
                 "batches": run.batches,
                 "checkpoints": self._checkpoints,
                 "exports": run.exports,

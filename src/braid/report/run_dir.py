@@ -1,6 +1,6 @@
 """The run folder: its selection, its layout, and rewinding it to a checkpoint's round.
 
-    config.yaml  plan.json  metrics.jsonl  summary.json  samples/  batches/  checkpoints/  exports/  tensorboard/
+    config.yaml  plan.json  metrics.jsonl  summary.json  samples/  video/  batches/  checkpoints/  exports/  tensorboard/
 
 docs/run_directory.md describes each file for other tools. braid.checkpoint writes the checkpoints,
 sinks.jsonl writes metrics.jsonl.
@@ -48,6 +48,7 @@ class RunDir:
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
         self.samples = path / "samples"
+        self.videos = path / "video"
         self.memory = path / "memory"
         self.checkpoints = path / "checkpoints"
         self.exports = path / "exports"

@@ -403,7 +403,7 @@ def _told(reporter: Reporter, store: CheckpointStore) -> Iterator[None]:
 def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed | None:
     """The error that eval.target was missed; None if it was reached. `min_gain` does not apply to
     evaluations."""
-    target, name = config.eval.target, f"mean@{config.eval.samples_per_prompt}"
+    target, name = config.eval.target, config.eval.target_metric
     first, last = (of.get("all", {}).get(name, math.nan) for of in (reporter.first_eval, reporter.last_eval))
     problems = []
     if target.min_final is not None and not last >= target.min_final:

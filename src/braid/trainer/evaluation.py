@@ -42,7 +42,7 @@ def show_films(parts: Parts, env: SimulatorEnv, use: Use, groups: Sequence[Group
     filmed = [group for group in groups if group.key[-1] < video.num_episodes and group.key[-2] % every == 0]
     whole = parts.rollouts.whole(use, filmed)
     films = [t.recording for group in whole for t in group.trajectories if t.recording is not None]
-    folder = parts.reporter.run_dir.path / "video" if video.dir is None else Path(video.dir)
+    folder = parts.reporter.run_dir.videos if video.dir is None else Path(video.dir)
     if whole and not films:
         reasons = {t.reason for group in whole for t in group.trajectories}
         _log.warning(

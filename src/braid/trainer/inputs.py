@@ -131,6 +131,7 @@ def environment_of(env: SimulatorEnv) -> Environment:
     own = env.model_dump(exclude={"kind", *SimulatorEnv.model_fields})
     own["max_episode_steps"] = env.max_episode_steps
     if isinstance(env, MetaworldEnv):
+        own["render_mode"] = "rgb_array" if env.video.are_saved else None
         return Environment(env.task, f"{_ADAPTERS}.metaworld.MetaWorld", own)
     if isinstance(env, ManiskillEnv):
         return _maniskill(env)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import string
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -43,11 +44,12 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         cameras: Mapping[str, str] | None = None,
         image_size: int = 64,
         shadows: bool = False,
-        render_mode: str | None = "rgb_array",
+        render_mode: str | None = None,
     ) -> None:
         """`reward_mode`: see config.env.MetaworldEnv. `instruction`: the task's name in words when None. `cameras`: name of the image -> MetaWorld's camera (corner,
         corner2, corner3, corner4, topview, behindGripper, gripperPOV). Without `shadows`, reflections, sky and
-        antialiasing are left out too, which on a CPU is twelve times as fast."""
+        antialiasing are left out too, which on a CPU is twelve times as fast. Raises ConfigError if there are cameras, or
+        `render_mode` is rgb_array, and OpenGL does not work."""
         try:
             tables = imported("metaworld.env_dict", "MetaWorld", "metaworld")
         except (RuntimeError, AttributeError, OSError) as error:  # of the library that MUJOCO_GL names
@@ -74,6 +76,8 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
         for camera in self._cameras.values():
             self._image(camera)
+        if render_mode == "rgb_array" and not self._cameras:
+            _try_opengl()
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ARG002
         super().reset(seed=seed)
@@ -155,7 +159,7 @@ class _Renderer:
         self._cameras = [model.camera(i).name for i in range(model.ncam)]
         if not shadows:  # before the context is made, which renders the shadow map's 4096^2 pixels otherwise
             model.vis.quality.shadowsize = model.vis.quality.offsamples = 0
-        self._context, self._mujoco_context = _contexts(mujoco, model, size)
+        self._context, self._mujoco_context = _contexts(mujoco, model, size, "cameras")
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN, self._mujoco_context)
         self._scene = mujoco.MjvScene(model, 1000)
         if not shadows:
@@ -194,9 +198,21 @@ class _Renderer:
 
 
 _REMEDY = "install libegl1 and a driver or Mesa, or libosmesa6 and set MUJOCO_GL=osmesa"
+_INSTEAD = {"cameras": "remove the cameras", "video": "remove env.video"}
+"""Key of the section env that needs images -> how to do without them."""
 
 
-def _contexts(mujoco: Any, model: Any, size: int) -> tuple[Any, Any]:
+@cache
+def _try_opengl() -> None:
+    """Raise ConfigError if this process cannot render. An environment's own contexts take a third of a second and 50 MB, so
+    that they are made only for the episodes that are filmed."""
+    mujoco = import_module("mujoco")
+    context, mujoco_context = _contexts(mujoco, mujoco.MjModel.from_xml_string("<mujoco/>"), 16, "video")
+    mujoco_context.free()
+    context.free()
+
+
+def _contexts(mujoco: Any, model: Any, size: int, key: str) -> tuple[Any, Any]:
     """OpenGL's context and MuJoCo's."""
     backend = os.environ.get("MUJOCO_GL", "egl")
     try:
@@ -205,4 +221,4 @@ def _contexts(mujoco: Any, model: Any, size: int) -> tuple[Any, Any]:
         return context, mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_100)
     except Exception as error:
         why = f"no images: OpenGL by {backend} does not work here ({type(error).__name__}: {error})"
-        raise refused("cameras", f"{why}; {_REMEDY}, or remove the cameras") from error
+        raise refused(key, f"{why}; {_REMEDY}, or {_INSTEAD[key]}") from error
