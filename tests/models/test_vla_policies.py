@@ -217,9 +217,10 @@ def test_actions_do_not_depend_on_the_rest_of_the_call(tmp_path: Path, kind: dic
     np.testing.assert_array_equal(greedy[0], greedy[1])
 
 
-def test_sampled_tokens_follow_the_distribution(tmp_path: Path) -> None:
-    """At a high temperature bins are nearly uniform; at a low one sampling is greedy."""
-    kind = KINDS[1]
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_sampled_tokens_follow_the_distribution(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """At a high temperature bins are nearly uniform; at a low one sampling is greedy. Evaluation may have its own, with
+    the same actions and log-probs as if it were that of training."""
     cold, hot = (make(tmp_path, kind, "token", temperature=t) for t in (1e-4, 1e4))
     seen = stacked(observations(cold, 2))
     uniforms = np.random.default_rng(1).random((2, cold.num_uniforms))
@@ -229,6 +230,10 @@ def test_sampled_tokens_follow_the_distribution(tmp_path: Path) -> None:
     expected = (uniforms * 256).astype(int)
     assert np.abs(hot.act(seen, uniforms).inputs["bins"][..., 0] - expected).max() <= 1
     np.testing.assert_allclose(hot.act(seen, uniforms).logprobs, -math.log(256), atol=0.01)
+    for policy, another, temperature in ((cold, hot, 1e-4), (hot, cold, 1e4)):
+        one, other = policy.act(seen, uniforms), another.act(seen, uniforms, temperature)
+        np.testing.assert_array_equal(one.inputs["bins"], other.inputs["bins"])
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
 def test_flow_sde_has_one_stochastic_step(tmp_path: Path) -> None:

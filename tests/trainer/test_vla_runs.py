@@ -116,6 +116,29 @@ def test_training_steps(tmp_path: Path, vla: dict[str, Any], recipe: str) -> Non
     assert first["env/steps"] == 2 * 4 * 5, "whatever a decision's positions are"
 
 
+@pytest.mark.parametrize(
+    ("vla", "equal", "other"),
+    [
+        (OFT, ["", "eval.sampling.temperature=2.0"], "eval.sampling.temperature=1.0"),
+        (OPENVLA, ["eval.sampling.temperature=1.0e-4", "eval.sampling.greedy=true", "model.vla.greedy=true"], ""),
+        (OPENVLA, ["", "model.vla.greedy=false eval.sampling={greedy: true, temperature: 2.0}"], "model.vla.greedy=true"),
+        (PI0, ["", "eval.sampling.greedy=true", "eval.sampling.temperature=2.0"], "model.vla.greedy=false"),
+    ],
+    ids=["temperature of training", "of almost 0", "never greedy", "pi0 without noise"],
+)  # fmt: skip
+def test_evaluation_has_its_own_sampling(
+    tmp_path: Path, vla: dict[str, Any], equal: list[str], other: str
+) -> None:
+    """Settings with equal results, and one with another."""
+    rollout = {"prompts_per_round": 1, "group_size": 2, "sampling": {"temperature": 2.0}}
+    path, returns = write_config(tmp_path, vla, rollout=rollout), []
+    for overrides in (*equal, other):
+        loaded = load_config(path, overrides.split(" ", 1) if overrides else [])
+        returns.append(metrics(commands.evaluate(loaded))[-1]["eval/all/mean@1"])
+    assert len({*returns[:-1]}) == 1
+    assert returns[-1] != returns[0]
+
+
 @pytest.mark.parametrize("vla", [OFT, PI0], ids=["openvla_oft", "pi0"])
 def test_a_policy_with_a_value_head_is_its_own_critic(tmp_path: Path, vla: dict[str, Any]) -> None:
     """With adapters too, whose checkpoints have the head, and whose exports don't."""
@@ -170,9 +193,7 @@ def test_imitation_by_flow_matching(tmp_path: Path, noise: str) -> None:
     sft = {"demonstrations": "data", "steps": 100, "rows_per_step": 16, "optimizer": {"lr": 3.0e-3}}
     vla = PI0 | {"noise": noise, "train_expert_only": False}
     sections = {"algorithm": {"recipe": "grpo", "kl_coef": 0.0, "logprob_level": "chunk"}}
-    path = write_config(
-        tmp_path, vla, sft=sft, eval={"before": True, "sampling": {"greedy": True}}, **sections
-    )
+    path = write_config(tmp_path, vla, sft=sft, eval={"before": True}, **sections)
     outcome = commands.sft(load_config(path))
     evals = json.loads((outcome.run_dir / "summary.json").read_text())["eval"]
     first, last = (evals[at]["all"]["mean@1"] for at in ("first", "last"))
