@@ -146,7 +146,12 @@ class Trivial:
     def observe(self, observations: Mapping[str, Any], instructions: Sequence[str]) -> Mapping[str, Any]:
         return observations
 
-    def act(self, observations: Mapping[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
+    def act(
+        self,
+        observations: Mapping[str, Any],
+        uniforms: NDArray[np.float64] | None,
+        temperature: float | None = None,
+    ) -> Acted:
         count = len(next(iter(observations.values())))
         if self._seconds:
             time.sleep(self._seconds * count)

@@ -143,11 +143,12 @@ def test_what_makes_no_vector_is_refused(env_id: str, message: str) -> None:
 class Watched(MlpPolicy):
     """Records the types of the observations by which it acts."""
 
-    def act(self, observations: dict[str, Any], uniforms: Any) -> Any:
+    def act(self, observations: dict[str, Any], uniforms: Any, temperature: Any = None) -> Any:
         self.seen = {name: type(of) for name, of in observations.items()}
         return super().act(
             {name: torch.as_tensor(of).as_subclass(torch.Tensor) for name, of in observations.items()},
             uniforms,
+            temperature,
         )
 
 

@@ -510,9 +510,9 @@ def simulators(machine: Machine) -> dict[str, Any]:
     places, played = set[str](), list[Any]()
 
     class Watched(MlpPolicy):
-        def act(self, observations: dict[str, Any], uniforms: Any) -> Any:
+        def act(self, observations: dict[str, Any], uniforms: Any, temperature: Any = None) -> Any:
             places.update(values.device.type for values in observations.values())
-            return super().act(observations, uniforms)
+            return super().act(observations, uniforms, temperature)
 
     for device in ("cpu", machine.device.type):
         places.clear()

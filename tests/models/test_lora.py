@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -305,9 +306,19 @@ def test_a_layer_that_is_not_there_is_refused_with_the_nearest_name() -> None:
         _load(_config(targets=["q_prog"]))
 
 
-def test_the_output_head_cannot_have_an_adapter() -> None:
-    with pytest.raises(ModelError, match="'lm_head' is the output head, which cannot have an adapter"):
-        _load(_config(targets=["lm_head"]))
+@pytest.mark.parametrize(
+    ("target", "what"), [("lm_head", "the output head"), ("embed_tokens", "an embedding")]
+)
+def test_layers_that_cannot_have_an_adapter_are_refused(tmp_path: Path, target: str, what: str) -> None:
+    """In a folder too; embeddings are no linear layers, so they are not found among the targets."""
+    _peft_folder(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    settings["target_modules"].append(target)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=f"{target}' is {what}, which cannot have an adapter"):
+        _load(_config(path=str(tmp_path)))
+    with pytest.raises(ModelError, match=what if target == "lm_head" else "has no layer"):
+        _load(_config(targets=[target]))
 
 
 def test_gradient_checkpointing_gives_adapters_the_same_gradients() -> None:

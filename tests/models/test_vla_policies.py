@@ -6,17 +6,21 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.models.vla_checkpoints import STATISTICS, tiny_openvla, tiny_pi0, tiny_tokenizer
-from tests.rounding import rounding
+from tests.rounding import assert_near, rounding
 
+from braid.config.backends import LoraConfig
 from braid.config.model import ModelConfig, VlaConfig
 from braid.errors import ModelError
+from braid.models.base import copy_weights
+from braid.models.lora import add_adapters, merged_weights
 from braid.models.vla.actions import range_of
 from braid.models.vla.build import load_module, make_processor
 from braid.models.vla.openvla import load_openvla
@@ -36,21 +40,41 @@ KINDS: list[dict[str, Any]] = [
     {"kind": "pi0", "num_action_chunks": 2, "noise": "flow_sde"},
     {"kind": "pi0", "num_action_chunks": 2, "noise": "flow_noise"},
 ]
+RLINF_TARGETS: list[str] = [
+    "proj", "qkv", "fc1", "fc2", "q", "kv", "fc3", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj",
+    "gate_proj", "up_proj", "down_proj", "lm_head",
+]  # fmt: skip
+"""Layers of its adapters for OpenVLA; `proj` is the convolution of the patches too."""
+PI0_TARGETS: list[str] = [
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "out_proj", "fc1", "fc2",
+    "linear", "patch_embedding", "action_in_proj", "state_proj", "action_time_mlp_in", "action_time_mlp_out",
+    "action_out_proj",
+]  # fmt: skip
 CASES = [(kind, level) for kind in KINDS for level in (LEVELS if kind["kind"] != "pi0" else LEVELS[2:])]
 
 
-def make(folder: Path, kind: dict[str, Any], level: Any = "token", temperature: float = 1.0) -> VlaPolicy:
+def make(
+    folder: Path,
+    kind: dict[str, Any],
+    level: Any = "token",
+    temperature: float = 1.0,
+    lora: LoraConfig | None = None,
+) -> VlaPolicy:
     config = VlaConfig(action_dim=3, unnorm_key="toy", max_prompt_tokens=20, **kind)
     actions = range_of(STATISTICS, config, size=3)
     if config.kind == "pi0":
         state = range_of(STATISTICS, config, "proprio")
         model = tiny_pi0(folder)
+        if lora is not None:
+            add_adapters(model, lora, seed=0)
         return Pi0Policy(
             model, Processor(config, SPACES, tiny_tokenizer(), actions, state), level=level, seed=0
         )
     tiny_openvla(folder, proprio_size=2 if config.use_proprio else None)
     state = range_of(STATISTICS, config, "proprio") if config.use_proprio else None
     module = load_openvla(str(folder), dtype=torch.float32, device=CPU, use_proprio=config.use_proprio)
+    if lora is not None:
+        add_adapters(cast("Any", module), lora, seed=0)
     processor = Processor(config, SPACES, tiny_tokenizer(), actions, state)
     return OpenVlaPolicy(module, processor, level=level, temperature=temperature)
 
@@ -110,6 +134,54 @@ def test_training_computes_the_log_probs_of_acting(tmp_path: Path, kind: dict[st
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_adapters_of_all_layers_act_and_train_as_merged_weights(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """peft merges them, and saves the weight of an adapted head too, here another than the policy's. A rollout
+    worker's copy gets them by name."""
+    kind = kind | {"train_expert_only": False}
+    targets = PI0_TARGETS if kind["kind"] == "pi0" else RLINF_TARGETS
+    merged = make(tmp_path / "model", kind, "chunk", temperature=1.6)
+    own_head = {}
+    if kind["kind"] != "pi0":
+        head = merged.module.get_parameter("language_model.lm_head.weight")
+        head.data.mul_(1.5)
+        own_head["base_model.model.language_model.lm_head.base_layer.weight"] = head.detach()
+    settings = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets)
+    wrapped: Any = peft.get_peft_model(cast("Any", merged.module), settings)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in wrapped.named_parameters():
+        if ".lora_" in name:
+            parameter.data.normal_(0, 0.1, generator=generator)
+    wrapped.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    save_file(load_file(file) | own_head, file)
+    merged.module = wrapped.merge_and_unload()
+    lora = LoraConfig(path=str(tmp_path / "adapter"))
+    policy = make(tmp_path / "model", kind, "chunk", temperature=1.6, lora=lora)
+    names = [name.removesuffix(".lora_A.weight").rpartition(".")[2] for name, _ in policy.named_weights()]
+    assert {*targets}.difference(names) <= {"out_proj"}, "OpenVLA has no such layer"
+
+    row, actions = play(policy)
+    batch = pack([row], CPU)
+    found, expected = (of.forward(batch, frozenset({"logprobs", "entropy"})) for of in (policy, merged))
+    assert (found["logprobs"] - batch.fields["behavior_logprobs"]).abs().max() < 1e-5
+    for name in ("logprobs", "entropy"):
+        assert_near(found[name], expected[name], rounding(30 * 64), name)
+    found["logprobs"].sum().backward()
+    trained = [name for name, of in policy.named_weights() if of.grad is not None and of.grad.any()]
+    assert {part for name in trained for part in name.split(".")} >= {*targets} - {"out_proj", "q", "kv"}
+
+    plain = merged.module.state_dict()
+    for name, tensor in merged_weights(policy.module):
+        torch.testing.assert_close(tensor, plain[name], rtol=1e-5, atol=1e-6)
+    copy = make(tmp_path / "model", kind, "chunk", temperature=1.6, lora=lora)
+    for _, tensor in copy.named_weights():
+        tensor.data.zero_()
+    assert not np.array_equal(play(copy)[1], actions)
+    copy_weights(dict(policy.named_weights()), copy.named_weights())
+    np.testing.assert_array_equal(play(copy)[1], actions)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_recomputation_changes_no_gradient(tmp_path: Path, kind: dict[str, Any]) -> None:
     policy = make(tmp_path, kind | {"eval_batch_rows": 2}, "chunk")
     batch = pack([play(policy)[0]], CPU)
@@ -145,9 +217,10 @@ def test_actions_do_not_depend_on_the_rest_of_the_call(tmp_path: Path, kind: dic
     np.testing.assert_array_equal(greedy[0], greedy[1])
 
 
-def test_sampled_tokens_follow_the_distribution(tmp_path: Path) -> None:
-    """At a high temperature bins are nearly uniform; at a low one sampling is greedy."""
-    kind = KINDS[1]
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_sampled_tokens_follow_the_distribution(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """At a high temperature bins are nearly uniform; at a low one sampling is greedy. Evaluation may have its own, with
+    the same actions and log-probs as if it were that of training."""
     cold, hot = (make(tmp_path, kind, "token", temperature=t) for t in (1e-4, 1e4))
     seen = stacked(observations(cold, 2))
     uniforms = np.random.default_rng(1).random((2, cold.num_uniforms))
@@ -157,6 +230,10 @@ def test_sampled_tokens_follow_the_distribution(tmp_path: Path) -> None:
     expected = (uniforms * 256).astype(int)
     assert np.abs(hot.act(seen, uniforms).inputs["bins"][..., 0] - expected).max() <= 1
     np.testing.assert_allclose(hot.act(seen, uniforms).logprobs, -math.log(256), atol=0.01)
+    for policy, another, temperature in ((cold, hot, 1e-4), (hot, cold, 1e4)):
+        one, other = policy.act(seen, uniforms), another.act(seen, uniforms, temperature)
+        np.testing.assert_array_equal(one.inputs["bins"], other.inputs["bins"])
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
 
 def test_flow_sde_has_one_stochastic_step(tmp_path: Path) -> None:

@@ -251,6 +251,33 @@ def test_an_option_of_a_part_that_is_not_used_has_no_effect_with_a_reason(
 
 
 @pytest.mark.parametrize(
+    ("policy", "overrides", "unused"),
+    [
+        ("vla={kind: openvla}", ["eval.sampling.temperature=2"], []),
+        ("vla={kind: openvla}", ["eval.sampling={temperature: 2, greedy: true}"], ["sampling.temperature"]),
+        ("vla={kind: openvla}", ["eval.sampling.greedy=true", "model.vla.greedy=false"], ["sampling.greedy"]),
+        ("vla={kind: openvla}", ["model.vla.eval_batch_rows=4"], ["vla.eval_batch_rows"]),
+        ("vla={kind: openvla}", ["model.vla={greedy: true, eval_batch_rows: 4}"], []),
+        ("vla={kind: pi0}", ["model.vla.eval_batch_rows=4"], []),
+        (
+            "vla={kind: pi0}",
+            ["eval.sampling={temperature: 2, greedy: true}"],
+            ["sampling.greedy", "sampling.temperature"],
+        ),
+        ("mlp={}", ["eval.sampling={temperature: 2, greedy: true}"], ["sampling.temperature"]),
+    ],
+)
+def test_what_decides_how_robot_policies_are_evaluated(
+    policy: str, overrides: list[str], unused: list[str]
+) -> None:
+    folder = "null" if policy.startswith("mlp") else "some_folder"
+    base = [f"model.path={folder}", f"model.{policy}", "env={kind: gymnasium, id: Pendulum-v1}"]
+    config = load_config(None, [*base, "run.max_rounds=1", "algorithm.kl_coef=0", *overrides]).config
+    found = {warning.key for warning in resolve(config).warnings}
+    assert sorted(key.partition(".")[2] for key in found) == unused
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         ["train.grad_scaler={}", "train.autocast=fp16"],

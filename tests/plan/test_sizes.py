@@ -60,7 +60,9 @@ def test_adapters_have_as_many_parameters_as_peft_makes(
 
 
 def test_the_size_of_an_adapter_folder_is_read_from_it(tmp_path: Path) -> None:
-    save_file({"a": torch.zeros(3, 8), "b": torch.zeros(5, 3)}, tmp_path / "adapter_model.safetensors")
+    """Without the weights that peft saves beside adapters of the output head."""
+    tensors = {"a": torch.zeros(3, 8), "b": torch.zeros(5, 3), "lm_head.base_layer.weight": torch.zeros(5, 8)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
     size = size_of_spec(spec("qwen3"))
     assert size.adapter_parameters(LoraConfig(path=str(tmp_path))) == 3 * 8 + 5 * 3
     assert size.adapter_parameters(LoraConfig(path=str(tmp_path / "gone"))) == 0

@@ -42,12 +42,12 @@ def _collect(
     key: tuple[int, ...] = (0, 1),
     seed: int = 3,
     kwargs: Mapping[str, Any] | None = None,
-    greedy: bool = False,
+    temperature: float | None = 1.0,
 ) -> list[Group]:
     simulator = GymnasiumSimulator(env_id, num_envs, kwargs)
     engine = SimulatorEngine(simulator, _policy(simulator), retries=1)
     asyncio.run(engine.set_weights(6))
-    driver = SimulatorDriver(engine, seed=seed, greedy=greedy)
+    driver = SimulatorDriver(engine, seed=seed, temperature=temperature)
     with closing(engine):
         return drive(driver, reset_prompts(env_id, num_prompts), group_size, key)
 
@@ -144,7 +144,7 @@ def test_rounds_and_seeds_have_different_starts_and_repeats_are_equal() -> None:
 
 
 def test_greedy_episodes_take_the_likeliest_actions() -> None:
-    one, other = _steps(_collect(num_prompts=1, greedy=True))
+    one, other = _steps(_collect(num_prompts=1, temperature=None))
     assert one.inputs["actions"].tolist() == other.inputs["actions"].tolist()
 
 

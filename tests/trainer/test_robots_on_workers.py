@@ -17,7 +17,7 @@ from braid.config.load import load_config
 from braid.errors import WorkerError
 from braid.trainer import commands
 
-from .test_vla_runs import OFT, PI0, write_config
+from .test_vla_runs import ADAPTERS, OFT, PI0, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -112,9 +112,13 @@ def test_a_worker_of_simulators_that_dies_ends_the_run_and_is_named(tmp_path: Pa
         _train(_cartpole(tmp_path), *own, f"cluster.placement={placement}")
 
 
-@pytest.mark.parametrize("vla", [OFT, PI0], ids=["openvla_oft", "pi0"])
-def test_a_vla_policy_trains_on_several_ranks_as_in_one_process(tmp_path: Path, vla: dict[str, Any]) -> None:
-    path = write_config(tmp_path, vla)
+@pytest.mark.parametrize(
+    ("vla", "lora"), [(OFT, None), (PI0, None), (OFT, ADAPTERS)], ids=["openvla_oft", "pi0", "adapters"]
+)
+def test_a_vla_policy_trains_on_several_ranks_as_in_one_process(
+    tmp_path: Path, vla: dict[str, Any], lora: dict[str, Any] | None
+) -> None:
+    path = write_config(tmp_path, vla, lora=lora)
     alone = _train(path, "run.name=alone")
     placement = json.dumps({"policy": "0-1", "rollout": "0-1"})
     sharded = _train(path, "run.name=apart", "train.backend=fsdp2", f"cluster.placement={placement}")

@@ -73,9 +73,13 @@ class Toy(gymnasium.Env[dict[str, Any], Any]):
 OFT = {"kind": "openvla_oft", "form": "rlinf", "num_action_chunks": 2}
 OPENVLA = {"kind": "openvla", "num_action_chunks": 1, "use_proprio": True}
 PI0 = {"kind": "pi0", "num_action_chunks": 2, "denoise_steps": 2, "noise": "flow_noise"}
+ADAPTERS = {"rank": 2, "targets": ["proj", "qkv", "fc1", "fc2", "fc3", "q_proj", "down_proj", "lm_head"]}
+"""Of the output head and the convolution of the patches (`proj`) too."""
 
 
-def write_config(folder: Path, vla: dict[str, Any], **sections: Any) -> Path:
+def write_config(
+    folder: Path, vla: dict[str, Any], lora: dict[str, Any] | None = None, **sections: Any
+) -> Path:
     if vla["kind"] == "pi0":
         tiny_pi0(folder / "model")
         tiny_tokenizer().save_pretrained(folder / "model")
@@ -86,7 +90,7 @@ def write_config(folder: Path, vla: dict[str, Any], **sections: Any) -> Path:
     vla = {"action_dim": 3, "unnorm_key": "toy", "max_prompt_tokens": 20, **vla}
     config = {
         "run": {"name": "vla", "max_rounds": 2, "device": "cpu", "output_dir": "runs"},
-        "model": {"path": "model", "vla": vla},
+        "model": {"path": "model", "vla": vla, "lora": lora},
         "env": {"kind": "gymnasium", "id": "toy.py:Toy", "num_envs": 4, "processes": 0, "eval_episodes": 4},
         "rollout": {"prompts_per_round": 2, "group_size": 4},
         "algorithm": {"recipe": "grpo", "kl_coef": 0.0},
@@ -154,13 +158,36 @@ def test_ppo_and_grpo_train_at_every_level(tmp_path: Path, reward: str, logprob:
         assert line["policy/entropy"] == pytest.approx(numbers[entropy] * np.log(128), rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("vla", "equal", "other"),
+    [
+        (OFT, ["", "eval.sampling.temperature=2.0"], "eval.sampling.temperature=1.0"),
+        (OPENVLA, ["eval.sampling.temperature=1.0e-4", "eval.sampling.greedy=true", "model.vla.greedy=true"], ""),
+        (OPENVLA, ["", "model.vla.greedy=false eval.sampling={greedy: true, temperature: 2.0}"], "model.vla.greedy=true"),
+        (PI0, ["", "eval.sampling.greedy=true", "eval.sampling.temperature=2.0"], "model.vla.greedy=false"),
+    ],
+    ids=["temperature of training", "of almost 0", "never greedy", "pi0 without noise"],
+)  # fmt: skip
+def test_evaluation_has_its_own_sampling(
+    tmp_path: Path, vla: dict[str, Any], equal: list[str], other: str
+) -> None:
+    """Settings with equal results, and one with another."""
+    rollout = {"prompts_per_round": 1, "group_size": 2, "sampling": {"temperature": 2.0}}
+    path, returns = write_config(tmp_path, vla, rollout=rollout), []
+    for overrides in (*equal, other):
+        loaded = load_config(path, overrides.split(" ", 1) if overrides else [])
+        returns.append(metrics(commands.evaluate(loaded))[-1]["eval/all/mean@1"])
+    assert len({*returns[:-1]}) == 1
+    assert returns[-1] != returns[0]
+
+
 @pytest.mark.parametrize("vla", [OFT, PI0], ids=["openvla_oft", "pi0"])
 def test_a_policy_with_a_value_head_is_its_own_critic(tmp_path: Path, vla: dict[str, Any]) -> None:
     """With adapters too, whose checkpoints have the head, and whose exports don't."""
     config = write_config(
         tmp_path,
         vla,
-        model={"path": "model", "vla": vla | {"action_dim": 3, "unnorm_key": "toy"}, "lora": {"rank": 2}},
+        lora={"rank": 2},
         algorithm={"recipe": "ppo", "kl_coef": 0.0, "logprob_level": "chunk"},
         critic={"network": "shared", "warmup_rounds": 1},
     )
@@ -208,9 +235,7 @@ def test_imitation_by_flow_matching(tmp_path: Path, noise: str) -> None:
     sft = {"demonstrations": "data", "steps": 100, "rows_per_step": 16, "optimizer": {"lr": 3.0e-3}}
     vla = PI0 | {"noise": noise, "train_expert_only": False}
     sections = {"algorithm": {"recipe": "grpo", "kl_coef": 0.0, "logprob_level": "chunk"}}
-    path = write_config(
-        tmp_path, vla, sft=sft, eval={"before": True, "sampling": {"greedy": True}}, **sections
-    )
+    path = write_config(tmp_path, vla, sft=sft, eval={"before": True}, **sections)
     outcome = commands.sft(load_config(path))
     evals = json.loads((outcome.run_dir / "summary.json").read_text())["eval"]
     first, last = (evals[at]["all"]["mean@1"] for at in ("first", "last"))
@@ -276,6 +301,22 @@ def test_experts_of_metaworld_succeed_and_are_imitated(
     assert np.isfinite(loss)
 
 
+def test_the_critic_begins_with_the_adapters_that_imitation_trained(tmp_path: Path) -> None:
+    """A learning rate of almost 0 leaves both as they were after it."""
+    write_toy_demonstrations(tmp_path / "data")
+    sft = {"demonstrations": "data", "steps": 5, "rows_per_step": 5, "optimizer": {"lr": 3.0e-3}}
+    algorithm = {"recipe": "ppo", "kl_coef": 0.0}
+    train = {"optimizer": {"lr": 1.0e-30}}
+    path = write_config(tmp_path, OFT, {"rank": 2}, sft=sft, algorithm=algorithm, train=train)
+    hashes = weight_hashes(commands.train(load_config(path, ["run.max_rounds=1"])).run_dir)
+    ours, critics = (
+        {n.rpartition("/")[2]: value for n, value in hashes.items() if f"/{role}/weights/base_model" in n}
+        for role in ("policy", "critic")
+    )
+    assert "base_model.model.projector.fc3.lora_B.weight" in ours
+    assert ours == critics
+
+
 def test_demonstrations_of_other_images_are_refused(tmp_path: Path) -> None:
     frames = {"front": np.zeros((5, 24, 24, 3), np.uint8), "state": np.zeros((5, 2), np.float32)}
     demonstration = Demonstration(frames, np.zeros((5, 3), np.float32), "push red cube")
@@ -287,12 +328,9 @@ def test_demonstrations_of_other_images_are_refused(tmp_path: Path) -> None:
         commands.sft(load_config(path))
 
 
-def test_adapters_are_trained_alone_and_merged_on_export(tmp_path: Path) -> None:
-    config = write_config(
-        tmp_path,
-        OFT,
-        model={"path": "model", "vla": OFT | {"action_dim": 3, "unnorm_key": "toy"}, "lora": {"rank": 2}},
-    )
+@pytest.mark.parametrize("lora", [{"rank": 2}, ADAPTERS], ids=["all linear", "head and convolution"])
+def test_adapters_are_trained_alone_and_merged_on_export(tmp_path: Path, lora: dict[str, Any]) -> None:
+    config = write_config(tmp_path, OFT, lora=lora)
     outcome = commands.train(load_config(config))
     commands.export(outcome.run_dir, output=tmp_path / "out")
     exported = load_openvla(
@@ -302,7 +340,8 @@ def test_adapters_are_trained_alone_and_merged_on_export(tmp_path: Path) -> None
     assert exported.keys() == before.keys()
     changed = {name for name, tensor in exported.items() if not torch.equal(tensor, before[name])}
     assert "projector.fc1.weight" in changed
-    assert "language_model.lm_head.weight" not in changed
+    for name in ("language_model.lm_head.weight", "vision_backbone.featurizer.patch_embed.proj.weight"):
+        assert (name in changed) is (lora == ADAPTERS)
     assert not [name for name in changed if name.endswith(("bias", "norm.weight"))]
 
 

@@ -58,7 +58,7 @@ def _lengths(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         yield Figure("tokens per trajectory", longest, f"{prompt} + {sampling.max_new_tokens} new")
     if plan.eval_max_trajectory_tokens is not None and (config.data.eval or plan.verb == "eval"):
         longest = f"at most {plan.eval_max_trajectory_tokens:,}"
-        sampling = config.eval.sampling or sampling
+        sampling = config.eval_sampling
         yield Figure("tokens per evaluation answer", longest, f"{prompt} + {sampling.max_new_tokens} new")
 
 

@@ -145,6 +145,7 @@ class LoraConfig(Section):
     alpha: PositiveFloat | None = None
     """Adapter scale times rank (the LoRA alpha); rank when null."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Layers that get an adapter (q_proj, ...); all-linear: every linear layer except the output head."""
+    """Layers that get an adapter (q_proj, ...); all-linear: every linear layer except the output head. Only for
+    OpenVLA may the head (lm_head) be among them."""
     path: str | None = None
     """peft adapter folder to start from; its rank, alpha and targets take precedence."""

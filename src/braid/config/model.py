@@ -105,8 +105,9 @@ class VlaConfig(Section):
     """Crop images to the central 90 % of their area."""
     use_proprio: bool = False
     """Include the robot's proprioceptive state in the input."""
-    greedy: bool = False
-    """Decode actions greedily in evaluation, as with eval.sampling.greedy; training always samples."""
+    greedy: bool | None = None
+    """Whether evaluation takes the likeliest actions, those of pi0 without noise (ODE steps); training always
+    samples. null: true for pi0, else as eval.sampling.greedy says."""
     max_prompt_tokens: PositiveInt = 30
     """Length to which instructions are padded, in tokens."""
     vocab_size: PositiveInt | None = None
@@ -123,11 +124,17 @@ class VlaConfig(Section):
     """pi0: steps from noise to actions."""
     noise: Literal["flow_sde", "flow_noise"] = "flow_sde"
     """pi0: how sampling is stochastic. flow_sde: one random step of a decision is that of a stochastic differential
-    equation. flow_noise: every step adds noise, whose deviation a small network predicts. Evaluation has none."""
+    equation. flow_noise: every step adds noise, whose deviation a small network predicts. Evaluation has none,
+    unless `greedy` is false."""
     noise_level: PositiveFloat = 0.5
     """pi0: noise of flow_sde relative to that of the reverse diffusion."""
     train_expert_only: bool = True
     """pi0: train the action expert alone, and freeze the vision-language model."""
+
+    @property
+    def evaluates_greedily(self) -> bool | None:
+        """`greedy`; None: as eval.sampling.greedy says."""
+        return True if self.greedy is None and self.kind == "pi0" else self.greedy
 
 
 class ModelConfig(Section):

@@ -13,7 +13,7 @@ from .model import CriticConfig, ModelConfig, ReferenceConfig
 from .pipeline import PipelineConfig
 from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection, SftConfig
 from .reward import RewardConfig
-from .rollout import RolloutConfig
+from .rollout import RolloutConfig, SamplingConfig
 from .train import TrainConfig
 
 
@@ -66,3 +66,10 @@ class RunConfig(Section):
     def max_lag(self) -> int:
         """Bound on the lag of tokens; 0 without a pipeline."""
         return 0 if self.pipeline is None else self.pipeline.max_lag
+
+    @property
+    def eval_sampling(self) -> SamplingConfig:
+        """Sampling settings of evaluation."""
+        sampling, vla = self.eval.sampling or self.rollout.sampling, self.model.vla
+        greedy = None if vla is None else vla.evaluates_greedily
+        return sampling if greedy is None else sampling.model_copy(update={"greedy": greedy})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from braid.config.backends import LoraConfig
 from braid.errors import ModelError, suggest
@@ -42,6 +43,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
         alpha: Any = config.rank if config.alpha is None else config.alpha
         targets = _targets(model, config.targets)
         settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=targets)
+    _check(model, settings)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -66,6 +68,15 @@ def named_adapters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield f"{_PREFIX}{name}.lora_B.weight", layer.lora_B[_ADAPTER].weight
 
 
+def outputs_of(layer: Any, x: Tensor, rows: slice) -> Tensor:
+    """The outputs `rows` alone of a linear layer without bias, which may have an adapter."""
+    out = functional.linear(x, layer.weight[rows])
+    if not hasattr(layer, "lora_A"):
+        return out
+    low_rank = layer.lora_A[_ADAPTER](x)
+    return out + layer.scaling[_ADAPTER] * functional.linear(low_rank, layer.lora_B[_ADAPTER].weight[rows])
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How to compute a merged weight from tensors of the module, for backends that gather these one by one.
@@ -84,9 +95,9 @@ class Recipe:
         base, *low_rank = tensors
         if not low_rank:
             return base
-        a, b = (matrix.float() for matrix in low_rank)
+        a, b = (tensor.float().flatten(1) for tensor in low_rank)  # kernels of convolutions as matrices
         change = b @ a * self.scale
-        return (base.float() + (change.T if self.is_transposed else change)).to(base.dtype)
+        return (base.float() + (change.T if self.is_transposed else change.view_as(base))).to(base.dtype)
 
 
 def recipes(module: nn.Module) -> dict[str, Recipe]:
@@ -132,31 +143,47 @@ def _recipe(name: str, layer: Any) -> Recipe:
     """Recipe of the weight of an adapted layer."""
     modules = ("base_layer", f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}")
     parts = tuple(f"{name}.{part}.weight" for part in modules)
-    return Recipe(parts, layer.scaling[_ADAPTER], layer.fan_in_fan_out)
+    return Recipe(parts, layer.scaling[_ADAPTER], getattr(layer, "fan_in_fan_out", False))
 
 
 def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> str | list[str]:
     """Convert `names` to peft's `target_modules`. Each is a suffix of a layer's dotted name; all-linear
     selects all linear layers except the head."""
-    head = model.get_output_embeddings()
     layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     if names == ("all-linear",):
-        # peft knows only the heads of transformers' models
+        head = model.get_output_embeddings()
         own = [name for name, layer in layers.items() if layer is not head]
+        # peft knows only the heads of transformers' models
         return "all-linear" if hasattr(model, "config") else own
+    head = _fixed_head(model)
     ends = sorted({name.rpartition(".")[2] for name, layer in layers.items() if layer is not head})
     for target in names:
-        found = [layer for name, layer in layers.items() if f".{name}".endswith(f".{target}")]
-        if not found:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
             raise ModelError(
                 f"model.lora.targets: {type(model).__name__} has no layer {target!r}{suggest(target, ends)}; "
                 f"available: {', '.join(ends)}; all-linear selects all of them"
             )
-        if head in found:
-            raise ModelError(
-                f"model.lora.targets: {target!r} is the output head, which cannot have an adapter; choose from {', '.join(ends)}"
-            )
     return list(names)
+
+
+def _check(model: PreTrainedModel, settings: Any) -> None:
+    """Raise ModelError if a layer would get an adapter that it cannot have."""
+    from peft.tuners.tuners_utils import check_target_module_exists  # see add_adapters
+
+    head = _fixed_head(model)
+    for name, layer in model.named_modules():
+        is_refused = layer is head or isinstance(layer, nn.Embedding)
+        if is_refused and check_target_module_exists(settings, name):
+            what = "the output head" if layer is head else "an embedding"
+            raise ModelError(
+                f"model.lora: {name!r} is {what}, which cannot have an adapter; choose other "
+                "model.lora.targets, or another model.lora.path"
+            )
+
+
+def _fixed_head(model: PreTrainedModel) -> nn.Module | None:
+    """The output head, if log-probs are computed from its weight alone, as those of language models are."""
+    return model.get_output_embeddings() if hasattr(model, "config") else None
 
 
 def _read_settings(folder: Path) -> Any:
@@ -180,6 +207,8 @@ def _read_settings(folder: Path) -> Any:
 
 def _read_weights(model: PreTrainedModel, folder: Path) -> None:
     saved, mine = load_file(folder / _WEIGHTS), dict(named_adapters(model))
+    bases = {f"{_PREFIX}{name}": p for name, p in model.named_parameters() if ".base_layer." in name}
+    mine |= {name: bases[name] for name in saved.keys() & bases.keys()}  # peft saves that of an adapted head
     wrong = sorted(saved.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != saved[n].shape]
     if wrong:
         raise ModelError(

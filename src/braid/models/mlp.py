@@ -125,7 +125,12 @@ class MlpPolicy(TrainableModel):
         return self._chunk * (1 if self._is_discrete else self._size)
 
     @torch.no_grad()
-    def act(self, observations: Mapping[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
+    def act(
+        self,
+        observations: Mapping[str, Any],
+        uniforms: NDArray[np.float64] | None,
+        temperature: float | None = None,  # noqa: ARG002  # has none
+    ) -> Acted:
         """Actions ([E, H] int64, or [E, H, A] float32) for observations [E, ...], and their log-probs.
 
         Sampled from `uniforms` [E, num_uniforms] in [0, 1) by inverse transform; the most likely action if

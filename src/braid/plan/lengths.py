@@ -32,7 +32,7 @@ def token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | Non
 def longest_row(config: RunConfig) -> int | None:
     """Maximum tokens of a row in training or evaluation; None if unbounded. Supervised examples are bounded
     by the model's positions."""
-    samplings = (config.rollout.sampling, config.eval.sampling or config.rollout.sampling)
+    samplings = (config.rollout.sampling, config.eval_sampling)
     totals = [token_bounds(config, sampling)[1] for sampling in samplings]
     bounds = [total for total in totals if total is not None]
     if config.sft is not None:

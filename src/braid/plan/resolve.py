@@ -88,7 +88,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     rows_per_step = math.ceil(rollout.prompts_per_round / train.steps_per_pass) * rollout.group_size
     trajectories = rollout.prompts_per_round * rollout.group_size
     output, total = token_bounds(config, rollout.sampling)
-    _, eval_total = token_bounds(config, config.eval.sampling or rollout.sampling)
+    _, eval_total = token_bounds(config, config.eval_sampling)
     rounds = _rounds(config, num_prompts) if verb == "train" else 0
     sizes = _sizes(config)
     size = sizes["policy"]

@@ -52,7 +52,7 @@ class ModelSize:
                 shapes = _tensor_shapes(Path(lora.path).expanduser())
             except (OSError, ValueError, SafetensorError):
                 return 0  # reported when the folder is loaded
-            return sum(math.prod(shape) for shape in shapes.values())
+            return sum(math.prod(shape) for name, shape in shapes.items() if ".base_layer." not in name)
         ends = [target.rpartition(".")[2] for target in lora.targets]
         return lora.rank * sum(n for name, n in self.linear.items() if "all-linear" in ends or name in ends)
 

@@ -286,7 +286,7 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:  # noqa: ARG001
     rollout, env = config.rollout, config.env
     if (rollout.request_batch or 0) >= rollout.prompts_per_round:
         yield "a round does not have more prompts than that", "rollout.request_batch"
-    samplings = (rollout.sampling, config.eval.sampling or rollout.sampling)
+    samplings = (rollout.sampling, config.eval_sampling)
     longest = config.data.max_prompt_tokens + max(sampling.max_new_tokens for sampling in samplings)
     if isinstance(env, ChatEnv):
         longest = env.max_context_tokens
@@ -397,7 +397,7 @@ def _model(config: RunConfig, _: Plan) -> _Unused:
         )
 
 
-def _vla(config: RunConfig, _: Plan) -> _Unused:
+def _vla(config: RunConfig, plan: Plan) -> _Unused:
     vla = config.model.vla
     if vla is None:
         return
@@ -412,11 +412,17 @@ def _vla(config: RunConfig, _: Plan) -> _Unused:
     )
     if vla.kind == "pi0":
         yield "only OpenVLA reads it", "model.vla.{form,center_crop,use_proprio,image_size,vocab_size}"
-        yield "denoising has no temperature", "rollout.sampling.temperature"
+        yield "denoising has no temperature", "{rollout,eval}.sampling.temperature"
     else:
         yield "only pi0 denoises actions", "model.vla.{denoise_steps,noise,noise_level,train_expert_only}"
         if vla.kind == "openvla":
             yield "only OpenVLA-OFT has several forms", "model.vla.form"
+    if vla.evaluates_greedily is not None:
+        yield "model.vla.greedy decides it, which is true for pi0 by default", "eval.sampling.greedy"
+    if config.eval_sampling.greedy:
+        yield "evaluation takes the likeliest actions", "eval.sampling.temperature"
+    elif not plan.needs_greedy:
+        yield "evaluation samples", "model.vla.eval_batch_rows"
     if vla.noise == "flow_noise":
         yield "a network predicts the noise", "model.vla.noise_level"
 

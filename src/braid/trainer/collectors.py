@@ -224,12 +224,11 @@ def text_collector(  # noqa: PLR0913
         return of_context(sampling_of(sampling, inputs.end_token_ids), context)
 
     longest = plan.max_trajectory_tokens
-    eval_sampling = config.eval.sampling or rollout.sampling
     return Collector(
         inputs.prompts,
         {
             "train": driver(rollout.sampling, longest),
-            "eval": driver(eval_sampling, plan.eval_max_trajectory_tokens),
+            "eval": driver(config.eval_sampling, plan.eval_max_trajectory_tokens),
         },
         driver(_greedy(rollout.sampling), longest) if plan.needs_greedy else None,
         engine,
@@ -273,18 +272,14 @@ def simulator_collector(
     )
 
     def driver(sampling: SamplingConfig, num_filmed: int = 0, **of_use: Any) -> Driver:
+        temperature = None if sampling.greedy else sampling.temperature
         return SimulatorDriver(
-            engine, seed=config.run.seed, greedy=sampling.greedy, num_filmed=num_filmed, **of_use
+            engine, seed=config.run.seed, temperature=temperature, num_filmed=num_filmed, **of_use
         )
 
     video = env.video
     steps, chunk = env.max_steps_per_rollout, config.model.num_action_chunks
     max_decisions = None if steps is None else steps // chunk
-
-    in_eval = config.eval.sampling or rollout.sampling
-    if config.model.vla is not None and config.model.vla.greedy:
-        in_eval = _greedy(in_eval)
-
     return Collector(
         reset_states(env),
         {
@@ -296,7 +291,7 @@ def simulator_collector(
                 auto_reset=env.auto_reset,
                 shares_reset=env.fixed_reset_states,
             ),
-            "eval": driver(in_eval, video.num_episodes if video.save else 0),
+            "eval": driver(config.eval_sampling, video.num_episodes if video.save else 0),
         },
         driver(_greedy(rollout.sampling)) if plan.needs_greedy else None,
         engine,

@@ -19,7 +19,8 @@ def follow_warm_up(parts: Parts) -> None:
     if parts.reference is not None and config.reference.path is None:
         _copy(trained, parts.reference)
     if parts.critic is not None and config.critic.path is None:
-        _copy(trained, parts.critic, merged=config.model.lora is not None)
+        has_adapters = config.model.vla is not None  # critics of language models have none
+        _copy(trained, parts.critic, merged=config.model.lora is not None and not has_adapters)
     trained.ranks.close()
 
 

@@ -32,6 +32,7 @@ from transformers.initialization import no_init_weights
 
 from braid.errors import ModelError
 from braid.models.folders import local_folder, read, read_json
+from braid.models.lora import outputs_of
 
 from .vision import TOWERS, TowerSizes, VisionBackbone, prepared
 
@@ -194,7 +195,7 @@ class OpenVla(nn.Module):
     def action_logits(self, states: Tensor) -> Tensor:
         """[..., D] -> float32 [..., bins]: no other token is ever chosen."""
         ids = self.action_ids
-        return F.linear(states, self.language_model.lm_head.weight[ids.start : ids.stop]).float()
+        return outputs_of(self.language_model.lm_head, states, slice(ids.start, ids.stop)).float()
 
     def _states(
         self, embeddings: Tensor, mask: Tensor, *, is_causal: bool, cache: DynamicCache | None = None

@@ -9,8 +9,8 @@ flow_sde    x0 (1 - (t - d)) + x1 (t - d - sigma^2 d / (2 t))          sigma sqr
 flow_noise  that of the ODE                                            of a small network, in [0.08, 0.16]
 
 Under flow_sde one step of a decision, drawn at random, is stochastic, and the decision's log-prob is that of this step.
-Under flow_noise all are; the log-prob is the mean of those of all steps and of the initial noise. Evaluation takes ODE steps
-from one fixed noise. Imitation is flow matching.
+Under flow_noise all are; the log-prob is the mean of those of all steps and of the initial noise. Evaluation takes
+ODE steps from one fixed noise, unless model.vla.greedy is false. Imitation is flow matching.
 """
 
 from __future__ import annotations
@@ -153,7 +153,10 @@ class Pi0Policy(VlaPolicy):
         return self._expert(self._prefix(observations), embedded.unsqueeze(1))[:, 0]
 
     def draw(
-        self, observations: Tensors, uniforms: Tensor | None
+        self,
+        observations: Tensors,
+        uniforms: Tensor | None,
+        temperature: float | None = None,  # noqa: ARG002  # has none
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         prefix, count = self._prefix(observations), len(observations["prompt_ids"])
         num_steps, is_sde = self.config.denoise_steps, self.config.noise == "flow_sde"

@@ -172,9 +172,9 @@ class VlaPolicy(TrainableModel):
 
     @abstractmethod
     def draw(
-        self, observations: Tensors, uniforms: Tensor | None
+        self, observations: Tensors, uniforms: Tensor | None, temperature: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Normalized actions [E, H, A], inputs [E, P, ...] and log-probs [E, P] (see ActingPolicy.act)."""
+        """Normalized actions [E, H, A], inputs [E, P, ...] and log-probs [E, P] (see ActingPolicy)."""
 
     @abstractmethod
     def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,7 +186,12 @@ class VlaPolicy(TrainableModel):
         return at_level(of_numbers, self.width, self._entropy_level, self.config.num_action_chunks)
 
     @torch.no_grad()
-    def act(self, observations: Mapping[str, Any], uniforms: NDArray[np.float64] | None) -> Acted:
+    def act(
+        self,
+        observations: Mapping[str, Any],
+        uniforms: NDArray[np.float64] | None,
+        temperature: float | None = None,
+    ) -> Acted:
         """See ActingPolicy. Greedy actions are computed for `eval_batch_rows` observations at a time."""
         size = self.config.eval_batch_rows
         if uniforms is None and len(observations["prompt_ids"]) > size:
@@ -203,7 +208,7 @@ class VlaPolicy(TrainableModel):
         device = next(self.module.parameters()).device
         seen = {name: torch.as_tensor(values, device=device) for name, values in observations.items()}
         drawn = None if uniforms is None else torch.from_numpy(uniforms).to(device)
-        actions, inputs, logprobs = self.draw(seen, drawn)
+        actions, inputs, logprobs = self.draw(seen, drawn, temperature)
         unnormalized = self.processor.actions.unnormalize(actions.cpu().numpy()).astype(np.float32)
         named = {name: values.cpu().numpy() for name, values in inputs.items()}
         return Acted(unnormalized, named, logprobs.float().cpu().numpy())
@@ -327,24 +332,26 @@ class OpenVlaPolicy(VlaPolicy):
         return self._states(observations, None)[:, 0]
 
     def draw(
-        self, observations: Tensors, uniforms: Tensor | None
+        self, observations: Tensors, uniforms: Tensor | None, temperature: float | None = None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         if self.config.kind == "openvla_oft":
-            logits = self._logits(self._states(observations, None))
+            logits = self._logits(self._states(observations, None), temperature)
             bins = choose(logits, uniforms)
         else:
-            bins, logits = self._write(observations, uniforms)
+            bins, logits = self._write(observations, uniforms, temperature)
         logprobs = logits.log_softmax(-1).gather(-1, bins.unsqueeze(-1)).squeeze(-1)
         values = values_of(bins.cpu().numpy(), self.processor.num_bins)
         actions = torch.from_numpy(values).unflatten(1, (-1, self.config.action_dim))
         return actions, {"bins": bins.unflatten(1, (self.width, -1))}, self._per_position(logprobs)
 
-    def _write(self, observations: Tensors, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _write(
+        self, observations: Tensors, uniforms: Tensor | None, temperature: float | None
+    ) -> tuple[Tensor, Tensor]:
         """Action tokens one after the other."""
         prefix, mask = self._prefix(observations)
         bins, cache, all_logits = prefix.new_zeros(len(prefix), 0, dtype=torch.long), DynamicCache(), []
         for number in range(self.num_uniforms):
-            logits = self._logits(self.module.next_state(prefix, mask, bins, cache))
+            logits = self._logits(self.module.next_state(prefix, mask, bins, cache), temperature)
             drawn = choose(logits, None if uniforms is None else uniforms[:, number])
             bins = torch.cat([bins, drawn.unsqueeze(1)], dim=1)
             all_logits.append(logits)
@@ -374,8 +381,8 @@ class OpenVlaPolicy(VlaPolicy):
             prefix, mask, self.num_uniforms, has_stop=self.config.form == "official"
         )
 
-    def _logits(self, states: Tensor) -> Tensor:
-        return self.module.action_logits(states) / self._temperature
+    def _logits(self, states: Tensor, temperature: float | None = None) -> Tensor:
+        return self.module.action_logits(states) / (temperature or self._temperature)
 
     def _per_position(self, of_tokens: Tensor) -> Tensor:
         return of_tokens.unflatten(1, (self.width, -1)).sum(-1)

@@ -14,8 +14,8 @@ class SimulatorDriver:
     """Turns prompts (reset states) into groups of episodes, played by `engine`.
 
     All episodes of a group start from the same reset seed, drawn from the run's seed and the group's key, unless the
-    prompt has one; without `shares_reset` each starts from a seed of its own. With `greedy` the policy takes its most
-    probable action. A sample is one episode of at most `max_decisions`, or with `auto_reset` as many as fit into them,
+    prompt has one; without `shares_reset` each starts from a seed of its own. With a `temperature` of None the policy
+    takes its most probable actions. A sample is one episode of at most `max_decisions`, or with `auto_reset` as many as fit into them,
     of which the last one may be cut; an invalid episode ends it too. The first episodes of the first `num_filmed`
     prompts of each round are filmed, or of each `film_every`-th.
     """
@@ -23,7 +23,7 @@ class SimulatorDriver:
     engine: SimulatorEngine
     _: KW_ONLY
     seed: int
-    greedy: bool = False
+    temperature: float | None = 1.0
     num_filmed: int = 0
     film_every: int = 1
     max_decisions: int | None = None
@@ -46,7 +46,7 @@ class SimulatorDriver:
                 prompt,
                 sample,
                 (self.seed, *key),
-                self.greedy,
+                self.temperature,
                 is_filmed and not trajectories,
                 left,
                 first_attempt=attempts,

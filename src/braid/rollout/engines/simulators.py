@@ -42,7 +42,8 @@ class ActingPolicy(Protocol):
 
     `observe` returns the part of observations [E, ...] that `act` and the model's forward pass read; a text policy adds
     the tokens of the instructions. `act` takes its result, and uniform random numbers [E, num_uniforms] in [0, 1), or
-    None for the likeliest actions. Observations are arrays, or tensors on the simulator's device.
+    None for the likeliest actions. `temperature` is that of actions which are tokens; None: that of training.
+    Observations are arrays, or tensors on the simulator's device.
     """
 
     @property
@@ -53,7 +54,12 @@ class ActingPolicy(Protocol):
 
     def observe(self, observations: Mapping[str, Any], instructions: Sequence[str]) -> Mapping[str, Any]: ...
 
-    def act(self, observations: Mapping[str, Any], uniforms: NDArray[np.float64] | None) -> Acted: ...
+    def act(
+        self,
+        observations: Mapping[str, Any],
+        uniforms: NDArray[np.float64] | None,
+        temperature: float | None = None,
+    ) -> Acted: ...
 
 
 class SimulatorEngine(SteppedEngine):
@@ -221,15 +227,13 @@ class SimulatorEngine(SteppedEngine):
         stage.acts, version = True, self._current_version()
         stage.episodes = {slot: self._running[slot] for slot in stage.slots if slot in self._running}
         actions: dict[int, NDArray[Any]] = {}
-        for is_greedy in (False, True):
-            slots = [slot for slot, episode in stage.episodes.items() if episode.is_greedy is is_greedy]
-            if not slots:
-                continue
+        for temperature in dict.fromkeys(episode.temperature for episode in stage.episodes.values()):
+            slots = [slot for slot, episode in stage.episodes.items() if episode.temperature == temperature]
             rows, count = stage.rows(slots), self._policy.num_uniforms
             drawn = None
-            if not is_greedy:
+            if temperature is not None:
                 drawn = np.stack([self._running[slot].uniforms(stage.decision, count) for slot in slots])
-            acted = self._policy.act(stage.log.at(stage.decision, rows, "observations"), drawn)
+            acted = self._policy.act(stage.log.at(stage.decision, rows, "observations"), drawn, temperature)
             if not np.isfinite(acted.logprobs).all():
                 raise EngineError(
                     f"the policy (version {self._version}) gave an action log-prob that is not finite"
@@ -341,15 +345,15 @@ class _Stage:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """An episode and its record so far. `key` is (seed, *key of the call, number of the prompt). With
-    `is_greedy` the policy takes its most probable action; with `is_filmed` the trajectory has a recording. After
-    `max_decisions` it is truncated. `first_attempt` is the number of attempts at earlier episodes of the same
+    """An episode and its record so far. `key` is (seed, *key of the call, number of the prompt). With a
+    `temperature` of None the policy takes its most probable actions; with `is_filmed` the trajectory has a recording.
+    After `max_decisions` it is truncated. `first_attempt` is the number of attempts at earlier episodes of the same
     sample, and `own_reset` its number among them if it does not begin in the group's reset state."""
 
     prompt: Prompt
     sample: int
     key: tuple[int, ...]
-    is_greedy: bool
+    temperature: float | None
     is_filmed: bool = False
     max_decisions: int | None = None
     first_attempt: int = 0
