@@ -22,8 +22,9 @@ VOCAB_MULTIPLE = 16
 """The vocabulary of a built model is padded to a multiple of this."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts per layer in transformers configs."""
-_LEAST_COMPILED = 2e10
-"""Tokens of a round, at most, times parameters: a second of sampling, of which compiled steps save a third."""
+_LEAST_COMPILED = 4e10
+"""Tokens of a round, at most, times parameters: two seconds of sampling, of which compiled steps save half. To compile them
+takes five seconds once, and as much for attention in training."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per number of each dtype."""
 
@@ -167,18 +168,23 @@ def engine_dtype(config: RunConfig, *, has_gpus: bool) -> str:
 
 
 def is_worth_compiling(config: RunConfig, num_parameters: int) -> bool:
-    """Whether a round on a CPU computes long enough to compile kernels for it."""
+    """Whether a round on a CPU computes long enough to compile kernels for it. The number of rounds, which a resume may
+    change, doesn't count: results differ by rounding, and a resumed run has those of an unbroken one."""
     rollout = config.rollout
     num_tokens = rollout.prompts_per_round * rollout.group_size * rollout.sampling.max_new_tokens
     return num_tokens * num_parameters >= _LEAST_COMPILED
 
 
+def can_compile(config: RunConfig, *, has_gpus: bool) -> bool:
+    """Whether the config allows that the native engine's steps are compiled."""
+    is_allowed = config.rollout.native.compile != "never"
+    return is_allowed and not has_gpus and engine_dtype(config, has_gpus=False) == "fp32"
+
+
 def may_compile(config: RunConfig, num_parameters: int, *, has_gpus: bool) -> bool:
-    """Whether the native engine's steps are to be compiled, if they can be."""
-    mode = config.rollout.native.compile
-    is_worthwhile = mode == "always" or is_worth_compiling(config, num_parameters)
-    is_possible = not has_gpus and engine_dtype(config, has_gpus=False) == "fp32"
-    return mode != "never" and is_possible and is_worthwhile
+    """Whether the native engine's steps are to be compiled, if this machine can do that."""
+    is_asked = config.rollout.native.compile == "always"
+    return can_compile(config, has_gpus=has_gpus) and (is_asked or is_worth_compiling(config, num_parameters))
 
 
 def kv_budget_tokens(config: RunConfig, *, has_gpus: bool) -> int | None:
