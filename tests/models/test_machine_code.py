@@ -12,6 +12,8 @@ import pytest
 
 import braid
 
+pytestmark = pytest.mark.slow
+
 KERNEL = """
 import ctypes
 import numpy as np

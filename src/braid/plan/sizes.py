@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from braid.config.backends import LoraConfig
+from braid.config.env import SimulatorEnv
 from braid.config.model import BuildSpec
 from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.config.schema import RunConfig
@@ -157,9 +158,20 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
 
 def engine_dtype(config: RunConfig, *, has_gpus: bool) -> str:
     """Dtype in which the native engine computes; by default that of training."""
-    chosen, train = config.rollout.native.dtype, config.train
-    if chosen != "auto":
-        return chosen
+    chosen = config.rollout.native.dtype
+    return training_dtype(config, has_gpus=has_gpus) if chosen == "auto" else chosen
+
+
+def samples_lower(config: RunConfig, *, has_gpus: bool) -> bool:
+    """Whether the native engine samples text in a lower precision than that of training."""
+    engine, train = (of(config, has_gpus=has_gpus) for of in (engine_dtype, training_dtype))
+    is_native = config.rollout.engine == "native" and not isinstance(config.env, SimulatorEnv)
+    return is_native and BYTES[engine] < BYTES[train]
+
+
+def training_dtype(config: RunConfig, *, has_gpus: bool) -> str:
+    """Dtype of matrix products in training."""
+    train = config.train
     if train.backend in ("fsdp", "fsdp2") and train.fsdp.param_dtype is not None:
         return train.fsdp.param_dtype
     if train.autocast == "none" or (train.autocast == "auto" and not has_gpus):

@@ -22,7 +22,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.cpu import why_not_compiled
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
-from braid.plan.sizes import can_compile, may_compile
+from braid.plan.sizes import can_compile, engine_dtype, may_compile, training_dtype
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
@@ -153,7 +153,10 @@ def native_engine(
     incorrectly."""
     options, autocast = config.rollout.native.model_dump(), None
     options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
-    options["compile"] = _compiles(config, lm)
+    options["compile"], has_gpus = _compiles(config, lm), lm.device.type != "cpu"
+    dtypes = [of(config, has_gpus=has_gpus) for of in (engine_dtype, training_dtype)]
+    if dtypes[0] != dtypes[1]:
+        _log.info("the engine samples in %s, training computes in %s", *dtypes)
     check_decoding(lm, longest_row(config), is_compiled=options["compile"])
     if options["dtype"] == "auto":
         autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
