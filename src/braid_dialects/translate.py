@@ -81,6 +81,10 @@ def translate(
     for path, value in (("train.backend", backend), ("rollout.engine", engine)):
         if value is not None:
             writer.replace(path, value, "command line")
+    is_half = "rollout.native.dtype" not in own and writer.get("rollout.native.dtype") in ("bf16", "fp16")
+    if is_half and not writer.get("pipeline.max_lag"):
+        # unlike braid, the original corrects for its engine's precision only if asked to
+        writer.fill({"algorithm.corrections": []}, f"{dialect.title}{WHOLE}")
     writer.finish()
     if not native.problems:
         found = (problem for check in dialect.checks for problem in check(source))
@@ -211,6 +215,9 @@ class _Writer:
                 self._native.problems.append(Problem(path, message, origin))
             else:
                 self.replace(path, value, origin)
+
+    def get(self, path: str) -> Any:
+        return self._put.get(path)
 
     def fill(self, values: Mapping[str, Any], origin: str) -> None:
         """Set values whose path, parents and children are all unset."""

@@ -149,6 +149,20 @@ def test_the_recipe_shows_what_the_config_changed_and_what_is_unused(tmp_path: P
     assert line(algorithm, "kl_clamp") == "kl_clamp off override, unused"
 
 
+def test_a_lower_precision_in_sampling_shows_where_its_correction_comes_from(tmp_path: Path) -> None:
+    text = show(tmp_path, "rollout.native.dtype=bf16", width=200)
+    assert line(text, "engine's dtype") == "engine's dtype bf16 rollout.native.dtype=bf16; training: fp32"
+    assert line(text, "corrections").endswith("rollout.native.dtype")
+    assert line(text, "old log-probs").startswith(
+        "old log-probs recompute auto: algorithm.corrections compare"
+    )
+    assert line(show(tmp_path, "pipeline={}", width=200), "corrections").endswith("pipeline")
+    assert (
+        line(show(tmp_path), "engine's dtype")
+        == "engine's dtype fp32 rollout.native.dtype=auto; training: fp32"
+    )
+
+
 def test_an_unused_key_of_a_list_is_marked(tmp_path: Path) -> None:
     text = show(tmp_path, "data.train=[{kind: file, path: x.jsonl, response_key: best}]")
     assert line(text, "response_key") == "response_key best override, unused"

@@ -543,6 +543,21 @@ def test_corrections_of_the_sampler_come_weights_first(tmp_path: Path) -> None:
     assert algorithm.old_logprobs == "recompute"
 
 
+def test_a_lower_precision_of_the_engine_is_corrected_only_if_the_file_says_so(tmp_path: Path) -> None:
+    def corrections(dtype: str | None, *overrides: str) -> object:
+        models = {
+            "actor_infer": {"model_args": {"dtype": dtype}},
+            "actor_train": {"model_args": {"dtype": "fp32"}},
+        }
+        return read(tmp_path, models, *overrides, **IN_ONE_PROCESS).loaded.config.algorithm.corrections
+
+    assert corrections("bf16") == ()
+    assert corrections(None) is corrections("fp32") is None
+    assert corrections("bf16", "braid.rollout.native.dtype=bf16") is None, "braid's key, braid's default"
+    assert corrections("bf16", "async_generation_ratio=1") is None, "a pipeline's correction"
+    assert corrections("bf16", "train_infer_correction.is_weight.enabled=true")
+
+
 def test_a_filter_masks_by_ratio_by_difference_or_by_both(tmp_path: Path) -> None:
     both = {"enabled": True, "agg_type": "sequence", "diff_enabled": True, "diff_low": -0.5}
     difference = {"enabled": True, "diff_enabled": True, "ratio_enabled": False}

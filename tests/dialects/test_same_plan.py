@@ -134,7 +134,7 @@ def meaning(loaded: Loaded) -> dict[str, Any]:
     """A config without the place of its file, and its algorithm as the parts that count."""
     data = plain_data(loaded.config)
     data["run"].pop("base_dir")
-    recipe = merge_recipe(loaded.config)
+    recipe = merge_recipe(loaded.config, has_gpus=False)
     data["algorithm"] = {name: getattr(recipe, name) for name in recipe.__slots__}
     return data
 

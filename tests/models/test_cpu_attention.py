@@ -81,7 +81,8 @@ def test_other_layers_are_left_to_pytorch(call: LayerCall) -> None:
     assert all(map(torch.equal, found, plain))
 
 
-def test_it_is_chosen_where_a_round_is_long_enough(tmp_path: Path) -> None:
+def test_it_is_chosen_where_a_round_is_long_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     path = tmp_path / "run.yaml"
     path.write_text(
         "model: {build: {hidden_size: 32, num_layers: 1, num_heads: 1, num_kv_heads: 1, intermediate_size: 32}}\n"
@@ -94,8 +95,10 @@ def test_it_is_chosen_where_a_round_is_long_enough(tmp_path: Path) -> None:
         return {policy.attention, make_reference(config, torch.device("cpu")).attention}
 
     assert chosen("rollout.sampling.max_new_tokens=4") == {"auto"}
+    assert "attention in training is not compiled: rounds are too short for that" in caplog.text
     many = "rollout.prompts_per_round=1000000"
     assert chosen(many) == {"compiled"}
+    assert "attention in training is compiled by Numba" in caplog.text
     assert chosen(many, "model.attention=sdpa") == {"sdpa"}
     with pytest.raises(ModelError, match=r"they are for CPUs; or set model\.attention=auto"):
         check_attention("compiled", torch.device("cuda"))

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from braid.algorithms.recipes import Correction
 from braid.config.load import load_config
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
-from braid.plan import Plan, longest_row, resolve
+from braid.plan import Plan, derive, longest_row, resolve
 
 BASE = [
     "model.build={}",
@@ -156,10 +157,35 @@ def test_the_policy_takes_no_steps_while_the_critic_warms_up() -> None:
         (["algorithm.policy_loss=kl_cov"], "recompute"),
         (["algorithm.policy_loss=kl_cov", "algorithm.old_logprobs=behavior"], "behavior"),
         (["algorithm.recipe=gspo"], "current"),
+        (["rollout.native.dtype=bf16"], "recompute"),
     ],
 )
 def test_old_logprobs_are_recomputed_where_the_round_needs_them(overrides: list[str], mode: str) -> None:
     assert plan(*overrides).old_logprobs == mode
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_gpus", "is_corrected"),
+    [
+        (["rollout.native.dtype=fp32"], 0, False),
+        (["rollout.native.dtype=bf16"], 0, True),
+        (["rollout.native.dtype=bf16", "algorithm.corrections=[]"], 0, False),
+        (["rollout.native.dtype=bf16", "algorithm.old_logprobs=behavior"], 0, False),
+        (["rollout.native.dtype=bf16", "train.autocast=bf16"], 0, False),
+        (["rollout.native.dtype=bf16", "model.dtype=bf16"], 0, False),
+        (["rollout.native.dtype=bf16", "train.autocast=fp16"], 0, False),
+        (["rollout.native.dtype=bf16", "rollout.engine=vllm"], 0, False),
+        (["rollout.native.dtype=bf16"], 1, False),  # train.autocast is bf16 there
+        (["rollout.native.dtype=bf16", "train.autocast=none"], 1, True),
+    ],
+)
+def test_sampling_in_a_lower_precision_than_that_of_training_is_corrected(
+    overrides: list[str], num_gpus: int, is_corrected: bool
+) -> None:
+    recipe = derive(config(*overrides), None, "train", num_gpus).recipe
+    assert recipe.corrections == (
+        (Correction(level="token", mode="truncate", low=0.0, high=2.0),) if is_corrected else ()
+    )
 
 
 def test_the_aggregation_constant_is_the_longest_response() -> None:

@@ -33,7 +33,7 @@ def test_each_action_has_the_value_of_its_place_in_the_chunk() -> None:
             "algorithm={recipe: ppo, reward_level: action}",
         ],
     ).config
-    assert merge_recipe(config).value_level == "action"
+    assert merge_recipe(config, has_gpus=False).value_level == "action"
     spaces = Spaces(2, ActionSpace("discrete", 2))
     critic = make_robot_model("critic", config, spaces, torch.device("cpu"))
     (row, *_) = rows_of(collect(chunk=CHUNK, group_size=1))  # 5 env steps: chunks of 3 and 2 actions

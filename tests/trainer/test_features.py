@@ -343,6 +343,18 @@ def test_sampling_uses_the_synced_weights(load_tiny: LoadTiny, dtype: str) -> No
     assert not (checked / "check_weights").exists()
 
 
+def test_sampling_in_bf16_is_said_and_corrected(
+    load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run = commands.train(load_tiny("rollout.native.dtype=bf16")).run_dir
+    assert "the engine samples in bf16, training computes in fp32" in caplog.text
+    for line in lines(run)[1:]:
+        assert line["policy/correction_mean"] == pytest.approx(1, abs=0.05)
+        assert line["policy/logprob_mismatch_kl"] > 0
+        assert line["policy/ratio_mean"] == pytest.approx(1, abs=0.05)
+
+
 def test_an_engine_with_wrong_weights_is_detected_and_both_sets_are_stored(tmp_path: Path) -> None:
     trainer = {"a": torch.linspace(-1, 1, 8), "b": torch.ones(2, 3)}
     engine = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.items()}

@@ -46,21 +46,34 @@ def test_the_engine_computes_as_training_does(
     assert engine.shares_weights == (linear == FLOAT)
 
 
+LONG = "rollout.prompts_per_round=100000"
+
+
 @pytest.mark.parametrize(
-    ("overrides", "is_compiled"),
+    ("overrides", "is_compiled", "said"),
     [
-        (["rollout.prompts_per_round=1"], False),
-        (["rollout.prompts_per_round=100000"], True),
-        (["rollout.native.compile=always"], True),
-        (["rollout.native.compile=never", "rollout.prompts_per_round=100000"], False),
+        (["rollout.prompts_per_round=1"], False, "not compiled: rounds are too short for that"),
+        (
+            ["rollout.prompts_per_round=1", "run.max_rounds=1000000"],
+            False,
+            "not compiled: rounds are too short",
+        ),
+        ([LONG], True, "compiled by Numba"),
+        (["rollout.native.compile=always"], True, "compiled by Numba"),
+        (["rollout.native.compile=never", LONG], False, None),
+        (["rollout.native.dtype=bf16", LONG], False, None),
     ],
 )
-def test_decoding_is_compiled_where_a_round_samples_enough(overrides: list[str], is_compiled: bool) -> None:
+def test_decoding_is_compiled_where_a_round_samples_enough(
+    overrides: list[str], is_compiled: bool, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     config = load_config(None, [*BASE, *overrides]).config
     engine = native_engine(
         config, cast("Any", SimpleNamespace(decode=str)), make_policy(config, torch.device("cpu"))
     )
     assert (engine._decoder._attention is not DecodeAttention) == is_compiled
+    assert f"decode steps are {said}" in caplog.text if said else "decode steps" not in caplog.text
 
 
 def test_a_machine_that_cannot_compile_samples_without_or_says_why(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from braid.config.env import ChatEnv
+from braid.config.env import ChatEnv, SimulatorEnv
 from braid.config.reward import CodeReward
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.isolation.sandbox import find_isolation
 from braid.plan import Plan
 from braid.plan.end_tokens import end_tokens
-from braid.plan.sizes import kv_budget_tokens
+from braid.plan.sizes import engine_dtype, kv_budget_tokens, training_dtype
 from braid.report.files import human_bytes
 
 UNKNOWN = "unknown"
@@ -72,14 +72,19 @@ def _end_tokens(config: RunConfig, plan: Plan) -> Iterator[Figure]:
 
 
 def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
-    rollout, longest = config.rollout, plan.max_trajectory_tokens
-    kv_budget = kv_budget_tokens(config, has_gpus=plan.layout.has_gpus)
+    rollout, longest, has_gpus = config.rollout, plan.max_trajectory_tokens, plan.layout.has_gpus
+    kv_budget = kv_budget_tokens(config, has_gpus=has_gpus)
     count = f"{plan.trajectories_per_round:,}"
     how = f"{rollout.prompts_per_round} prompts x {rollout.group_size} per group"
     yield Figure("trajectories per round", count, how)
     if plan.max_tokens_per_round is not None:
         most = f"at most {plan.max_tokens_per_round:,}"
         yield Figure("tokens per round", most, f"{count} trajectories x {longest:,}")
+    if rollout.engine == "native" and not isinstance(config.env, SimulatorEnv):
+        engine, train = (of(config, has_gpus=has_gpus) for of in (engine_dtype, training_dtype))
+        yield Figure(
+            "engine's dtype", engine, f"rollout.native.dtype={rollout.native.dtype}; training: {train}"
+        )
     if plan.max_concurrent is not None:
         how = f"minimum of {count} trajectories, max_running {rollout.native.max_running:,}"
         how += "" if kv_budget is None else f", {kv_budget:,} cached tokens / {longest:,}"
@@ -135,6 +140,8 @@ def _why_old_logprobs(config: RunConfig, plan: Plan) -> str:
         return "algorithm.old_logprobs"
     if plan.old_logprobs == "current":
         return "auto: one step per round, so the ratio is 1"
+    if plan.recipe.corrections:
+        return "auto: algorithm.corrections compare them with the engine's"
     if plan.steps_per_round == 1:
         return "auto: the KL penalty in the reward needs them before the update"
     return f"auto: the policy changes within a round of {plan.steps_per_round} steps"

@@ -19,7 +19,7 @@ from braid.config.load import Loaded
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.config.source import DEFAULT, OVERRIDE, KeyPath, leaves, path_text
-from braid.plan import Plan, merge_recipe, unused_keys, why_unused
+from braid.plan import Plan, unused_keys, why_unused
 from braid.report.files import human_bytes
 
 from .figures import figures, human_count
@@ -126,15 +126,20 @@ def _figures(config: RunConfig, plan: Plan) -> RenderableType:
 
 def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
     """The recipe's components, with the origin of those set in the config; unused ones are dimmed."""
-    recipe, config = merge_recipe(loaded.config), loaded.config.algorithm
+    recipe, config = plan.recipe, loaded.config.algorithm
     idle = unused_keys(loaded.config, plan)
+    derived = dict.fromkeys(("logprob_level", "entropy_level", "advantage_level"), "env")
+    derived["corrections"] = "pipeline" if loaded.config.max_lag else "rollout.native.dtype"
     table = _table()
     for field in fields(recipe):
         key, value = f"algorithm.{field.name}", getattr(recipe, field.name)
         is_set = getattr(config, field.name) is not None
         style = "dim" if key in idle else "bold" if is_set else ""
-        source = "recipe" if value == getattr(RECIPES[config.recipe], field.name) else "pipeline"
-        origin = (loaded.origins[key] if is_set else source) + (", unused" if key in idle else "")
+        if is_set:
+            origin = loaded.origins[key]
+        else:
+            origin = "recipe" if value == getattr(RECIPES[config.recipe], field.name) else derived[field.name]
+        origin += ", unused" if key in idle else ""
         table.add_row(
             Text(field.name, style="dim" if key in idle else ""),
             Text("off" if value is None else shown(value), style=style),

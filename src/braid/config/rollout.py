@@ -72,8 +72,8 @@ class NativeEngineConfig(Section):
     """Capture the decode step in a CUDA graph, on CUDA devices."""
     compile: Literal["auto", "always", "never"] = "auto"
     """Compile decode steps in fp32 with Numba, on CPUs under Linux; results differ by rounding. auto: if
-    prompts_per_round * group_size * sampling.max_new_tokens * the number of parameters is at least 2e10, since importing
-    Numba and the first compilation take a few seconds."""
+    prompts_per_round * group_size * sampling.max_new_tokens * the number of parameters is at least 4e10, since the first
+    compilation takes five seconds; the log has the choice."""
     prefix_caching: bool = True
     """Keep the key/value cache of a conversation for its next turn, for up to kv_budget_tokens tokens on top; on CUDA
     devices the default budget is halved for it."""

@@ -133,11 +133,17 @@ def make_robot_model(
 
 def _with_kernels(config: RunConfig, device: torch.device) -> ModelConfig:
     """`config.model` with `attention: auto` resolved: the same for every process and every resume of a run."""
-    size = policy_size(config) if config.model.attention == "auto" and device.type == "cpu" else None
-    if size is None or not is_worth_compiling(config, size.parameters) or why_not_compiled():
+    if config.model.attention != "auto" or device.type != "cpu":
         return config.model
-    _log.info("attention in training is compiled by Numba")
-    return config.model.model_copy(update={"attention": "compiled"})
+    size = policy_size(config)
+    if size is None:
+        why_not: str | None = "the model's size is not known before it is loaded (model.attention)"
+    elif is_worth_compiling(config, size.parameters):
+        why_not = why_not_compiled()
+    else:
+        why_not = "rounds are too short for that (model.attention)"
+    _log.info("attention in training is %s", f"not compiled: {why_not}" if why_not else "compiled by Numba")
+    return config.model if why_not else config.model.model_copy(update={"attention": "compiled"})
 
 
 def _load_folder(

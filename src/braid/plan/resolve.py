@@ -28,7 +28,16 @@ from .layout import Needs, lay_out
 from .lengths import token_bounds
 from .machine import count_gpus
 from .plan import Memory, OldLogprobs, Plan, Verb
-from .sizes import BYTES, ModelSize, engine_dtype, kv_budget_tokens, may_compile, policy_size, size_of_folder
+from .sizes import (
+    BYTES,
+    ModelSize,
+    engine_dtype,
+    kv_budget_tokens,
+    may_compile,
+    policy_size,
+    samples_lower,
+    size_of_folder,
+)
 
 
 def resolve(
@@ -54,14 +63,15 @@ def resolve(
     return replace(plan, warnings=tuple(warnings))
 
 
-def merge_recipe(config: RunConfig) -> Recipe:
+def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
     """The named recipe with the config's overrides; `off` becomes None. Where tokens may be older than the round
-    that trains on them, a recipe without a correction gets one of the lag."""
+    that trains on them, or are sampled in a lower precision, a recipe without a correction gets one."""
     names, algorithm = {field.name for field in fields(Recipe)}, config.algorithm
     given = {name: value for name, value in algorithm if name in names and value is not None}
     recipe, corrections = RECIPES[algorithm.recipe], algorithm.corrections
     if corrections is None and not recipe.corrections and algorithm.old_logprobs in ("auto", "recompute"):
-        corrections = (CorrectionConfig(),) if config.max_lag else None
+        is_off = config.max_lag > 0 or samples_lower(config, has_gpus=has_gpus)
+        corrections = (CorrectionConfig(),) if is_off else None
     if corrections is not None:
         given["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in corrections)
     recipe = replace(recipe, **_without_off(given))
@@ -83,7 +93,8 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     rollout, train = config.rollout, config.train
     of_critic = config.critic.train or train
     critic_steps = of_critic.steps_per_pass * of_critic.passes_per_round
-    recipe = merge_recipe(config)
+    has_gpus = num_gpus > 0 and config.run.device != "cpu"
+    recipe = merge_recipe(config, has_gpus=has_gpus)
     steps_per_round = train.steps_per_pass * train.passes_per_round
     rows_per_step = math.ceil(rollout.prompts_per_round / train.steps_per_pass) * rollout.group_size
     trajectories = rollout.prompts_per_round * rollout.group_size
@@ -92,7 +103,6 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     rounds = _rounds(config, num_prompts) if verb == "train" else 0
     sizes = _sizes(config)
     size = sizes["policy"]
-    has_gpus = num_gpus > 0 and config.run.device != "cpu"
     samples_in = engine_dtype(config, has_gpus=has_gpus)
     kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[samples_in]
     kv_budget = kv_budget_tokens(config, has_gpus=has_gpus)

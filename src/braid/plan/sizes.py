@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from braid.config.backends import LoraConfig
+from braid.config.env import SimulatorEnv
 from braid.config.model import BuildSpec
 from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.config.schema import RunConfig
@@ -22,8 +23,9 @@ VOCAB_MULTIPLE = 16
 """The vocabulary of a built model is padded to a multiple of this."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts per layer in transformers configs."""
-_LEAST_COMPILED = 2e10
-"""Tokens of a round, at most, times parameters: a second of sampling, of which compiled steps save a third."""
+_LEAST_COMPILED = 4e10
+"""Tokens of a round, at most, times parameters: two seconds of sampling, of which compiled steps save half. To compile them
+takes five seconds once, and as much for attention in training."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per number of each dtype."""
 
@@ -156,9 +158,20 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
 
 def engine_dtype(config: RunConfig, *, has_gpus: bool) -> str:
     """Dtype in which the native engine computes; by default that of training."""
-    chosen, train = config.rollout.native.dtype, config.train
-    if chosen != "auto":
-        return chosen
+    chosen = config.rollout.native.dtype
+    return training_dtype(config, has_gpus=has_gpus) if chosen == "auto" else chosen
+
+
+def samples_lower(config: RunConfig, *, has_gpus: bool) -> bool:
+    """Whether the native engine samples text in a lower precision than that of training."""
+    engine, train = (of(config, has_gpus=has_gpus) for of in (engine_dtype, training_dtype))
+    is_native = config.rollout.engine == "native" and not isinstance(config.env, SimulatorEnv)
+    return is_native and BYTES[engine] < BYTES[train]
+
+
+def training_dtype(config: RunConfig, *, has_gpus: bool) -> str:
+    """Dtype of matrix products in training."""
+    train = config.train
     if train.backend in ("fsdp", "fsdp2") and train.fsdp.param_dtype is not None:
         return train.fsdp.param_dtype
     if train.autocast == "none" or (train.autocast == "auto" and not has_gpus):
@@ -167,18 +180,23 @@ def engine_dtype(config: RunConfig, *, has_gpus: bool) -> str:
 
 
 def is_worth_compiling(config: RunConfig, num_parameters: int) -> bool:
-    """Whether a round on a CPU computes long enough to compile kernels for it."""
+    """Whether a round on a CPU computes long enough to compile kernels for it. The number of rounds, which a resume may
+    change, doesn't count: results differ by rounding, and a resumed run has those of an unbroken one."""
     rollout = config.rollout
     num_tokens = rollout.prompts_per_round * rollout.group_size * rollout.sampling.max_new_tokens
     return num_tokens * num_parameters >= _LEAST_COMPILED
 
 
+def can_compile(config: RunConfig, *, has_gpus: bool) -> bool:
+    """Whether the config allows that the native engine's steps are compiled."""
+    is_allowed = config.rollout.native.compile != "never"
+    return is_allowed and not has_gpus and engine_dtype(config, has_gpus=False) == "fp32"
+
+
 def may_compile(config: RunConfig, num_parameters: int, *, has_gpus: bool) -> bool:
-    """Whether the native engine's steps are to be compiled, if they can be."""
-    mode = config.rollout.native.compile
-    is_worthwhile = mode == "always" or is_worth_compiling(config, num_parameters)
-    is_possible = not has_gpus and engine_dtype(config, has_gpus=False) == "fp32"
-    return mode != "never" and is_possible and is_worthwhile
+    """Whether the native engine's steps are to be compiled, if this machine can do that."""
+    is_asked = config.rollout.native.compile == "always"
+    return can_compile(config, has_gpus=has_gpus) and (is_asked or is_worth_compiling(config, num_parameters))
 
 
 def kv_budget_tokens(config: RunConfig, *, has_gpus: bool) -> int | None:

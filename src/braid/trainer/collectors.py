@@ -22,7 +22,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.cpu import why_not_compiled
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
-from braid.plan.sizes import may_compile
+from braid.plan.sizes import can_compile, engine_dtype, may_compile, training_dtype
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
@@ -153,7 +153,10 @@ def native_engine(
     incorrectly."""
     options, autocast = config.rollout.native.model_dump(), None
     options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
-    options["compile"] = _compiles(config, lm)
+    options["compile"], has_gpus = _compiles(config, lm), lm.device.type != "cpu"
+    dtypes = [of(config, has_gpus=has_gpus) for of in (engine_dtype, training_dtype)]
+    if dtypes[0] != dtypes[1]:
+        _log.info("the engine samples in %s, training computes in %s", *dtypes)
     check_decoding(lm, longest_row(config), is_compiled=options["compile"])
     if options["dtype"] == "auto":
         autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
@@ -171,10 +174,11 @@ def native_engine(
 
 def _compiles(config: RunConfig, lm: CausalLM) -> bool:
     """Whether decode steps are compiled: the same for every process and every resume of a run."""
-    size = sum(parameter.numel() for parameter in lm.model.parameters())
-    if not may_compile(config, size, has_gpus=lm.device.type != "cpu"):
+    size, has_gpus = sum(parameter.numel() for parameter in lm.model.parameters()), lm.device.type != "cpu"
+    if not can_compile(config, has_gpus=has_gpus):
         return False
-    why_not = why_not_compiled()
+    is_long = may_compile(config, size, has_gpus=has_gpus)
+    why_not = why_not_compiled() if is_long else "rounds are too short for that (rollout.native.compile)"
     if why_not and config.rollout.native.compile == "always":
         raise ModelError(f"rollout.native.compile=always, but {why_not}; or set rollout.native.compile=auto")
     _log.info("decode steps are %s", f"not compiled: {why_not}" if why_not else "compiled by Numba")

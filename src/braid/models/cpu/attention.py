@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray, njit
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from braid.models.attention import LayerCall, causal_attention
 
 from .calls import Calls, floats_at, result_of
+from .machine_code import c_function
 from .vectors import HAS_AVX512, LANES, ORDERED, exp, tile_product
 
 _VECTORS, _ROWS = (2, 12) if HAS_AVX512 else (1, 6)
@@ -120,7 +121,7 @@ def _inner(a: Any, b: Any) -> Any:
 
 @cache
 def _forward(size: int) -> Any:
-    @cfunc(types.void(types.voidptr), error_model="numpy", cache=True)
+    @c_function()
     def forward(data: Any) -> None:
         """Arguments: rows, length, query heads, key heads, window; addresses of scale, queries, keys, values, out, logarithms,
         scratch and its floats for each thread."""
@@ -193,7 +194,7 @@ def _forward(size: int) -> Any:
 
 @cache
 def _backward(size: int) -> Any:
-    @cfunc(types.void(types.voidptr), error_model="numpy", cache=True)
+    @c_function()
     def backward(data: Any) -> None:
         """Arguments: rows, length, query heads, key heads, window; addresses of scale, queries, keys, values, out, logarithms, the
         gradient of out, those of queries, keys and values, scratch and its floats for each thread."""

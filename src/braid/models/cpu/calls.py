@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, types
+from numba import carray, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 from torch import Tensor
+
+from .machine_code import c_function
 
 _intrinsic: Any = intrinsic
 
@@ -72,7 +74,7 @@ def _run(_: Any, _function: Any, _data: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@cfunc(types.void(types.voidptr), error_model="numpy", cache=True)
+@c_function()
 def _run_in_order(data: Any) -> None:
     """Each call begins when all threads have ended the last. Arguments: addresses of pairs (function, argument) and of
     GOMP_barrier; number of pairs."""

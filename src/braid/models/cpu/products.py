@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import carray, cfunc, types
+from numba import carray
 from torch import Tensor
 
 from .calls import Calls, floats_at, result_of
+from .machine_code import c_function
 from .vectors import HAS_AVX512, LANES, LINE_BYTES, tile_product
 
 _VECTORS = 4 if HAS_AVX512 else 1
@@ -25,7 +26,7 @@ _DEPTH = 256
 _multiply = tile_product(_VECTORS, _ROWS, (1, _VECTORS))
 
 
-@cfunc(types.void(types.voidptr), error_model="numpy", cache=True)
+@c_function()
 def _product(data: Any) -> None:
     """Arguments: rows, depth, panels; address and stride of x; addresses of panels and bias; address and stride of out."""
     args = carray(data, (11,), np.int64)
@@ -66,7 +67,7 @@ _TILES = 32
 """Tiles that are copied together; with one panel of the other factor they fit the second cache."""
 
 
-@cfunc(types.void(types.voidptr), error_model="numpy", cache=True)
+@c_function()
 def _weight_gradient(data: Any) -> None:
     """Arguments: tokens, columns of the gradient, columns of x (a multiple of _COLUMNS); addresses of the gradient, x, zeros, out
     and scratch."""

@@ -2,8 +2,7 @@
 length, after that of a prompt that rows share, in one call per layer; norms and gates.
 
 Each row, or key head of a row, is computed by one thread in an order that depends on its own length only, so its result
-is independent of the batch and of the number of threads. Machine code is kept on disk by Numba, beside this file or in its
-cache folder (NUMBA_CACHE_DIR).
+is independent of the batch and of the number of threads.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from braid.models.attention import LayerCall
 from braid.models.cpu.calls import Calls, floats_at, ints_at, result_of
-from braid.models.cpu.vectors import exp
+from braid.models.cpu.machine_code import c_function
+from braid.models.cpu.vectors import ORDERED, exp
 
 from .cache import Block, Bucket, DecodeAttention, Prompt
 
 _FLOAT = np.float32
 _intrinsic: Any = intrinsic
-_ORDERED = {"contract", "reassoc", "nsz", "arcp"}  # but NaN stays NaN
 
 
 _I64, _FLOATS = ir.IntType(64), ir.FloatType()
@@ -164,7 +163,7 @@ def _largest(x: Any) -> Any:
     return most
 
 
-@njit(fastmath=_ORDERED)
+@njit(fastmath=ORDERED)
 def _softmax(scores: Any, softcap: Any, sink: Any) -> Any:
     """Softmax of scores in place. A `softcap` of 0 is none, a `sink` of -inf too."""
     if softcap > 0:
@@ -182,7 +181,7 @@ def _softmax(scores: Any, softcap: Any, sink: Any) -> Any:
         scores[t] *= rate
 
 
-@njit(fastmath=_ORDERED)
+@njit(fastmath=ORDERED)
 def _prepare(x: Any, out: Any, norm: Any, eps: Any, rotary: Any, scale: Any) -> None:
     """Norm (with `norm` [d], if any), rotary embedding (`rotary` [2 d]: cosines, sines, if any) and scale of a head."""
     size = len(x)
@@ -224,7 +223,7 @@ def _kernel(size: int, groups: int) -> Any:
     width = size * groups
     together = max(n for n in range(1, groups + 1) if groups % n == 0 and n * size <= max(size, 256))
 
-    @cfunc(types.void(types.voidptr), fastmath=_ORDERED, error_model="numpy", cache=True)
+    @c_function(fastmath=ORDERED)
     def kernel(data: Any) -> None:  # one nest of loops, with `size` a constant
         args = carray(data, (20,), np.int64)
         num_rows, heads, most, window = args[0], args[1], args[2], args[3]
@@ -383,7 +382,7 @@ class CompiledAttention(DecodeAttention):
         return out
 
 
-@cfunc(types.void(types.voidptr), fastmath=_ORDERED, error_model="numpy", cache=True)
+@c_function(fastmath=ORDERED)
 def _prepare_rows(data: Any) -> None:
     """Prepare heads in place. Arguments: rows, heads of a row, size of a head; addresses of the heads, norm, rotary
     embedding, epsilon; distance of rows."""
@@ -421,7 +420,7 @@ def _options(scaling: float, softcap: float, eps: float, sinks: tuple[float, ...
     return (ctypes.c_float * (3 + len(sinks)))(scaling, softcap, eps, *sinks)
 
 
-@cfunc(types.void(types.voidptr), fastmath=_ORDERED, error_model="numpy", cache=True)
+@c_function(fastmath=ORDERED)
 def add_and_norm(data: Any) -> None:
     """x [rows, size] += delta, if any; out = x / rms(x) * weight. Arguments: rows, size; addresses of x, delta, weight, epsilon
     and out; distance of delta's rows."""
@@ -443,7 +442,7 @@ def add_and_norm(data: Any) -> None:
             out[j] = x[j] * rate * weight[j]
 
 
-@cfunc(types.void(types.voidptr), fastmath=_ORDERED, error_model="numpy", cache=True)
+@c_function(fastmath=ORDERED)
 def gate(data: Any) -> None:
     """out [rows, size] = silu(x[:, :size]) * x[:, size:]. Arguments: rows, size; addresses of x and out; distance of x's rows."""
     args = carray(data, (7,), np.int64)
