@@ -46,7 +46,7 @@ def base(source: Source) -> dict[str, object]:
         native |= {"env.reward_mode": "success", "env.terminate_on_success": True}
         if model != "mlp_policy":
             native |= {"env.cameras": {"image": "corner4"}, "env.shadows": True}
-    if model is not None and model not in facts.OPENVLA:
+    if model not in (None, "openpi", *facts.OPENVLA):
         native["eval.sampling.greedy"] = True
     if facts.has_critic(source) and model in (*facts.OPENVLA, "cnn_policy", "openpi"):
         native["critic.network"] = "shared"  # a value head on the policy's features

@@ -254,31 +254,24 @@ def test_evaluations_that_differ_without_an_effect_on_success_say_how(override: 
 
 
 @pytest.mark.parametrize(
-    ("model", "overrides", "evaluation"),
+    ("model", "overrides", "temperature"),
     [
-        ("openvla_oft", ["rollout.sampling_params.temperature_eval=0.6"], (0.6, False, False)),
-        ("openvla_oft", ["rollout.sampling_params.temperature_eval=-1"], (1.0, True, False)),
-        ("openvla_oft", ["algorithm.sampling_params.temperature_eval=0"], (1.0, True, False)),
+        ("openvla_oft", ["rollout.sampling_params.temperature_eval=0.6"], 0.6),
+        ("openvla_oft", ["rollout.sampling_params.temperature_eval=-1"], None),
+        ("openvla_oft", ["algorithm.sampling_params.temperature_eval=0"], None),
         ("openvla_oft", [], None),
-        ("openpi", ["rollout.sampling_params.temperature_eval=0.6"], (1.0, True, False)),
-        ("openpi", [], (1.0, True, True)),
-        ("cnn_policy", ["actor.model.is_lora=false"], (1.0, True, None)),
+        ("openpi", ["rollout.sampling_params.temperature_eval=0.6"], None),
+        ("openpi", [], None),
+        ("cnn_policy", ["actor.model.is_lora=false"], None),
     ],
 )
 def test_evaluations_have_a_temperature_of_their_own_or_the_likeliest_actions(
-    model: str, overrides: list[str], evaluation: tuple[float, bool, bool | None] | None
+    model: str, overrides: list[str], temperature: float | None
 ) -> None:
     """pi0 and small policies always have the likeliest; the file's actor.model.do_sample=false counts otherwise."""
-    found = config(f"actor.model.model_type={model}", *overrides)
-    if evaluation is None:
-        assert found.eval.sampling is None
-        assert found.model.vla is not None
-        assert found.model.vla.greedy
-        return
-    temperature, is_greedy, is_of_policy = evaluation
-    assert found.eval.sampling is not None
-    assert (found.eval.sampling.temperature, found.eval.sampling.greedy) == (temperature, is_greedy)
-    assert is_of_policy == (None if found.model.vla is None else found.model.vla.greedy)
+    sampling = config(f"actor.model.model_type={model}", *overrides).eval_sampling
+    assert sampling.greedy == (temperature is None)
+    assert temperature in (None, sampling.temperature)
 
 
 def test_sampling_params_of_the_rollout_come_before_those_of_the_algorithm() -> None:

@@ -39,8 +39,7 @@ def test_pi0_in_libero_with_values(examples: Examples) -> None:
     assert (found.train.steps_per_pass, found.train.passes_per_round) == (64 * 8 * 48 // 2048, 4)
     assert (found.rollout.prompts_per_round, found.critic.network) == (512, "shared_detached")
     assert found.train.micro_batch_tokens == 128, "a decision of pi0 has one log-prob"
-    assert found.eval.sampling is not None
-    assert found.eval.sampling.greedy
+    assert found.eval_sampling.greedy
 
 
 def test_metaworld_s_rewards_are_its_successes_seen_by_rlinf_s_camera(examples: Examples) -> None:
