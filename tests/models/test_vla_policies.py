@@ -370,16 +370,76 @@ def test_demonstrations_of_pi0_lie_on_the_straight_way_to_the_actions(noise: Any
         torch.testing.assert_close(chain[:, -1], actions)
 
 
+def test_a_published_pi0_config_has_the_published_shapes(tmp_path: Path) -> None:
+    """A config of LeRobot, which names PaliGemma and the expert, but not their sizes."""
+    config = {
+        "type": "pi0", "paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m", "chunk_size": 50,
+        "n_action_steps": 50, "max_state_dim": 32, "max_action_dim": 32, "num_inference_steps": 10, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    meta = torch.device("meta")
+    with meta:
+        model = load_pi0(str(tmp_path), dtype=torch.bfloat16, device=meta, is_hollow=True)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    siglip, gemma, expert = "model.vlm.vision_tower.", "model.vlm.language_model.", "model.dit."
+    expected = {
+        f"{siglip}embeddings.patch_embedding.weight": (1152, 3, 14, 14),
+        f"{siglip}embeddings.position_embedding.weight": (256, 1152),
+        f"{siglip}encoder.layers.26.self_attn.q_proj.weight": (1152, 1152),
+        f"{siglip}encoder.layers.26.mlp.fc1.weight": (4304, 1152),
+        "model.vlm.multi_modal_projector.linear.weight": (2048, 1152),
+        f"{gemma}embed_tokens.weight": (257152, 2048),
+        f"{gemma}layers.17.self_attn.q_proj.weight": (8 * 256, 2048),
+        f"{gemma}layers.17.self_attn.k_proj.weight": (256, 2048),
+        f"{gemma}layers.17.mlp.gate_proj.weight": (16384, 2048),
+        f"{expert}layers.17.self_attn.q_proj.weight": (8 * 256, 1024),
+        f"{expert}layers.17.self_attn.v_proj.weight": (256, 1024),
+        f"{expert}layers.17.self_attn.o_proj.weight": (1024, 8 * 256),
+        f"{expert}layers.17.mlp.down_proj.weight": (1024, 4096),
+        "embed_action_time.action_in_proj.weight": (1024, 32),
+        "embed_action_time.state_proj.weight": (1024, 32),
+        "embed_action_time.action_time_mlp_in.weight": (1024, 2 * 1024),
+        "embed_action_time.action_time_mlp_out.weight": (1024, 1024),
+        "action_out_proj.weight": (32, 1024),
+    }
+    assert {name: shapes.get(name) for name in expected} == expected
+    for after_last in (f"{siglip}encoder.layers.27.", f"{gemma}layers.18.", f"{expert}layers.18."):
+        assert not [name for name in shapes if name.startswith(after_last)]
+    assert not [name for name in shapes if "head" in name]
+    text, vision = model.config.vlm_config.text_config, model.config.vlm_config.vision_config
+    for part in (text, model.config.dit_config):
+        assert (part.num_attention_heads, part.num_key_value_heads, part.head_dim) == (8, 1, 256)
+    assert (vision.num_attention_heads, vision.image_size) == (16, 224)
+    assert (model.config.chunk_size, model.config.num_inference_steps) == (50, 10)
+    assert sum(math.prod(shape) for shape in shapes.values()) == pytest.approx(3.50e9, rel=5e-3)
+
+
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_pi0_loads_published_names(tmp_path: Path, prefix: str) -> None:
-    """transformers writes the names of openpi; LeRobot puts `model.` before them."""
+    """Those of openpi, which has output heads instead of embeddings; LeRobot puts `model.` before them."""
     model = tiny_pi0(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    assert "paligemma_with_expert.gemma_expert.model.layers.0.self_attn.q_proj.weight" in weights
-    assert "action_time_mlp_in.weight" in weights
-    save_file(
-        {prefix + n: t for n, t in weights.items()}, tmp_path / "model.safetensors", metadata={"format": "pt"}
-    )
+    replaced = {
+        "language_model.model.": "language_model.",
+        "vision_tower.": "vision_tower.vision_model.",
+        "model.language_model.embed_tokens": "lm_head",
+    }
+    published = {}
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        for old, new in replaced.items():
+            name = name.replace(old, new)
+        published[prefix + name] = tensor
+    vlm, expert = (f"{prefix}paligemma_with_expert.{part}" for part in ("paligemma", "gemma_expert"))
+    assert published.keys() > {
+        f"{vlm}.model.vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight",
+        f"{vlm}.model.language_model.layers.0.self_attn.q_proj.weight",
+        f"{vlm}.lm_head.weight",
+        f"{expert}.model.layers.0.self_attn.q_proj.weight",
+        f"{expert}.lm_head.weight",
+        f"{prefix}action_time_mlp_in.weight",
+        f"{prefix}state_proj.weight",
+    }
+    save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
     loaded = load_pi0(str(tmp_path), dtype=torch.float32, device=CPU)
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
