@@ -39,7 +39,10 @@ def main() -> None:
                 "fp32": NativeEngine(lm, decode=str, max_running=num),
                 "bf16": NativeEngine(lm, decode=str, max_running=num, dtype="bf16"),
             }
-            turns = [[tokens / run_engine(of, requests) for of in engines.values()] for _ in range(args.repeats + 1)]
+            turns = [
+                [tokens / run_engine(of, requests) for of in engines.values()]
+                for _ in range(args.repeats + 1)
+            ]
             rates = [statistics.median(side) for side in zip(*turns[1:], strict=True)]
             shown = "  ".join(f"{side} {rate:,.0f}" for side, rate in zip(engines, rates, strict=True))
             print(f"{name}, {num} sequences, tokens/s: {shown}", flush=True)

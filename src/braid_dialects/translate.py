@@ -81,10 +81,8 @@ def translate(
     for path, value in (("train.backend", backend), ("rollout.engine", engine)):
         if value is not None:
             writer.replace(path, value, "command line")
-    is_half = "rollout.native.dtype" not in own and writer.get("rollout.native.dtype") in ("bf16", "fp16")
-    if is_half and not writer.get("pipeline.max_lag"):
-        # unlike braid, the original corrects for its engine's precision only if asked to
-        writer.fill({"algorithm.corrections": []}, f"{dialect.title}{WHOLE}")
+    if "rollout.native.dtype" not in own:
+        writer.keep_uncorrected(f"{dialect.title}{WHOLE}")
     writer.finish()
     if not native.problems:
         found = (problem for check in dialect.checks for problem in check(source))
@@ -214,8 +212,11 @@ class _Writer:
             else:
                 self.replace(path, value, origin)
 
-    def get(self, path: str) -> Any:
-        return self._put.get(path)
+    def keep_uncorrected(self, origin: str) -> None:
+        """Add no correction for the engine's precision to those of the file, as braid would."""
+        is_half = self._put.get("rollout.native.dtype") in ("bf16", "fp16")
+        if is_half and not self._put.get("pipeline.max_lag"):
+            self.fill({"algorithm.corrections": []}, origin)
 
     def fill(self, values: Mapping[str, Any], origin: str) -> None:
         """Set values whose path, parents and children are all unset."""
