@@ -156,7 +156,9 @@ class AlgorithmConfig(Section):
     early_stop_ratio: PositiveFloat | Literal["off"] | None = None
     """Skip optimizer steps whose mean ratio exceeds this; off for none."""
     corrections: tuple[CorrectionConfig, ...] | None = None
-    """Corrections for the mismatch between the engine's and the trainer's log-probs, applied in order."""
+    """Corrections for the mismatch between the engine's and the trainer's log-probs, applied in order. null:
+    those of the recipe; if it has none, one of the default form with pipeline.max_lag above 0, and where the
+    native engine samples in a lower precision than that of training. []: none."""
     aggregation: Aggregation | None = None
     """How per-token losses are reduced to a scalar; denominators cover the whole optimizer step."""
     aggregation_constant: PositiveFloat | None = None

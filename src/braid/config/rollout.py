@@ -67,7 +67,7 @@ class NativeEngineConfig(Section):
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Dtype of the engine's weights and computation. auto: the arithmetic of training, with the trainer's
     tensors; under train.autocast (by default on CUDA), with a copy whose linear layers have its dtype. Others
-    keep a copy if they differ from model.dtype."""
+    keep a copy if they differ from model.dtype. Below training's precision: see algorithm.corrections."""
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
     compile: Literal["auto", "always", "never"] = "auto"
