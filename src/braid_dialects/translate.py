@@ -81,12 +81,7 @@ def translate(
     for path, value in (("train.backend", backend), ("rollout.engine", engine)):
         if value is not None:
             writer.replace(path, value, "command line")
-<<<<<<< HEAD
     writer.leave_precision(own, f"{dialect.title}{WHOLE}")
-=======
-    if "rollout.native.dtype" not in own:
-        writer.keep_uncorrected(f"{dialect.title}{WHOLE}")
->>>>>>> wt-d
     writer.finish()
     if not native.problems:
         found = (problem for check in dialect.checks for problem in check(source))
@@ -218,18 +213,11 @@ class _Writer:
             else:
                 self.replace(path, value, origin)
 
-<<<<<<< HEAD
     def leave_precision(self, own: Mapping[str, Any], origin: str) -> None:
         """Without a correction for an engine of lower precision, unless `own` keys of braid choose it: the originals have one
         only if asked to."""
         is_half = self._put.get("rollout.native.dtype") in ("bf16", "fp16")
         if is_half and "rollout.native.dtype" not in own and not self._put.get("pipeline.max_lag"):
-=======
-    def keep_uncorrected(self, origin: str) -> None:
-        """Add no correction for the engine's precision to those of the file, as braid would."""
-        is_half = self._put.get("rollout.native.dtype") in ("bf16", "fp16")
-        if is_half and not self._put.get("pipeline.max_lag"):
->>>>>>> wt-d
             self.fill({"algorithm.corrections": []}, origin)
 
     def fill(self, values: Mapping[str, Any], origin: str) -> None:
