@@ -50,7 +50,10 @@ CPU = torch.device("cpu")
 # Reads
 
 
-_READING_FOR_OTHERS = (__name__, *(f"braid.config.{name}" for name in ("cluster", "data", "report", "roles")))
+_READING_FOR_OTHERS = (
+    __name__,
+    *(f"braid.config.{name}" for name in ("cluster", "data", "model", "report", "roles", "schema")),
+)
 """Modules whose functions read keys on behalf of their caller."""
 _NOT_PART_OF_A_RUN = ("braid.config", "braid.plan", "braid.trainer.preflight", "braid.trainer.watch")
 _ALGORITHM = {Recipe: "algorithm", Correction: "algorithm.corrections[]"}
