@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from pathlib import Path
 
 
@@ -134,7 +134,22 @@ class RunInterrupted(BraidError):
         return f"interrupted; the run is in {self.run_dir}, {saved}"
 
 
+_LEAST_RATIO = 0.6
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """`", did you mean 'x'?"` for the known name closest to `name`, or an empty string."""
-    near = get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f", did you mean {near[0]!r}?" if near else ""
+    matcher, bounds = SequenceMatcher(b=name), list[tuple[float, str]]()
+    for other in known:
+        matcher.set_seq1(other)
+        if matcher.real_quick_ratio() >= _LEAST_RATIO:
+            bounds.append((matcher.quick_ratio(), other))
+    best, near = _LEAST_RATIO, ""
+    for bound, other in sorted(
+        bounds, reverse=True
+    ):  # difflib.get_close_matches computes all, which takes 20 ms
+        if bound < best:
+            break
+        matcher.set_seq1(other)
+        best, near = max((best, near), (matcher.ratio(), other))
+    return f", did you mean {near!r}?" if near else ""

@@ -136,7 +136,7 @@ def _near(path: str, dialect: Dialect) -> str:
     if longer := [name for name in known if name.endswith(f".{path}")]:
         return f", did you mean {' or '.join(longer[:2])}?"
     homes = [name for name in known if name.rpartition(".")[2] == path.rpartition(".")[2]]
-    return suggest(path, known) or (f", did you mean {' or '.join(homes[:2])}?" if homes else "")
+    return suggest(path, homes or known) or (f", did you mean {' or '.join(homes[:2])}?" if homes else "")
 
 
 def _entry(path: str, value: Any, source: Source, foreign: Written, wrong: str | None) -> Entry:

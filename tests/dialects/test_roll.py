@@ -824,6 +824,8 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
         in text
     )
     assert "rollout_batchsize: unknown key of ROLL, did you mean 'rollout_batch_size'?" in text
+    text = problems(tmp_path, {"variants": {"actor_infer_sglang": {"strategy_name": "sglang"}}})
+    assert "did you mean 'actor_infer.strategy_args.strategy_name'?" in text
 
 
 def test_keys_of_other_pipelines_are_known_and_not_supported(tmp_path: Path) -> None:
