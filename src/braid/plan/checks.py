@@ -230,7 +230,8 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if recipe.policy_loss in CHOOSING_LOSSES:
             yield "algorithm.logprob_level", f"{loss} selects single tokens; set it to token"
     levels = config.algorithm
-    if plan.learns_values and levels.reward_level == "action" and config.robot_logprob_level == "chunk":
+    is_of_robots = plan.learns_values and not is_of_text(config)
+    if is_of_robots and levels.reward_level == "action" and config.robot_logprob_level == "chunk":
         why = "returns of actions need log-probs of actions or their components, not of whole chunks"
         is_pi0 = config.model.vla is not None and config.model.vla.kind == "pi0"
         fix = "set it to chunk" if is_pi0 else "set it to chunk, or algorithm.logprob_level to action"
