@@ -187,7 +187,7 @@ class Threads(InProcessGroup[Any]):
 def test_an_error_in_a_call_without_a_result_reaches_the_caller() -> None:
     buffer = Buffer(Threads("rows", lambda _: RolloutBuffer(RECIPES["grpo"], None)))
     with pytest.raises(IndexError):
-        buffer.write_step_fields([RowMetadata(0, 5, 1, 1, 1, 0, 0, 0, False, 0.0)], (0,))
+        buffer.write_step_fields([RowMetadata(0, 5, 1, 1, 1, 1, 0, 0, 0, False, 0.0)], (0,))
 
 
 class _Model:
