@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.config.model import ModelConfig
 from braid.models import attention
@@ -39,9 +41,16 @@ def lm() -> CausalLM:
 
 
 def make_engine(
-    lm: CausalLM, *, cuda_graphs: bool = True, autocast: torch.dtype | None = None
+    lm: CausalLM, *, cuda_graphs: bool = True, autocast: torch.dtype | None = None, prefix_caching: bool = False
 ) -> NativeEngine:
-    return NativeEngine(lm, decode=str, max_running=24, cuda_graphs=cuda_graphs, autocast=autocast)
+    return NativeEngine(
+        lm,
+        decode=str,
+        max_running=24,
+        cuda_graphs=cuda_graphs,
+        autocast=autocast,
+        prefix_caching=prefix_caching,
+    )
 
 
 def requests(num: int, **how: float | bool) -> list[Request]:
@@ -77,6 +86,39 @@ def test_logprobs_are_those_of_a_plain_forward(cuda_graphs: bool, lm: CausalLM) 
         expected = plain_logprobs(lm, request, completion)
         # float32 products, summed in other orders
         torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4)
+
+
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gemma2": {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0, **WINDOWS},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "qwen3": {},
+}
+"""With softcaps, with sinks, and with neither."""
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_later_turns_have_the_logprobs_of_a_plain_forward(architecture: str, prefix_caching: bool) -> None:
+    """With prefix caching a later turn continues from the cache."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 1}  # fmt: skip
+    config = AutoConfig.for_model(architecture, **sizes, **ARCHITECTURES[architecture])
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    lm = CausalLM(model.eval())
+    engine = make_engine(lm, prefix_caching=prefix_caching)
+    prompts = [tuple(range(3, 8 + i)) for i in range(12)]
+    for turn in range(3):
+        work = [Request(ids, Sampling(max_new_tokens=6 + i), (i, turn), (i,)) for i, ids in enumerate(prompts)]
+        done = run_all(engine, work)
+        for request, completion in zip(work, done, strict=True):
+            expected = plain_logprobs(lm, request, completion)
+            torch.testing.assert_close(
+                torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-4
+            )
+        prompts = [(*ids, *c.token_ids, 7, 8 + turn) for ids, c in zip(prompts, done, strict=True)]
+    assert bool(engine._prefixes) == prefix_caching
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

@@ -39,19 +39,20 @@ def test_every_rms_norm_of_every_architecture_is_replaced_and_nothing_changes(
         assert_near(mine.grad, other.grad, tolerance, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_the_norms_gradient_is_as_accurate_as_autograds(offset: float) -> None:
+def test_the_norms_gradient_is_as_accurate_as_autograds(offset: float, dtype: torch.dtype) -> None:
+    """In bf16 with a weight in float32, as autocast has it."""
     norm = RMSNorm(nn.Parameter(torch.randn(48)), 1e-6, offset)
-    x = torch.randn(
-        3, 1000, 5, 48, requires_grad=True
-    )  # in several chunks; the weight's gradient has 15,000 terms
+    # in several chunks; the weight's gradient has 15,000 terms
+    x = torch.randn(3, 1000, 5, 48, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
     ours = torch.autograd.grad(norm(x), [x, norm.weight], grad)
     plain, exact = (
-        _norm_gradients(x, norm.weight, offset, grad, dtype) for dtype in (torch.float32, torch.float64)
+        _norm_gradients(x, norm.weight, offset, grad, of) for of in (torch.float32, torch.float64)
     )
-    for name, *gradients in zip(("x", "weight"), ours, plain, exact, strict=True):
-        assert_as_accurate(*gradients, name)
+    for name, mine, other, reference in zip(("x", "weight"), ours, plain, exact, strict=True):
+        assert_as_accurate(mine, other.to(mine.dtype), reference, name)
 
 
 def _norm_gradients(
@@ -63,10 +64,12 @@ def _norm_gradients(
     return torch.autograd.grad(out, [x, weight], grad.to(dtype))
 
 
-def test_the_gates_gradient_is_as_accurate_as_autograds() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gates_gradient_is_as_accurate_as_autograds(dtype: torch.dtype) -> None:
     layers = [nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False), nn.Linear(64, 32, bias=False)]
     x = torch.randn(5000, 32)
-    ours, plain = (_gate_gradients(layers, x, is_plain=is_plain) for is_plain in (False, True))
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        ours, plain = (_gate_gradients(layers, x, is_plain=is_plain) for is_plain in (False, True))
     exact = _gate_gradients([copy.deepcopy(layer).double() for layer in layers], x.double(), is_plain=True)
     for name, *gradients in zip(("x", "gate", "up", "down"), ours, plain, exact, strict=True):
         assert_as_accurate(*gradients, name)

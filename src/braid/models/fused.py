@@ -28,7 +28,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         scale = self.weight + self.offset if self.offset else self.weight
-        if torch.is_grad_enabled() and x.device.type == "cpu" and x.dtype == scale.dtype == torch.float32:
+        if torch.is_grad_enabled() and _is_fused(x) and scale.dtype == torch.float32:
             return _RMSNorm.apply(x, scale, self.eps)
         if self.offset == 0 and x.dtype == scale.dtype:
             return F.rms_norm(x, scale.shape, scale, self.eps)
@@ -47,7 +47,7 @@ class GatedMLP(nn.Module):
         gate, up = self.gate_proj(x), self.up_proj(x)
         if not torch.is_grad_enabled():
             return self.down_proj(F.silu(gate).mul_(up))
-        if gate.device.type == "cpu" and gate.dtype == torch.float32:
+        if _is_fused(gate):
             return self.down_proj(_SwiGLU.apply(gate, up))
         return self.down_proj(F.silu(gate) * up)
 
@@ -102,6 +102,10 @@ def _agrees(module: nn.Module, fused: RMSNorm | GatedMLP) -> bool:
     return torch.allclose(mine, other, rtol=torch.finfo(x.dtype).eps * 8, atol=1e-6)
 
 
+def _is_fused(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+
+
 def _chunks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
     """Split [N, D] tensors into chunks of rows that fit the cache together."""
     size = max(1, _CHUNK_ELEMENTS // tensors[0].shape[-1])
@@ -115,9 +119,11 @@ class _RMSNorm(torch.autograd.Function):
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rates: list[Tensor] = []
         for x_, out_ in _chunks(x.reshape(-1, size), out.view(-1, size)):
-            rates.append(x_.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_())
-            torch.mul(x_, rates[-1], out=out_)
-            out_.mul_(scale)
+            wide, target = x_.float(), out_ if x.dtype == torch.float32 else None
+            rates.append(wide.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_())
+            normed = torch.mul(wide, rates[-1], out=target).mul_(scale)
+            if target is None:
+                out_.copy_(normed)
         ctx.save_for_backward(x, scale, torch.cat(rates))
         return out
 
@@ -133,11 +139,13 @@ class _RMSNorm(torch.autograd.Function):
         for x_, grad_, r, dx_ in _chunks(
             x.reshape(-1, size), grad.reshape(-1, size), rates, dx.view(-1, size)
         ):
-            along = (grad_ * x_).mul_(r)
+            wide, target = x_.float(), dx_ if x.dtype == torch.float32 else None
+            along = (grad_ * wide).mul_(r)
             dscales.append(along.sum(0))
-            torch.mul(grad_, scale, out=dx_)
-            dx_.mul_(r)
-            dx_.addcmul_(x_, (along @ scale)[:, None].mul_(r.square()).div_(-size))
+            dx_wide = torch.mul(grad_, scale, out=target).mul_(r)
+            dx_wide.addcmul_(wide, (along @ scale)[:, None].mul_(r.square()).div_(-size))
+            if target is None:
+                dx_.copy_(dx_wide)
         return dx, torch.stack(dscales).sum(0), None
 
 

@@ -103,7 +103,7 @@ class Sampler:
         tokens, probs = self._drawn(logits, choices, uniforms.to(self._device)[:, None], rows)
         if self._seen is not None:
             self._seen[rows].scatter_(1, tokens, True)
-        # The only copy to the host in a step. Token ids are exact in float64.
+        # Without top-p the only copy to the host in a step. Token ids are exact in float64.
         drawn = torch.cat((tokens.double(), probs), dim=1).tolist()
         # One at a time: a vectorised log has different rounding at the end of a tensor than in its middle.
         return [int(token) for token, _ in drawn], [math.log(p) if p > 0 else math.nan for _, p in drawn]
@@ -150,6 +150,8 @@ class Sampler:
         """Places [n, 1] in `logits` [n, K] of the `chosen` [n] of the rows (None: all), and their probabilities
         [n, 1]. A greedy row takes its place in `choices` [n, 1]."""
         settings = self._settings[rows] if chosen is None else self._settings[rows][chosen.numpy()]
+        if choices is not None and settings["is_greedy"].all():
+            return choices, logits.softmax(-1).gather(1, choices).double()
 
         def column(name: str) -> Tensor:
             of_rows = self._column(name, rows)
@@ -165,6 +167,7 @@ class Sampler:
         places, total = _draw(probs, uniforms)
         if choices is not None:
             places = torch.where(column("is_greedy"), choices, places)
+            total = total.masked_fill(column("is_greedy"), 1.0)  # as in a batch of greedy rows alone
         return places, probs.gather(1, places) / total
 
     def _shaped(self, logits: Tensor, settings: NDArray[np.void], rows: slice) -> Tensor:
