@@ -100,7 +100,7 @@ def test_the_choice_depends_on_the_processor_only(monkeypatch: pytest.MonkeyPatc
     chosen = {}
     for vendor in ("GenuineIntel", "AuthenticAMD"):
         for capability in ("AVX2", "AVX512"):
-            monkeypatch.setattr(module, "_vendor", lambda vendor=vendor: vendor)
+            monkeypatch.setattr(module, "cpu_info", lambda _, vendor=vendor: vendor)
             monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
             chosen[vendor, capability] = module.cpu_products.__wrapped__()
     has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise")

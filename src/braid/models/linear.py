@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from braid.plan.machine import cpu_info
 
 _log = logging.getLogger(__name__)
 
@@ -28,22 +29,11 @@ def cpu_products() -> str:
     """The library of large float32 products on this machine's CPU: `mkl` (PyTorch's default, whatever it is) or
     `onednn`. Depends on the processor only, so that a resumed run computes the same bits."""
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    is_slow_in_mkl = torch.backends.cpu.get_cpu_capability() == "AVX512" and _vendor() != "GenuineIntel"
+    is_slow_in_mkl = torch.backends.cpu.get_cpu_capability() == "AVX512" and cpu_info("vendor_id") not in ("GenuineIntel", "")
     if not (has_onednn and is_slow_in_mkl):
         return "mkl"
     _log.info("large float32 linear layers use oneDNN, because MKL does not use this CPU's AVX-512")
     return "onednn"
-
-
-def _vendor() -> str:
-    """The processor's maker; that of Intel where the system does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "GenuineIntel"
-    )
 
 
 class Linear(nn.Linear):

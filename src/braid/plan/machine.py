@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pynvml
+
+
+def cpu_info(field: str) -> str:
+    """A field of Linux' /proc/cpuinfo, such as `vendor_id` or `flags`; empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def count_gpus() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from braid.config.env import SimulatorEnv
 from braid.config.model import BuildSpec
 from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.config.schema import RunConfig
+
+from .machine import cpu_info
 
 SPECIAL_TOKENS = 3
 """Special tokens of the character tokenizer: padding, end, unknown."""
@@ -157,9 +160,15 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def engine_dtype(config: RunConfig, *, has_gpus: bool) -> str:
-    """Dtype in which the native engine computes; by default that of training."""
-    chosen = config.rollout.native.dtype
-    return training_dtype(config, has_gpus=has_gpus) if chosen == "auto" else chosen
+    """Dtype in which the native engine computes: by default that of training, but on CPUs without AMX that of the weights,
+    whose compiled steps are as fast as bf16 or faster up to 30M parameters (docs/benchmarks.md)."""
+    native, trains_in = config.rollout.native, training_dtype(config, has_gpus=has_gpus)
+    if native.dtype != "auto":
+        return native.dtype
+    is_lower = BYTES[trains_in] < BYTES[config.model.dtype]
+    if has_gpus or not is_lower or native.compile == "never" or sys.platform != "linux":
+        return trains_in
+    return trains_in if "amx_bf16" in cpu_info("flags") else config.model.dtype
 
 
 def samples_lower(config: RunConfig, *, has_gpus: bool) -> bool:

@@ -148,17 +148,18 @@ class NativeLink:
 def native_engine(
     config: RunConfig, inputs: TextInputs, lm: CausalLM, *, owns_weights: bool = False
 ) -> NativeEngine:
-    """The native engine, sampling with `lm` in the arithmetic of training, unless rollout.native.dtype names
-    another; with `owns_weights` with a copy of its weights. Raises ModelError if it decodes this architecture
-    incorrectly."""
+    """The native engine, sampling with `lm` in the dtype of `engine_dtype`; with `owns_weights` with a copy of its
+    weights. Raises ModelError if it decodes this architecture incorrectly."""
     options, autocast = config.rollout.native.model_dump(), None
     options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
     options["compile"], has_gpus = _compiles(config, lm), lm.device.type != "cpu"
     dtypes = [of(config, has_gpus=has_gpus) for of in (engine_dtype, training_dtype)]
     if dtypes[0] != dtypes[1]:
-        _log.info("the engine samples in %s, training computes in %s", *dtypes)
+        _log.info("the engine samples in %s, training computes in %s (rollout.native.dtype)", *dtypes)
     check_decoding(lm, longest_row(config), is_compiled=options["compile"])
-    if options["dtype"] == "auto":
+    if options["dtype"] == "auto" and dtypes[0] != dtypes[1]:
+        options["dtype"] = dtypes[0]
+    elif options["dtype"] == "auto":
         autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
         if config.train.backend in ("fsdp", "fsdp2"):  # computes with gathered weights in this dtype
             options["dtype"] = fsdp.param_dtype or _NAMES[autocast]
