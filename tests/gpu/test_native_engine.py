@@ -41,7 +41,11 @@ def lm() -> CausalLM:
 
 
 def make_engine(
-    lm: CausalLM, *, cuda_graphs: bool = True, autocast: torch.dtype | None = None, prefix_caching: bool = False
+    lm: CausalLM,
+    *,
+    cuda_graphs: bool = True,
+    autocast: torch.dtype | None = None,
+    prefix_caching: bool = False,
 ) -> NativeEngine:
     return NativeEngine(
         lm,
@@ -110,7 +114,9 @@ def test_later_turns_have_the_logprobs_of_a_plain_forward(architecture: str, pre
     engine = make_engine(lm, prefix_caching=prefix_caching)
     prompts = [tuple(range(3, 8 + i)) for i in range(12)]
     for turn in range(3):
-        work = [Request(ids, Sampling(max_new_tokens=6 + i), (i, turn), (i,)) for i, ids in enumerate(prompts)]
+        work = [
+            Request(ids, Sampling(max_new_tokens=6 + i), (i, turn), (i,)) for i, ids in enumerate(prompts)
+        ]
         done = run_all(engine, work)
         for request, completion in zip(work, done, strict=True):
             expected = plain_logprobs(lm, request, completion)

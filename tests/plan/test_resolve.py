@@ -254,7 +254,9 @@ def test_compiled_steps_have_a_packed_copy_of_the_weights_in_the_plan() -> None:
 
     (policy, *_) = plan().memory
     assert packed(0) == [4 * policy.parameters]
-    assert packed(1) == packed(0, "rollout.native.compile=never") == packed(0, "train.autocast=bf16") == []
+    assert (
+        packed(1) == packed(0, "rollout.native.compile=never") == packed(0, "rollout.native.dtype=bf16") == []
+    )
     assert packed(0, "model.lora={}") == []
 
 

@@ -12,6 +12,7 @@ from braid.config.load import load_config
 from braid.errors import ModelError
 from braid.models import cpu
 from braid.models.roles import make_policy
+from braid.plan import sizes
 from braid.rollout.engines.native.cache import DecodeAttention
 from braid.trainer.collectors import native_engine
 
@@ -47,6 +48,33 @@ def test_the_engine_computes_as_training_does(
 
 
 LONG = "rollout.prompts_per_round=100000"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flags", "dtype"),
+    [
+        ([], "fma avx512_bf16", FLOAT),
+        ([], "avx512_bf16 amx_bf16", HALF),
+        (["rollout.native.compile=never"], "avx512_bf16", HALF),
+        (["rollout.native.dtype=bf16"], "avx512_bf16", HALF),
+    ],
+)
+def test_under_autocast_the_weights_themselves_sample_where_compiled_steps_are_faster(
+    overrides: list[str],
+    flags: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr(sizes, "cpu_info", lambda _: flags)
+    config = load_config(None, [*BASE, "train.autocast=bf16", LONG, *overrides]).config
+    lm = make_policy(config, torch.device("cpu"))
+    engine = native_engine(config, cast("Any", SimpleNamespace(decode=str)), lm)
+    assert dict(engine.named_parameters())["model.layers.0.mlp.down_proj.weight"].dtype == dtype
+    assert engine.shares_weights == (dtype == FLOAT)
+    assert (engine._decoder._attention is not DecodeAttention) == (dtype == FLOAT)
+    assert ("samples in fp32, training computes in bf16" in caplog.text) == (dtype == FLOAT)
 
 
 @pytest.mark.parametrize(

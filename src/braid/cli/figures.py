@@ -81,7 +81,8 @@ def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         most = f"at most {plan.max_tokens_per_round:,}"
         yield Figure("tokens per round", most, f"{count} trajectories x {longest:,}")
     if rollout.engine == "native" and not isinstance(config.env, SimulatorEnv):
-        engine, train = (of(config, has_gpus=has_gpus) for of in (engine_dtype, training_dtype))
+        engine = engine_dtype(config, plan.num_parameters, has_gpus=has_gpus)
+        train = training_dtype(config, has_gpus=has_gpus)
         yield Figure(
             "engine's dtype", engine, f"rollout.native.dtype={rollout.native.dtype}; training: {train}"
         )

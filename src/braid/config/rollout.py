@@ -66,9 +66,9 @@ class NativeEngineConfig(Section):
     """Maximum prompt tokens per forward pass."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Dtype of the engine's weights and computation. auto: the arithmetic of training, with the trainer's
-    tensors; under train.autocast (by default on CUDA), with a copy whose linear layers have its dtype, except on CPUs
-    without AMX under Linux: there model.dtype, unless `compile` is never. Others keep a copy if they differ from
-    model.dtype. Below training's precision: see algorithm.corrections."""
+    tensors; under train.autocast (by default on CUDA), with a copy whose linear layers have its dtype. But where
+    `compile` compiles steps of fp32 weights on CPUs without AMX, fp32, which is faster. Others keep a copy if they
+    differ from model.dtype. Below training's precision: see algorithm.corrections."""
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
     compile: Literal["auto", "always", "never"] = "auto"

@@ -99,6 +99,8 @@ def _words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
             return ", or ".join([*plain, f"a mapping whose `kind` is one of {', '.join(kinds)}"])
         case {"properties": keys}:
             return f"a mapping with keys {', '.join(keys)}"
+        case {"additionalProperties": {} as value} if value:
+            return f"a mapping, each value {_words(value, definitions)}"
         case {"const": value}:
             return repr(value)
         case {"enum": values}:

@@ -29,7 +29,10 @@ def cpu_products() -> str:
     """The library of large float32 products on this machine's CPU: `mkl` (PyTorch's default, whatever it is) or
     `onednn`. Depends on the processor only, so that a resumed run computes the same bits."""
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    is_slow_in_mkl = torch.backends.cpu.get_cpu_capability() == "AVX512" and cpu_info("vendor_id") not in ("GenuineIntel", "")
+    is_slow_in_mkl = torch.backends.cpu.get_cpu_capability() == "AVX512" and cpu_info("vendor_id") not in (
+        "GenuineIntel",
+        "",
+    )
     if not (has_onednn and is_slow_in_mkl):
         return "mkl"
     _log.info("large float32 linear layers use oneDNN, because MKL does not use this CPU's AVX-512")

@@ -77,6 +77,11 @@ class Plan:
         return () if self.is_pipelined else self.layout.engines_sharing_devices
 
     @property
+    def num_parameters(self) -> int | None:
+        """Parameters of the policy, if known."""
+        return None if self.model_size is None else self.model_size.parameters
+
+    @property
     def num_rounds(self) -> int:
         """Total number of rounds, once it is known."""
         assert self.planned_rounds is not None, "with max_epochs, pass num_prompts to resolve()"

@@ -103,7 +103,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     rounds = _rounds(config, num_prompts) if verb == "train" else 0
     sizes = _sizes(config)
     size = sizes["policy"]
-    samples_in = engine_dtype(config, has_gpus=has_gpus)
+    samples_in = engine_dtype(config, None if size is None else size.parameters, has_gpus=has_gpus)
     kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[samples_in]
     kv_budget = kv_budget_tokens(config, has_gpus=has_gpus)
     constant = recipe.aggregation_constant

@@ -159,21 +159,22 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def engine_dtype(config: RunConfig, *, has_gpus: bool) -> str:
-    """Dtype in which the native engine computes: by default that of training, but on CPUs without AMX that of the weights,
-    whose compiled steps are as fast as bf16 or faster up to 30M parameters (docs/benchmarks.md)."""
-    native, trains_in = config.rollout.native, training_dtype(config, has_gpus=has_gpus)
-    if native.dtype != "auto":
-        return native.dtype
-    is_lower = BYTES[trains_in] < BYTES[config.model.dtype]
-    if has_gpus or not is_lower or native.compile == "never" or sys.platform != "linux":
-        return trains_in
-    return trains_in if "amx_bf16" in cpu_info("flags") else config.model.dtype
+def engine_dtype(config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> str:
+    """Dtype in which the native engine computes: by default that of training, but that of fp32 weights where compiled
+    steps, which are faster than bf16 on CPUs without AMX (docs/benchmarks.md), are worth it. `num_parameters`: of the policy,
+    None if unknown."""
+    trains_in, chosen = training_dtype(config, has_gpus=has_gpus), config.rollout.native.dtype
+    if chosen != "auto":
+        return chosen
+    can_compile = not has_gpus and config.model.dtype == "fp32" and sys.platform == "linux"
+    is_faster = can_compile and _is_compiling(config, num_parameters) and "amx_bf16" not in cpu_info("flags")
+    return "fp32" if is_faster else trains_in
 
 
 def samples_lower(config: RunConfig, *, has_gpus: bool) -> bool:
     """Whether the native engine samples text in a lower precision than that of training."""
-    engine, train = (of(config, has_gpus=has_gpus) for of in (engine_dtype, training_dtype))
+    engine = engine_dtype(config, None, has_gpus=has_gpus)
+    train = training_dtype(config, has_gpus=has_gpus)
     is_native = config.rollout.engine == "native" and not isinstance(config.env, SimulatorEnv)
     return is_native and BYTES[engine] < BYTES[train]
 
@@ -196,16 +197,21 @@ def is_worth_compiling(config: RunConfig, num_parameters: int) -> bool:
     return num_tokens * num_parameters >= _LEAST_COMPILED
 
 
-def can_compile(config: RunConfig, *, has_gpus: bool) -> bool:
+def can_compile(config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> bool:
     """Whether the config allows that the native engine's steps are compiled."""
     is_allowed = config.rollout.native.compile != "never"
-    return is_allowed and not has_gpus and engine_dtype(config, has_gpus=False) == "fp32"
+    return is_allowed and not has_gpus and engine_dtype(config, num_parameters, has_gpus=False) == "fp32"
 
 
 def may_compile(config: RunConfig, num_parameters: int, *, has_gpus: bool) -> bool:
     """Whether the native engine's steps are to be compiled, if this machine can do that."""
-    is_asked = config.rollout.native.compile == "always"
-    return can_compile(config, has_gpus=has_gpus) and (is_asked or is_worth_compiling(config, num_parameters))
+    return can_compile(config, num_parameters, has_gpus=has_gpus) and _is_compiling(config, num_parameters)
+
+
+def _is_compiling(config: RunConfig, num_parameters: int | None) -> bool:
+    if (choice := config.rollout.native.compile) != "auto":
+        return choice == "always"
+    return num_parameters is not None and is_worth_compiling(config, num_parameters)
 
 
 def kv_budget_tokens(config: RunConfig, *, has_gpus: bool) -> int | None:

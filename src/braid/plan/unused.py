@@ -350,7 +350,7 @@ def _engines(config: RunConfig, plan: Plan) -> _Unused:
     else:
         keys = "rollout.{check_weights,check_weights_dir}"
         yield "weights sent to other processes are always verified by fingerprints on arrival", keys
-    dtype = engine_dtype(config, has_gpus=plan.layout.has_gpus)
+    dtype = engine_dtype(config, plan.num_parameters, has_gpus=plan.layout.has_gpus)
     if plan.layout.has_gpus or dtype != "fp32":
         yield "only decoding in fp32 on CPUs is compiled by Numba", "rollout.native.compile"
     is_shared = config.model.mlp is not None or (is_in_place and dtype == config.model.dtype)

@@ -152,13 +152,16 @@ def native_engine(
     weights. Raises ModelError if it decodes this architecture incorrectly."""
     options, autocast = config.rollout.native.model_dump(), None
     options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
-    options["compile"], has_gpus = _compiles(config, lm), lm.device.type != "cpu"
-    dtypes = [of(config, has_gpus=has_gpus) for of in (engine_dtype, training_dtype)]
-    if dtypes[0] != dtypes[1]:
-        _log.info("the engine samples in %s, training computes in %s (rollout.native.dtype)", *dtypes)
+    size, has_gpus = sum(parameter.numel() for parameter in lm.model.parameters()), lm.device.type != "cpu"
+    options["compile"] = _compiles(config, size, has_gpus=has_gpus)
+    dtype = engine_dtype(config, size, has_gpus=has_gpus)
+    if dtype != (trains_in := training_dtype(config, has_gpus=has_gpus)):
+        _log.info(
+            "the engine samples in %s, training computes in %s (rollout.native.dtype)", dtype, trains_in
+        )
     check_decoding(lm, longest_row(config), is_compiled=options["compile"])
-    if options["dtype"] == "auto" and dtypes[0] != dtypes[1]:
-        options["dtype"] = dtypes[0]
+    if options["dtype"] == "auto" and dtype != trains_in:
+        options["dtype"] = dtype
     elif options["dtype"] == "auto":
         autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
         if config.train.backend in ("fsdp", "fsdp2"):  # computes with gathered weights in this dtype
@@ -173,10 +176,9 @@ def native_engine(
     )
 
 
-def _compiles(config: RunConfig, lm: CausalLM) -> bool:
+def _compiles(config: RunConfig, size: int, *, has_gpus: bool) -> bool:
     """Whether decode steps are compiled: the same for every process and every resume of a run."""
-    size, has_gpus = sum(parameter.numel() for parameter in lm.model.parameters()), lm.device.type != "cpu"
-    if not can_compile(config, has_gpus=has_gpus):
+    if not can_compile(config, size, has_gpus=has_gpus):
         return False
     is_long = may_compile(config, size, has_gpus=has_gpus)
     why_not = why_not_compiled() if is_long else "rounds are too short for that (rollout.native.compile)"
