@@ -196,10 +196,11 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = log_total.new_zeros(len(weight)) if wants_bias else None
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_total)
-        tiles = product(*rule.tiles(states, len(weight), log_total.itemsize))
+        all_tokens, all_columns = rule.tiles(states, len(weight), log_total.itemsize)
+        tiles = product([(tokens, _transposed(states[tokens])) for tokens in all_tokens], all_columns)
         grad_logits = compiled(_grad_logits) if rule.compiles else _grad_logits
         with torch.autocast(states.device.type, enabled=False):
-            for index, (tokens, columns) in enumerate(tiles):
+            for index, ((tokens, state_t), columns) in enumerate(tiles):
                 state, part = states[tokens], weight[columns].to(ctx.dtype)
                 logits = kept[index] if kept else rule.head.tile(state, part, columns, rule.temperature)
                 of_entropy = (
@@ -218,7 +219,10 @@ class _TokenLogprobs(torch.autograd.Function):
                 if grad_hidden is not None:
                     _add_product(grad_hidden[tokens], grad, part)
                 if grad_weight is not None:
-                    _add_product(grad_weight[columns], grad.t(), state)
+                    if state_t is None:
+                        _add_product(grad_weight[columns], grad.t(), state)
+                    else:
+                        _add_product(grad_weight[columns].t(), state_t, grad)
         return (
             None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
             None if accumulates else grad_weight,
@@ -354,6 +358,11 @@ def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         product = torch.mm(left, right, out_dtype=torch.float32)
         return product if bias is None else product.add_(bias)
     return linear(left, right.t(), None if bias is None else bias.to(left.dtype))
+
+
+def _transposed(states: Tensor) -> Tensor | None:
+    """[N, D] -> [D, N] on CPUs, where oneDNN copies a first factor that is transposed in each product."""
+    return states.t().contiguous() if states.device.type == "cpu" else None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
