@@ -277,9 +277,10 @@ def test_the_native_engine_computes_as_training_does() -> None:
     assert of_engine(1) == (half, True)
     assert of_engine(1, "run.device=cpu") == (2 * half, False)
     assert of_engine(1, "train.autocast=none") == (2 * half, False)
-    assert of_engine(0, "train.autocast=bf16") == (half, True)
+    assert of_engine(0, "train.autocast=bf16", "rollout.prompts_per_round=1") == (half, True)
     assert of_engine(1, "model.dtype=bf16") == (half, False)
-    assert of_engine(0, "train.backend=fsdp2", "train.fsdp.param_dtype=bf16") == (half, True)
+    half_fsdp = ("train.backend=fsdp2", "train.fsdp.param_dtype=bf16")
+    assert of_engine(0, *half_fsdp, "rollout.prompts_per_round=1") == (half, True)
 
 
 def test_the_cache_of_a_gpu_has_no_fixed_size() -> None:

@@ -23,16 +23,17 @@ BASE = [
     "reward.parts=[{kind: exact}]",
 ]
 FLOAT, HALF = torch.float32, torch.bfloat16
+SHORT, LONG = "rollout.prompts_per_round=1", "rollout.prompts_per_round=100000"
 
 
 @pytest.mark.parametrize(
     ("overrides", "linear", "norm"),
     [
         ([], FLOAT, FLOAT),
-        (["train.autocast=bf16"], HALF, FLOAT),
+        (["train.autocast=bf16", SHORT], HALF, FLOAT),
         (["train.autocast=bf16", "rollout.native.dtype=fp32"], FLOAT, FLOAT),
-        (["train.backend=fsdp2", "train.autocast=bf16"], HALF, HALF),
-        (["train.backend=fsdp2", "train.fsdp.param_dtype=bf16"], HALF, HALF),
+        (["train.backend=fsdp2", "train.autocast=bf16", SHORT], HALF, HALF),
+        (["train.backend=fsdp2", "train.fsdp.param_dtype=bf16", SHORT], HALF, HALF),
     ],
 )
 def test_the_engine_computes_as_training_does(
@@ -45,9 +46,6 @@ def test_the_engine_computes_as_training_does(
     assert weights["model.layers.0.mlp.down_proj.weight"].dtype == linear
     assert weights["model.norm.weight"].dtype == norm
     assert engine.shares_weights == (linear == FLOAT)
-
-
-LONG = "rollout.prompts_per_round=100000"
 
 
 @pytest.mark.parametrize(
@@ -80,9 +78,9 @@ def test_under_autocast_the_weights_themselves_sample_where_compiled_steps_are_f
 @pytest.mark.parametrize(
     ("overrides", "is_compiled", "said"),
     [
-        (["rollout.prompts_per_round=1"], False, "not compiled: rounds are too short for that"),
+        ([SHORT], False, "not compiled: rounds are too short for that"),
         (
-            ["rollout.prompts_per_round=1", "run.max_rounds=1000000"],
+            [SHORT, "run.max_rounds=1000000"],
             False,
             "not compiled: rounds are too short",
         ),
@@ -110,9 +108,7 @@ def test_a_machine_that_cannot_compile_samples_without_or_says_why(
     monkeypatch.setattr(cpu, "find_spec", lambda name: None)
     inputs = cast("Any", SimpleNamespace(decode=str))
     for mode in ("auto", "always"):
-        config = load_config(
-            None, [*BASE, "rollout.prompts_per_round=100000", f"rollout.native.compile={mode}"]
-        ).config
+        config = load_config(None, [*BASE, LONG, f"rollout.native.compile={mode}"]).config
         lm = make_policy(config, torch.device("cpu"))
         if mode == "auto":
             assert native_engine(config, inputs, lm)._decoder._attention is DecodeAttention

@@ -33,7 +33,7 @@ _intrinsic: Any = intrinsic
 
 
 _I64, _FLOATS = ir.IntType(64), ir.FloatType()
-_AHEAD_BYTES = 6144
+_AHEAD_BYTES = 8192
 """Keys and values are fetched this early from memory."""
 
 
@@ -48,7 +48,7 @@ def _fetch_ahead(builder: Any, here: Any, index: Any, num: Any, num_bytes: int, 
     first = _place(builder, start, ahead, num_bytes)
     for line in range(0, num_bytes, 64):
         at = builder.inttoptr(builder.add(first, _I64(line)), pointer)
-        builder.call(prefetch, [at, number(0), number(3), number(1)])  # to read, keep in all caches, data
+        builder.call(prefetch, [at, number(0), number(2), number(1)])  # to read, keep in the second cache, data
 
 
 def _vectors(builder: Any, address: Any, size: int) -> list[Any]:
