@@ -48,7 +48,8 @@ def _fetch_ahead(builder: Any, here: Any, index: Any, num: Any, num_bytes: int, 
     first = _place(builder, start, ahead, num_bytes)
     for line in range(0, num_bytes, 64):
         at = builder.inttoptr(builder.add(first, _I64(line)), pointer)
-        builder.call(prefetch, [at, number(0), number(2), number(1)])  # to read, keep in the second cache, data
+        # to read, keep in the second cache, data
+        builder.call(prefetch, [at, number(0), number(2), number(1)])
 
 
 def _vectors(builder: Any, address: Any, size: int) -> list[Any]:
