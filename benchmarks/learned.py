@@ -41,6 +41,7 @@ class Task:
 
 TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
     "cartpole": Task(EXAMPLES / "cartpole.yaml"),
+    "openai_agent": Task(EXAMPLES / "openai_agent.yaml"),
     "reach": Task(EXAMPLES / "robot.yaml"),
     "reach_chunks": Task(EXAMPLES / "robot.yaml", ["model.mlp.num_action_chunks=5", "algorithm.gamma=0.87"]),
     "button_press": Task(EXAMPLES / "robot.yaml", ["env.task=button-press-v3", "eval.target.min_final=0.8"]),

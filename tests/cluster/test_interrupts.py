@@ -81,6 +81,28 @@ def test_interruptible_work_is_cut_when_the_time_is_over() -> None:
             stop.check_time(None)
 
 
+def test_work_is_not_cut_while_a_context_manager_is_entered_or_left() -> None:
+    """Otherwise it would stay entered."""
+
+    class Slow:
+        is_entered = False
+
+        def __enter__(self) -> None:
+            self.is_entered = True
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.3)
+
+        def __exit__(self, *_: object) -> None:
+            time.sleep(0.3)
+            self.is_entered = False
+
+    slow = Slow()
+    with stop_signals() as stop, stop.graceful(0.01):
+        with pytest.raises(RoundCut), stop.cuttable(), slow:
+            time.sleep(60)
+        assert not slow.is_entered
+
+
 def _wait_after(number: int) -> None:
     signal.raise_signal(number)
     time.sleep(60)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
@@ -17,6 +18,8 @@ NUMBERS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 _SAME_S = 0.5
 """Further signals within this time, in seconds, count as the same request: a key held down, or a wrapper that
 forwards a signal that the terminal has also sent."""
+_AGAIN_S = 0.01
+"""After this time a round is cut that could not be cut safely, in seconds."""
 
 
 class RoundCut(KeyboardInterrupt):
@@ -38,11 +41,14 @@ class StopSignals:
         self._timer: threading.Timer | None = None
         self._notice: threading.Thread | None = None
 
-    def on_signal(self, number: int, _: object = None) -> None:
-        """Handle a signal."""
+    def on_signal(self, number: int, frame: FrameType | None = None) -> None:
+        """Handle a signal that interrupted `frame`."""
         if self._is_ending:
             return
         if self._is_late and self._timer is not None:  # sent by the timer
+            if _is_in_context_manager(frame):
+                self._start_timer(number, _AGAIN_S)
+                return
             self._timer = None
             if self._cuttable:
                 raise RoundCut
@@ -95,9 +101,7 @@ class StopSignals:
 
     def _request(self, number: int, within_s: float) -> None:
         self.is_requested, self._since_s = True, time.monotonic()
-        self._timer = threading.Timer(within_s, self._be_late, [number])
-        self._timer.daemon = True
-        self._timer.start()
+        self._start_timer(number, within_s)
         name = signal.Signals(number).name
         # Logged in another thread: a handler must not wait for a lock held by the code that it interrupted.
         self._notice = threading.Thread(
@@ -111,12 +115,27 @@ class StopSignals:
         )
         self._notice.start()
 
+    def _start_timer(self, number: int, within_s: float) -> None:
+        self._timer = threading.Timer(within_s, self._be_late, [number])
+        self._timer.daemon = True
+        self._timer.start()
+
     def _be_late(self, number: int) -> None:
         """Mark the grace period as over, and interrupt a blocking call of the main thread."""
         self._is_late = True
         main = threading.main_thread().ident
         if main is not None:
             signal.pthread_kill(main, number)
+
+
+def _is_in_context_manager(frame: FrameType | None) -> bool:
+    """Whether a context manager is being entered or left. Interrupted there, it may stay entered: PyTorch's
+    inference_mode did, for the rest of the process."""
+    while frame is not None:
+        if frame.f_code.co_name in ("__enter__", "__exit__"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 _listening: list[StopSignals] = []
