@@ -71,6 +71,7 @@ def test_the_loss_does_not_depend_on_row_order(step, data):
         _assert_close(_share(moved.rows, moved.weights(mode)), _share(step.rows, step.weights(mode)), mode)
 
 
+@pytest.mark.slow
 @given(step=steps(), prompt=st.integers(0, 9))
 def test_rows_without_tokens_change_nothing(step, prompt):
     filled = Step([*step.rows, ([5.0, 5.0], [False, False])], [*step.prompts, prompt])

@@ -374,6 +374,7 @@ def test_a_written_config_loads_as_the_same_config_from_anywhere(tmp_path: Path)
     assert again.config.model_copy(update={"run": loaded.config.run}) == loaded.config
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.text(max_size=8), max_size=4),
     st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
@@ -413,6 +414,7 @@ def _has(at: Any, key: str | int) -> bool:
     return isinstance(at, dict) and key in at
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 def test_a_wrong_type_anywhere_is_a_config_error_and_nothing_else(

@@ -138,6 +138,7 @@ _LONG = settings(max_examples=150, suppress_health_check=_SLOW_INPUTS)
 _SEEDS = st.sampled_from([seed for seed in ALL_SEEDS if seed.variant is None])
 
 
+@pytest.mark.slow
 @_FAST
 @given(seed=_SEEDS, changes=_changes, chosen=_choices)
 def test_a_mutated_file_loads_or_raises_a_config_error(

@@ -97,6 +97,7 @@ def test_rewards_may_be_successes_alone() -> None:
         assert reward == 1.0
 
 
+@pytest.mark.slow
 def test_the_seed_decides_which_task_of_a_set_is_played() -> None:
     with closing(MetaWorld("ML10-test")) as env:
         said = [env.reset(seed=seed)[0] for seed in (0, 1, 5)]
@@ -223,6 +224,7 @@ def test_a_missing_package_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
         MetaWorld("reach-v3")
 
 
+@pytest.mark.slow
 def test_images_within_a_chunk_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[str] = []
     plain = MetaWorld._image

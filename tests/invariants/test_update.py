@@ -210,6 +210,7 @@ def test_the_order_of_rows_changes_nothing(role: str, mode: Aggregation) -> None
         _assert_equal(_update(model, shuffled, loss, mode, micro_batch_tokens), _whole(role, mode))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["policy", "reinforce", "full KL", "sft"])
 @pytest.mark.parametrize("chunk_bytes", [4, 4 * 33, 4 * VOCAB * 7])
 def test_the_chunk_of_the_logprobs_changes_nothing(role: str, chunk_bytes: int) -> None:

@@ -34,6 +34,7 @@ def _results(kernel: object, call: LayerCall, inputs: list[Tensor]) -> list[Tens
     return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 17, 5000])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_equals_pytorchs_for_every_number_of_threads(

@@ -359,6 +359,7 @@ def clusters(draw: st.DrawFn) -> list[str]:
 ALL_ROLES = ("policy", "critic", "reference", "inference", "rollout")
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(clusters(), st.sampled_from([0, 0, 1, 4, 8]))
 def test_every_cluster_is_laid_out_soundly_or_refused_with_values_that_fit(

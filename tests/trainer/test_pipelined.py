@@ -22,6 +22,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -60,6 +61,7 @@ def test_sampling_and_training_overlap_within_the_lag(load_tiny: LoadTiny, on_ne
         assert line["policy/correction_mean"] > 0, "a correction by default"
 
 
+@pytest.mark.slow
 def test_a_simulator_is_pipelined_too(tmp_path: Path) -> None:
     """At lag 0 to the bit, whichever processes its environments are in, and above it within the lag."""
     folder, runs = Path(__file__).parents[2] / "examples", []
