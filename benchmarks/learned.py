@@ -2,9 +2,9 @@
 
     python benchmarks/learned.py [TASK ...] --seeds 0 1 2
 
-Tasks are the configs of benchmarks/learned and some of examples; policies and demonstrations that they read are made first. Each
-run is a process of its own, one after the other. Prints the result of the last evaluation per seed, and that of the first one where
-the bar is a gain. Bars are in eval.target; the optimum, where it is known, is in a config's first line. A run that fails is reported
+Tasks are the configs of benchmarks/learned and some of examples; policies and demonstrations that they read are made first. The
+runs take place one after another, each in a separate process. Prints each seed's result in the last evaluation, and also in the first
+if the bar is a gain. Bars are in eval.target; the optimum, where it is known, is in a config's first line. A run that fails is reported
 as such, and the others go on. Exits with 1 if a bar is missed or a run fails.
 """
 

@@ -145,9 +145,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
         if matcher.real_quick_ratio() >= _LEAST_RATIO:
             bounds.append((matcher.quick_ratio(), other))
     best, near = _LEAST_RATIO, ""
-    for bound, other in sorted(
-        bounds, reverse=True
-    ):  # difflib.get_close_matches computes all, which takes 20 ms
+    # difflib.get_close_matches computes all ratios, which takes 20 ms.
+    for bound, other in sorted(bounds, reverse=True):
         if bound < best:
             break
         matcher.set_seq1(other)

@@ -1,4 +1,4 @@
-"""Machine code of kernels on disk, and machines where Numba does not work, each in a process of its own."""
+"""Machine code of kernels on disk, and machines where Numba does not work, each in a separate process."""
 
 from __future__ import annotations
 

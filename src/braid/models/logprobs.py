@@ -197,10 +197,12 @@ class _TokenLogprobs(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(log_total)
         all_tokens, all_columns = rule.tiles(states, len(weight), log_total.itemsize)
-        tiles = product([(tokens, _transposed(states[tokens])) for tokens in all_tokens], all_columns)
+        # On CPUs oneDNN would copy a transposed first factor in each product.
+        copies = wants_weight and states.device.type == "cpu"
+        parts = [(of, states[of].t().contiguous() if copies else None) for of in all_tokens]
         grad_logits = compiled(_grad_logits) if rule.compiles else _grad_logits
         with torch.autocast(states.device.type, enabled=False):
-            for index, ((tokens, state_t), columns) in enumerate(tiles):
+            for index, ((tokens, state_t), columns) in enumerate(product(parts, all_columns)):
                 state, part = states[tokens], weight[columns].to(ctx.dtype)
                 logits = kept[index] if kept else rule.head.tile(state, part, columns, rule.temperature)
                 of_entropy = (
@@ -358,11 +360,6 @@ def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         product = torch.mm(left, right, out_dtype=torch.float32)
         return product if bias is None else product.add_(bias)
     return linear(left, right.t(), None if bias is None else bias.to(left.dtype))
-
-
-def _transposed(states: Tensor) -> Tensor | None:
-    """[N, D] -> [D, N] on CPUs, where oneDNN copies a first factor that is transposed in each product."""
-    return states.t().contiguous() if states.device.type == "cpu" else None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 
 import pynvml
 
 
+@cache
 def cpu_info(field: str) -> str:
     """A field of Linux' /proc/cpuinfo, such as `vendor_id` or `flags`; empty where there is none."""
     try:

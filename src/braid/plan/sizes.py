@@ -166,8 +166,8 @@ def engine_dtype(config: RunConfig, num_parameters: int | None, *, has_gpus: boo
     trains_in, chosen = training_dtype(config, has_gpus=has_gpus), config.rollout.native.dtype
     if chosen != "auto":
         return chosen
-    can_compile = not has_gpus and config.model.dtype == "fp32" and sys.platform == "linux"
-    is_faster = can_compile and _is_compiling(config, num_parameters) and "amx_bf16" not in cpu_info("flags")
+    is_possible = not has_gpus and config.model.dtype == "fp32" and sys.platform == "linux"
+    is_faster = is_possible and _is_compiling(config, num_parameters) and "amx_bf16" not in cpu_info("flags")
     return "fp32" if is_faster else trains_in
 
 

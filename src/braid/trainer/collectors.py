@@ -159,13 +159,12 @@ def native_engine(
         _log.info(
             "the engine samples in %s, training computes in %s (rollout.native.dtype)", dtype, trains_in
         )
-    check_decoding(lm, longest_row(config), is_compiled=options["compile"])
-    if options["dtype"] == "auto" and dtype != trains_in:
         options["dtype"] = dtype
     elif options["dtype"] == "auto":
         autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
         if config.train.backend in ("fsdp", "fsdp2"):  # computes with gathered weights in this dtype
             options["dtype"] = fsdp.param_dtype or _NAMES[autocast]
+    check_decoding(lm, longest_row(config), is_compiled=options["compile"])
     return NativeEngine(
         lm,
         decode=inputs.decode,
