@@ -8,6 +8,8 @@
 # make setup   the environment in .venv that the others share
 
 PYTHON ?= python3
+# index for torch, if not pip's own: TORCH=https://download.pytorch.org/whl/cpu spares a machine without GPU gigabytes of CUDA
+TORCH  ?=
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -28,12 +30,16 @@ demo: setup
 setup: $(STAMP)
 
 $(STAMP): requirements/torch.lock requirements/runtime.lock requirements/dev.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "braid needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+	  echo "braid needs Python 3.11, 3.12 or 3.13; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) lacks the module venv. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import shutil, sys; sys.exit(shutil.disk_usage(".").free < 6 * 2**30)' || { \
+	  echo "setup needs 6 GB of disk space here, in $(CURDIR); free some, or clone to another disk"; exit 1; }
 	@echo "setup: installing pinned dependencies into $(VENV) (one to three minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install -q -r requirements/torch.lock
-	@$(BIN)/pip install -q -r requirements/runtime.lock -r requirements/dev.lock
+	@$(BIN)/pip install -q $(if $(TORCH),--index-url $(TORCH)) -r requirements/torch.lock
+	@$(BIN)/pip install -q --use-pep517 --no-deps -r requirements/runtime.lock -r requirements/dev.lock
 	@$(BIN)/pip install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
@@ -53,9 +59,11 @@ $(VLLM): $(STAMP) requirements/vllm.lock
 
 agents: $(AGENTS)
 
-$(AGENTS): $(STAMP) requirements/agents.lock
+$(AGENTS): $(STAMP) requirements/agents.lock requirements/compiled.lock
 	@echo "setup: installing environments and tools of agents for the tests"
-	@$(BIN)/pip install -q --no-deps -r requirements/agents.lock
+	@$(BIN)/pip install -q --use-pep517 --no-deps -r requirements/agents.lock
+	@$(BIN)/pip install -q --no-deps -r requirements/compiled.lock >/dev/null 2>&1 || \
+	  echo "setup: left out for want of a C compiler or Python's headers: $$(sed 's/#.*//' requirements/compiled.lock | xargs); their tests are skipped"
 	@touch $@
 
 robots: $(ROBOTS)

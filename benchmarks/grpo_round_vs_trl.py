@@ -1,11 +1,11 @@
-"""A full GRPO round (rollout, log-probs, update) of braid against TRL's GRPOTrainer, on CPU.
+"""A full GRPO round (rollout, log-probs, update) of braid against TRL's GRPOTrainer, on the CPU or a GPU.
 
 Both sides get the same weights, prompts, group size, limits, reward, optimizer, clipping, dtype and threads, keep freed
 memory mapped, and sample until an end token or the limit, so that lengths are ragged in the same way. Each runs in a process of its own,
 in turn, so that a machine that slows down slows both. The figure is trained tokens (completion tokens that the
 loss saw) per second of whole rounds, the first round left out.
 
-    python benchmarks/grpo_round_vs_trl.py [--sizes 3m 30m] [--dtype bf16] [--vocab 151936] [--rounds 6] [--repeats 3]
+    python benchmarks/grpo_round_vs_trl.py [--sizes 3m 30m] [--dtype bf16] [--device cuda] [--vocab 151936] [--rounds 6] [--repeats 3]
 
 With a large `--vocab` TRL trains in micro-batches of 16 rows, since it stores all logits; braid as always. bf16 is
 autocast on both sides, with weights in fp32.
@@ -40,7 +40,7 @@ def reward(token_ids: list[int]) -> float:
     return sum(t % 2 == 0 for t in token_ids) / max(len(token_ids), 1)
 
 
-def side_trl(folder: str, rounds: int, micro: int, dtype: str) -> list[tuple[int, float]]:
+def side_trl(folder: str, rounds: int, micro: int, dtype: str, device: str) -> list[tuple[int, float]]:
     """(trained tokens, seconds) of each round under TRL."""
     import torch
     from datasets import Dataset
@@ -68,7 +68,7 @@ def side_trl(folder: str, rounds: int, micro: int, dtype: str) -> list[tuple[int
             out.append((tokens[-1], time.perf_counter() - self.start))
 
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=dtype == "bf16", gradient_checkpointing=False, use_vllm=False,
+        output_dir=tempfile.mkdtemp(), use_cpu=device == "cpu", bf16=dtype == "bf16", gradient_checkpointing=False, use_vllm=False,
         beta=0.0, loss_type="dapo", num_generations=GROUP, per_device_train_batch_size=micro,
         gradient_accumulation_steps=PROMPTS * GROUP // micro, max_completion_length=MAX_NEW, temperature=1.0, top_p=1.0, top_k=0,
         learning_rate=LR, lr_scheduler_type="constant", max_grad_norm=1.0, weight_decay=0.0, max_steps=rounds,
@@ -86,7 +86,7 @@ def side_trl(folder: str, rounds: int, micro: int, dtype: str) -> list[tuple[int
     return out
 
 
-def side_braid(folder: str, rounds: int, _: int, dtype: str) -> list[tuple[int, float]]:
+def side_braid(folder: str, rounds: int, _: int, dtype: str, device: str) -> list[tuple[int, float]]:
     """(trained tokens, seconds) of each round under braid."""
     from braid.config.load import load_config
     from braid.trainer import commands
@@ -95,7 +95,7 @@ def side_braid(folder: str, rounds: int, _: int, dtype: str) -> list[tuple[int, 
     data = work / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in make_prompts()))
     config = {
-        "run": {"name": "bench", "output_dir": str(work), "max_rounds": rounds, "num_threads": 2, "device": "cpu"},
+        "run": {"name": "bench", "output_dir": str(work), "max_rounds": rounds, "num_threads": 2, "device": device},
         "model": {"path": folder},
         "data": {"train": [{"kind": "file", "path": str(data), "answer_key": None}], "shuffle": False,
                  "use_chat_template": "never"},
@@ -136,11 +136,11 @@ def make_model(folder: Path, size: dict[str, int], vocab: int | None = None) -> 
     return sum(p.numel() for p in lm.module.parameters())
 
 
-def run_side(side: str, folder: Path, rounds: int, micro: int, dtype: str) -> float:
+def run_side(side: str, folder: Path, rounds: int, micro: int, dtype: str, device: str) -> float:
     """Tokens per second of one side, in a process of its own."""
     done = subprocess.run(
         [sys.executable, __file__, "--side", side, "--folder", str(folder), "--rounds", str(rounds),
-         "--micro", str(micro), "--dtype", dtype],
+         "--micro", str(micro), "--dtype", dtype, "--device", device],
         capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     if done.returncode:
@@ -155,6 +155,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--vocab", type=int)
     parser.add_argument("--micro", type=int, default=PROMPTS * GROUP)
     parser.add_argument("--side", choices=["trl", "braid"])
@@ -162,20 +163,23 @@ def main() -> None:
     args = parser.parse_args()
     if args.side:
         sides = {"trl": side_trl, "braid": side_braid}
-        print(json.dumps(sides[args.side](args.folder, args.rounds, args.micro, args.dtype)))
+        print(json.dumps(sides[args.side](args.folder, args.rounds, args.micro, args.dtype, args.device)))
         return
     micro = 16 if (args.vocab or 0) > 2**15 else args.micro
     for name in args.sizes:
         with tempfile.TemporaryDirectory() as tmp:
             parameters = make_model(Path(tmp), SIZES[name], args.vocab)
             pairs = [
-                [run_side(s, Path(tmp), args.rounds, micro, args.dtype) for s in ("braid", "trl")]
+                [
+                    run_side(s, Path(tmp), args.rounds, micro, args.dtype, args.device)
+                    for s in ("braid", "trl")
+                ]
                 for _ in range(args.repeats)
             ]
         ratio = statistics.median(b / t for b, t in pairs)
         braid, trl = (statistics.median(side) for side in zip(*pairs, strict=True))
         print(
-            f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new tokens, {args.dtype}"
+            f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new tokens, {args.dtype}, {args.device}"
         )
         print(f"  braid {braid:,.0f} trained tokens/s, TRL {trl:,.0f}, ratio {ratio:.2f}")
 

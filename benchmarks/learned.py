@@ -1,11 +1,12 @@
 """Small tasks with a bar, learned through the whole loop.
 
     python benchmarks/learned.py [TASK ...] --seeds 0 1 2
+    python benchmarks/learned.py quickstart --seeds 0-19 --jobs 8      (from a clone without `make setup`: PYTHONPATH=src:.)
 
-Tasks are the configs of benchmarks/learned and some of examples; policies and demonstrations that they read are made first. The
-runs take place one after another, each in a separate process. Prints each seed's result in the last evaluation, and also in the first
-if the bar is a gain. Bars are in eval.target; the optimum, where it is known, is in a config's first line. A run that fails is reported
-as such, and the others go on. Exits with 1 if a bar is missed or a run fails.
+Tasks are the configs of benchmarks/learned and of examples; policies and demonstrations that they read are made first. Each run has a
+process of its own; `--jobs` of them at a time divide the cores. Prints each seed's result in the first evaluation, if there is one
+before training, and in the last, and the ranges of both over the seeds. Bars are in eval.target; the optimum, where it is known, is in
+a config's first line. A run that fails is reported as such, and the others go on. Exits with 1 if a bar is missed or a run fails.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from braid.config.load import load_config
 from braid.config.report import EvalConfig
+from braid.cores import num_cores
 from braid.errors import ConfigError
 
 CONFIGS = Path(__file__).parent / "learned"
@@ -40,8 +45,12 @@ class Task:
 
 
 TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
-    "cartpole": Task(EXAMPLES / "cartpole.yaml"),
+    "quickstart": Task(EXAMPLES / "quickstart.yaml"),
+    "agent": Task(EXAMPLES / "agent.yaml"),
     "openai_agent": Task(EXAMPLES / "openai_agent.yaml"),
+    "own_env": Task(EXAMPLES / "own_env.yaml"),
+    "frozen_lake_short": Task(EXAMPLES / "frozen_lake.yaml"),
+    "cartpole": Task(EXAMPLES / "cartpole.yaml"),
     "reach": Task(EXAMPLES / "robot.yaml"),
     "reach_chunks": Task(EXAMPLES / "robot.yaml", ["model.mlp.num_action_chunks=5", "algorithm.gamma=0.87"]),
     "button_press": Task(EXAMPLES / "robot.yaml", ["env.task=button-press-v3", "eval.target.min_final=0.8"]),
@@ -70,11 +79,18 @@ def prepare(task: Task, folder: Path) -> list[str]:
     return [*task.overrides, f"model.path={folder}/model", f"sft.demonstrations={folder}/demonstrations"]
 
 
-def train(config: Path, metric: str, overrides: Sequence[str], folder: Path) -> Result:
-    """Train a config, with the run in `folder`."""
+def train(config: Path, metric: str, overrides: Sequence[str], jobs: int, folder: Path, seed: int) -> Result:
+    """Train a config with a seed, beside `jobs` - 1 others; the run is in a folder beside `folder`."""
+    folder = folder.with_name(f"{folder.name}_{seed}")
     command = [sys.executable, "-m", "braid", "train", str(config), *overrides]
-    command += [f"run.output_dir={folder.parent}", f"run.name={folder.name}", "report.console=none"]
-    code = subprocess.run(command, check=False).returncode
+    command += [
+        f"run.seed={seed}",
+        f"run.output_dir={folder.parent}",
+        f"run.name={folder.name}",
+        "report.console=none",
+    ]
+    threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // jobs))} if jobs > 1 else {}
+    code = subprocess.run(command, check=False, env={**threads, **os.environ}).returncode
     path = folder / "summary.json"
     summary: dict[str, Any] = {"status": "failed without a summary"}
     if path.exists():
@@ -101,7 +117,7 @@ def row(name: str, config: Path, of: EvalConfig, results: Sequence[Result]) -> s
         if math.isnan(result.last):
             return "failed"
         return (
-            f"{result.last:.3f}" if of.target.min_gain is None else f"{result.first:.3f} to {result.last:.3f}"
+            f"{result.last:.3f}" if math.isnan(result.first) else f"{result.first:.3f} to {result.last:.3f}"
         )
 
     seconds = ("-" if math.isnan(of.wall_s) else f"{of.wall_s:.0f}" for of in results)
@@ -109,11 +125,31 @@ def row(name: str, config: Path, of: EvalConfig, results: Sequence[Result]) -> s
     return f"| {' | '.join([*cells, ' / '.join(map(text, results)), ' / '.join(seconds)])} |"
 
 
+def ranges(name: str, results: Sequence[Result]) -> str:
+    """The lowest and highest result of the seeds that did not fail, in the first evaluation and in the last."""
+    finished = [of for of in results if not math.isnan(of.last)]
+    parts = [
+        f"{name}: {len(finished)} of {len(results)} seeds finished, {sum(of.is_missed for of in results)} missed the bar"
+    ]
+    for when in ("first", "last"):
+        values = [value for of in finished if not math.isnan(value := getattr(of, when))]
+        parts += [f"{when} {min(values):.3f} to {max(values):.3f}"] if values else []
+    return "; ".join(parts)
+
+
+def seeds_of(text: str) -> list[int]:
+    """`7` is [7], `0-3` is [0, 1, 2, 3]."""
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last or first) + 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"of {', '.join(TASKS)}; all by default")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="+", type=seeds_of, default=[[0, 1, 2]], help="0 1 2, or 0-19")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; 1 by default")
     args = parser.parse_args()
+    seeds = [seed for some in args.seeds for seed in some]
     if unknown := set(args.tasks) - TASKS.keys():
         parser.error(f"no such task: {', '.join(sorted(unknown))}; there are {', '.join(TASKS)}")
     is_missed = False
@@ -126,14 +162,12 @@ def main() -> None:
                 of = load_config(task.config, overrides).config.eval
             except ConfigError:  # the runs say why
                 of = EvalConfig()
-            results = [
-                train(
-                    task.config, of.target_metric, [*overrides, f"run.seed={seed}"], place / f"{name}_{seed}"
-                )
-                for seed in args.seeds
-            ]
+            run = partial(train, task.config, of.target_metric, overrides, args.jobs, place / name)
+            with ThreadPoolExecutor(args.jobs) as pool:
+                results = list(pool.map(run, seeds))
             is_missed |= any(result.is_missed for result in results)
             print(row(name, task.config, of, results), flush=True)
+            print(ranges(name, results), file=sys.stderr, flush=True)
     sys.exit(is_missed)
 
 

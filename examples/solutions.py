@@ -7,6 +7,7 @@ styles, but can carry out only one of them reliably; reinforcement learning has 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import Any
 
 from braid.envs.agents.calculator import calculate, calculator
@@ -24,10 +25,11 @@ def chain_sum(row: Mapping[str, Any]) -> str:
     return " ".join([*written, f"A:{total}"])
 
 
-def chain_sum_or_at_once(row: Mapping[str, Any]) -> str:
-    """The solution of `chain_sum` for two tasks in five, the bare answer (`A:41`) for the others."""
-    solution = chain_sum(row)
-    return solution if _shows_working(row) else solution.split()[-1]
+def chain_sum_or_guess(row: Mapping[str, Any]) -> str:
+    """The solution of `chain_sum` for two tasks in five, a guess (`A:7`) for the others."""
+    if _shows_working(row):
+        return chain_sum(row)
+    return f"A:{Random(row['metadata']['source_index']).randint(-10, 19)}"
 
 
 def calc(expression: str) -> str:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Generator
+from pathlib import Path
 
+import braid  # noqa: F401  # has the threads of torch wait passively, so it comes before torch
+
+# isort: split
 import numpy as np
 import pytest
 import torch
@@ -41,6 +46,22 @@ def _fixed_seeds() -> None:
 @pytest.fixture(autouse=True)
 def _leaves_nothing(request: pytest.FixtureRequest) -> None:
     """For tests with workers or engines, and all tests of processes; see tests.leftovers."""
-    about_processes = request.path.parent.name in ("faults", "runtime", "weights")
+    about_processes = request.path.parent.name in ("faults", "cluster", "weights")
     if about_processes or request.node.get_closest_marker("xdist_group") is not None:
         request.getfixturevalue("nothing_is_left")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """The summary's line on a test that hung says where."""
+    report = yield
+    if (
+        call.excinfo is not None
+        and call.excinfo.typename == "Failed"
+        and "pytest-timeout" in str(call.excinfo.value)
+    ):
+        lines = [f"{Path(entry.path).name}:{entry.lineno + 1}" for entry in call.excinfo.traceback]
+        report.longrepr.reprcrash.message += f" At {' > '.join(lines[-8:])}"  # type: ignore[union-attr]
+    return report

@@ -9,6 +9,8 @@ import contextlib
 import fcntl
 import gc
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +39,16 @@ def nothing_is_left() -> Iterator[None]:
     if not is_connected and _ports() - ports:
         gc.collect()  # an error's traceback may still hold what listens
         _await_none(lambda: _ports() - ports)
+
+
+def error_output(child: subprocess.Popen[str]) -> str:
+    """What a child writes to its piped stderr until it ends. One that hangs is ended: it was started with `-X faulthandler`, and
+    the failure shows the stacks of its threads."""
+    try:
+        return child.communicate(timeout=LIMIT_S)[1]
+    except subprocess.TimeoutExpired:
+        child.send_signal(signal.SIGABRT)
+        raise AssertionError(f"hung:\n{child.communicate()[1]}") from None
 
 
 def await_end(processes: Iterable[psutil.Process]) -> None:
@@ -79,9 +91,12 @@ def _is_kept(process: psutil.Process, *, is_connected: bool) -> bool:
 
 
 def _files() -> set[Path]:
-    """Shared memory, braid's own and vLLM's, and the folders of engines."""
-    memory = Path("/dev/shm")
-    return {*memory.glob("braid-*"), *memory.glob("psm_*"), *Path(gettempdir()).glob("braid_engine_*")}
+    """Shared memory and temporary files, braid's own and vLLM's."""
+    memory, temporary = Path("/dev/shm"), Path(gettempdir())
+    return {
+        *(file for name in ("braid-*", "psm_*") for file in memory.glob(name)),
+        *(file for name in ("braid_engine_*", "vllm_dist_*") for file in temporary.glob(name)),
+    }
 
 
 def _is_unowned(file: Path) -> bool:

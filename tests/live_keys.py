@@ -52,7 +52,7 @@ CPU = torch.device("cpu")
 
 _READING_FOR_OTHERS = (
     __name__,
-    *(f"braid.config.{name}" for name in ("cluster", "data", "model", "report", "roles", "schema")),
+    *(f"braid.config.{name}" for name in ("cluster", "data", "model", "report", "reward", "roles", "schema")),
 )
 """Modules whose functions read keys on behalf of their caller."""
 _NOT_PART_OF_A_RUN = ("braid.config", "braid.plan", "braid.trainer.preflight", "braid.trainer.watch")

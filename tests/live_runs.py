@@ -193,8 +193,8 @@ def write_files(folder: Path) -> None:
     (folder / "rows/train.jsonl").write_text(rows)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(BASE))
     (folder / "rewards.py").write_text(
-        "def play(task, base_url, api_key):\n    import openai\n    client = openai.OpenAI(base_url=base_url, api_key=api_key)\n"
-        "    client.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'a'}])\n    return 1.0\n\n"
+        "def play(task, base_url, api_key):\n    import openai\n    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:\n"
+        "        client.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'a'}])\n    return 1.0\n\n"
         "def one():\n    return 1.0\n\ndef picky(text, answer):\n    return {answer: 1.0}[text]\n"
     )
     spec = BuildSpec.model_validate(BASE["model"]["build"])
@@ -204,12 +204,17 @@ def write_files(folder: Path) -> None:
     reward_model(folder / "classifier")
 
 
-def run_all(folder: Path) -> dict[str, set[str]]:
+def run_all(folder: Path, device: str = "cpu") -> dict[str, set[str]]:
     """Run RUNS and BROKEN in `folder`. Returns the keys that each of them reads."""
     found = {}
     with _in_one_process(folder), serving(lambda number, _: completion("1" if number else "?")) as server:
         for name, overrides in (RUNS | BROKEN).items():
             given = [f"run.name={name.replace(' ', '-')}", *overrides]
+            if device != "cpu":
+                given = [
+                    f"run.device={device}",
+                    *(t.replace("device: cpu", f"device: {device}") for t in given),
+                ]
             loaded = load_config("tiny.yaml", [text.replace("SERVER", server.url) for text in given])
             with recorded() as found[name], suppress(*([RolloutError] if name == "failing" else [])):
                 commands.train(loaded)
@@ -230,7 +235,7 @@ def _in_one_process(folder: Path) -> Iterator[None]:
         patch.chdir(folder)
         patch.setattr(commands, "build_sinks", without_trackers)
         patch.setattr(braid.cluster.ray, "RayGroup", Threads)
-        patch.setattr(braid.cluster.ray, "Machines", lambda *_: SimpleNamespace(close=lambda: None))
+        patch.setattr(braid.cluster.ray, "Machines", lambda *_, **__: SimpleNamespace(close=lambda: None))
         patch.setattr(braid.cluster.ray, "disconnect", lambda: None)
         patch.setattr(braid.cluster.machines, "_start", lambda *_: None)
         yield

@@ -24,6 +24,9 @@ class Several(WorkerGroup[W]):
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
         return pending
 
+    def is_done(self, call: Pending[Any], within_s: float) -> bool:
+        raise NotImplementedError
+
     def add(self, name: str, factory: Factory[T]) -> WorkerGroup[T]:
         raise NotImplementedError
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.envs.odd import RAISED, UnreadableError
 
 import braid
 from braid.errors import ConfigError, ReportError
@@ -62,11 +63,14 @@ def test_it_works_while_an_event_loop_runs(tmp_path: Path) -> None:
     assert asyncio.run(notebook()).summary["status"] == "finished"
 
 
-def test_a_callback_that_raises_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", RAISED.values(), ids=RAISED)
+def test_a_callback_that_raises_ends_the_run(tmp_path: Path, kind: type[BaseException]) -> None:
     def fail(round_: int, _: Mapping[str, float]) -> None:
-        raise ValueError(f"not round {round_}")
+        raise kind(f"not round {round_}")
 
-    with pytest.raises(ReportError, match="a callback raised ValueError: not round 0"):
+    text = "its text cannot be shown: ValueError" if kind is UnreadableError else "not round 0"
+    expected = rf"a callback raised {kind.__name__}: {text} \(test_api.py:\d+\)"
+    with pytest.raises(ReportError, match=expected):
         braid.train(config(tmp_path), reward=even, callbacks=[fail])
 
 

@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("import no_such_package\n")
     (tmp_path / "raising.py").write_text("1 / 0\n")
+    (tmp_path / "ending.py").write_text("raise SystemExit(0)\n")
     return tmp_path
 
 
@@ -56,7 +57,8 @@ def test_a_file_path_is_relative_to_the_config_and_runs_once(folder: Path) -> No
         ("math.sqroot", "'math' has no 'sqroot', did you mean 'sqrt'?"),
         ("mine.score", "no module named 'mine'; for a file next to the config write 'mine.py:score'"),
         ("broken.py:f", "broken.py raised ModuleNotFoundError: No module named 'no_such_package'"),
-        ("raising.py:f", "raising.py raised ZeroDivisionError: division by zero"),
+        ("raising.py:f", "raising.py raised ZeroDivisionError: division by zero (raising.py:1)"),
+        ("ending.py:f", "ending.py raised SystemExit: 0 (ending.py:1)"),
     ],
 )  # fmt: skip
 def test_an_invalid_path_is_reported_with_its_key(folder: Path, path: str, fault: str) -> None:

@@ -3,8 +3,12 @@
 from importlib import import_module
 from typing import Any
 
+from braid.cores import wait_passively
+
 __version__ = "0.1.0"
 __all__ = ["Run", "evaluate", "load_run", "train"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+wait_passively()  # in each process that braid starts, before it imports torch
 
 
 def __getattr__(name: str) -> Any:

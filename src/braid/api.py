@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import isdir  # False for names that no file can have
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from braid.config.load import Loaded, load_config
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, ReportError
 from braid.functions import give
+from braid.users import described, is_the_users
 
 if TYPE_CHECKING:
     from braid.report.samples import Sample
@@ -99,7 +101,7 @@ def evaluate(
 ) -> Run:
     """Evaluate the config's model as `braid eval` does; arguments as in `train`. The path of a run folder
     evaluates its newest checkpoint."""
-    run_dir = Path(config) if isinstance(config, str | Path) and Path(config).is_dir() else None
+    run_dir = Path(config) if isinstance(config, str | Path) and isdir(config) else None
     loaded = _loaded(config if run_dir is None else run_dir / "config.yaml", overrides, reward)
     from braid.trainer.cluster import launched
 
@@ -143,8 +145,10 @@ class _CallbackSink:
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:  # noqa: ARG002  # the protocol
         try:
             self.call(round_, flat)
-        except Exception as error:
-            raise ReportError(f"a callback raised {type(error).__name__}: {error}") from error
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
+            raise ReportError(f"a callback raised {described(error)}") from error
 
     def close(self) -> None:
         pass

@@ -21,6 +21,7 @@ from typing import IO, Any
 
 from braid.errors import BraidError, EnvError
 from braid.processes import end, end_with, how_it_ended, kill_group, start_module
+from braid.users import described
 
 START_LIMIT_S = 120.0
 """Time limit for a new process to make its object."""
@@ -84,7 +85,10 @@ class Child:
         except BaseException:
             self.kill()
             raise
-        value, error = pickle.loads(answer)
+        try:
+            value, error = pickle.loads(answer)
+        except Exception as error:  # a value's own __reduce__ or __setstate__ may raise any
+            raise EnvError(f"the value of {what} cannot be read: {described(error)}") from error
         if error is not None:
             raise error
         return value
@@ -139,7 +143,7 @@ def main(connection: socket.socket, parent: int) -> None:
                     method, arguments = pickle.loads(request)
                     value = getattr(target, method)(*arguments)
                 answer = pickle.dumps((value, None))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:
                 traceback.print_exc()
                 answer = pickle.dumps((None, as_env_error(error)))
             stream.write(_framed(answer))
@@ -151,8 +155,7 @@ def as_env_error(error: BaseException) -> BraidError:
     """The error itself if it is braid's, else an EnvError that names the line which raised it."""
     if isinstance(error, BraidError):
         return error
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return EnvError(f"{type(error).__name__}: {error} ({os.path.basename(frame.filename)}:{frame.lineno})")
+    return EnvError(described(error))
 
 
 if __name__ == "__main__":

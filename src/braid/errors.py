@@ -5,6 +5,7 @@ A message says what is wrong with which value, what is allowed, what to do, and 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -104,6 +105,10 @@ class WorkerError(BraidError, RuntimeError):
         return f"{self.what}{phase}: {self.why}" if self.why else self.what
 
 
+class MachineError(BraidError, RuntimeError):
+    """A machine of the run has left its cluster and did not come back in time."""
+
+
 class RolloutError(TrainingError):
     """More trajectories of a round failed than rollout.max_invalid_fraction allows."""
 
@@ -132,6 +137,24 @@ class RunInterrupted(BraidError):
         newest = f"the newest checkpoint is {self.checkpoint}"
         saved = newest if self.checkpoint else "no checkpoint was saved"
         return f"interrupted; the run is in {self.run_dir}, {saved}"
+
+
+_DISK_FIXES = {
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free space within the disk quota",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f unlimited; the file system may have one too)",
+    errno.EROFS: "choose a folder on a writable file system",
+    errno.EACCES: "make the folder writable for this user",
+    errno.EPERM: "make the folder writable for this user",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit of open files (sysctl fs.file-max)",
+    errno.EIO: "check the disk",
+}
+
+
+def disk_fix(error: OSError) -> str:
+    """What to do after a failed write."""
+    return _DISK_FIXES.get(error.errno or 0, "check the folder and its disk")
 
 
 _LEAST_RATIO = 0.6

@@ -11,11 +11,13 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from hashlib import sha256
+from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from braid.errors import ConfigError, Problem, suggest
+from braid.users import described, is_the_users
 
 GIVEN: dict[str, Callable[..., Any]] = {}
 """Functions passed to the Python API, by name."""
@@ -85,7 +87,7 @@ def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:
     file = (base_dir / Path(file_name).expanduser()).resolve()
     if not function or file.suffix != ".py":
         raise _NotFound(f"{path!r} {_FORM}")
-    if not file.is_file():
+    if not isfile(file):
         near = suggest(file.name, [p.name for p in file.parent.glob("*.py")])
         raise _NotFound(f"{path!r}: no such file: {file}{near}")
     name = f"braid_user_{sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
@@ -96,9 +98,11 @@ def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:
         sys.modules[name] = module  # before it runs: dataclasses and pickle look up the module
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except BaseException as error:
             del sys.modules[name]
-            raise _NotFound(f"{path!r}: running {file} raised {type(error).__name__}: {error}") from error
+            if not is_the_users(error):
+                raise
+            raise _NotFound(f"{path!r}: running {file} raised {described(error)}") from error
     return sys.modules[name], function.split(".")
 
 
@@ -111,12 +115,12 @@ def _from_package(path: str) -> tuple[ModuleType, list[str]]:
         name = ".".join(parts[:end])
         try:
             return importlib.import_module(name), parts[end:]
-        except Exception as error:
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
             is_missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
             if not is_missing:
-                raise _NotFound(
-                    f"{path!r}: importing {name} raised {type(error).__name__}: {error}"
-                ) from error
+                raise _NotFound(f"{path!r}: importing {name} raised {described(error)}") from error
     raise _NotFound(
         f"{path!r}: no module named {parts[0]!r}; for a file next to the config write "
         f"'{'/'.join(parts[:-1])}.py:{parts[-1]}', else install the package into braid's environment"

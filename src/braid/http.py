@@ -15,6 +15,8 @@ from typing import Any, Literal
 import httpx2
 
 from braid.errors import ServerError
+from braid.json_text import parse_json
+from braid.redaction import redacted
 
 _RETRIED = frozenset({408, 409, 425, 429})
 """HTTP status codes after which a retry may succeed, in addition to those from 500 on."""
@@ -90,8 +92,8 @@ class Client:
         self._loop.close()
 
     def redacted(self, text: str) -> str:
-        """The text without the secret."""
-        return text if self._secret is None else text.replace(self._secret, "***")
+        """The text without the secret, in any encoding."""
+        return text if self._secret is None else redacted(text, self._secret)
 
     async def _ask(self, send: Callable[[], Any], request: str, tries: int, timeout_s: float | None) -> Any:
         failures: list[str] = []
@@ -112,7 +114,7 @@ class Client:
                         wait_s = retry_after_s(answer.headers)
                         continue
                     try:
-                        return answer.json() if answer.content else None
+                        return parse_json(answer.content) if answer.content else None
                     except ValueError:  # invalid JSON or undecodable text
                         failures.append(f"the answer is not JSON: {self._shown(answer)}")
         except TimeoutError:

@@ -49,6 +49,15 @@ def with_variable(name: str, value: str) -> list[int]:
     return found
 
 
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended; False without /proc."""
+    with contextlib.suppress(OSError):
+        return bool(
+            Path(f"/proc/{pid}/cmdline").read_bytes()
+        )  # empty for one that has ended and waits for its parent
+    return False
+
+
 def kill(pids: Iterable[int]) -> None:
     """Kill those of the processes that still exist."""
     for pid in pids:

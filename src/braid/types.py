@@ -29,7 +29,7 @@ CorrectionMode = Literal["truncate", "mask", "mask_sequence"]
 CorrectionMeasure = Literal["ratio", "difference"]
 CorrectionTokens = Literal["all", "kept"]
 KlEstimator = Literal["k1", "k2", "k3", "abs", "full"]
-KlPlace = Literal["loss", "reward"]
+KlPlace = Literal["loss", "reward", "advantage"]
 Aggregation = Literal[
     "token_mean",
     "sequence_mean_token_mean",

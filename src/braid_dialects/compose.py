@@ -15,12 +15,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
 from braid.config.load import interpolate
 from braid.config.source import OVERRIDE, Written, apply_override, child, parse_path, place, read_file
 from braid.errors import Problem, suggest
+
+from .launcher import read_launcher
 
 DEFAULTS = "defaults"
 SEARCHPATH = "hydra.searchpath"
@@ -36,7 +39,8 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
 
     Raises ConfigError when a file cannot be read; all other errors are in the result's `problems`.
     """
-    written, chosen, values = read_file(path), dict[str, str | None](), []
+    written = read_launcher(path) if path.suffix == ".sh" else read_file(path)
+    chosen, values = dict[str, str | None](), []
     keys = {entry.choice for entry in _entries(written.tree.get(DEFAULTS), _Place(), []) if entry.option}
     for text in overrides:
         text = re.sub(r"^\+{1,2}(?=[\w.])", "", text)
@@ -190,11 +194,11 @@ class _Presets:
         The search path is resolved only if needed, so that an unset environment variable is an error only
         then."""
         beside = self.path.parent / f"{name}.yaml"
-        if beside.is_file():
+        if isfile(beside):
             return beside
         if self._texts is None:
             self._texts = self._resolved()
-        return next((file for folder in self._folders if (file := folder / f"{name}.yaml").is_file()), None)
+        return next((file for folder in self._folders if isfile(file := folder / f"{name}.yaml")), None)
 
     def _resolved(self) -> list[Any]:
         hydra = Written({"hydra": {"searchpath": self._searchpath()}}, dict(self.primary.origins))

@@ -109,6 +109,15 @@ def wandb_mode() -> tuple[str, str]:
     return "offline", "offline, because WANDB_API_KEY is not set; upload later with `wandb sync`"
 
 
+def presets(value: Any, _: Source) -> Became:
+    """Hydra's `defaults`: compose.py has merged the files that it lists."""
+    entries = value if isinstance(value, list) else []
+    names = [item for item in entries if item != "_self_" and "hydra/" not in str(item)]
+    if not names:
+        return no_effect("it lists no presets")
+    return implied("the keys of the listed presets are in separate rows, with file and line")
+
+
 def already(why: str) -> Convert:
     """A flag for something that braid always does; false has no effect."""
     return lambda value, _: implied(why) if value else no_effect(why)

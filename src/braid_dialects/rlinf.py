@@ -6,14 +6,24 @@ rlinf_algorithm.py  algorithm
 rlinf_rollout.py    rollout, inference, env
 rlinf_robots.py     robot policies, and what braid lacks of robots
 rlinf_actor.py      actor
+rlinf_evaluation.py evaluations of robot policies, whose keys are elsewhere
 rlinf_checks.py     constraints between keys
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from . import rlinf_actor, rlinf_agents, rlinf_algorithm, rlinf_robots, rlinf_rollout, rlinf_run
+from . import (
+    rlinf_actor,
+    rlinf_agents,
+    rlinf_algorithm,
+    rlinf_evaluation,
+    rlinf_robots,
+    rlinf_rollout,
+    rlinf_run,
+)
 from . import rlinf_facts as facts
 from .rlinf_checks import CHECKS
 from .rows import rows
@@ -56,6 +66,16 @@ _ALIASES = {
     },
 }
 
+_SAC = "SAC and other methods with a replay buffer; use adv_type=gae with loss_type=actor_critic, or grpo"
+_ABSENT: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "runner.task_type": (
+        "supervised fine-tuning files, offline training and online training from code editors are not read; "
+        "for fine-tuning write a config with sft.data (braid sft)",
+        lambda v: v in ("sft", "offline", "coding_online_rl"),
+    ),
+    "algorithm.adv_type": (_SAC, lambda v: v in ("embodied_sac", "embodied_dagger", "sac", "rlpd")),
+}
+
 
 def _base(source: Source) -> dict[str, Any]:
     """Derive the number of engine replicas, the maximum response length if the file does not set it, and the
@@ -87,4 +107,6 @@ RLINF = Dialect(
     },
     checks=CHECKS,
     aliases=_ALIASES,
+    absent=_ABSENT,
+    of_file=rlinf_evaluation.of_file,
 )

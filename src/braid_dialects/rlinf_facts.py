@@ -27,7 +27,7 @@ def dtype(value: object, _: Source) -> str:
 def is_robots(source: Source) -> bool:
     """Whether the task is embodied: a robot policy in a simulator."""
     task = source["runner.task_type"]
-    return source.has("env.train") if task is None else task.startswith("embodied")
+    return source.has("env.train") or source.has("env.eval") if task is None else task.startswith("embodied")
 
 
 def file_backend(source: Source) -> str:

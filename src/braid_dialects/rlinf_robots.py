@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import rlinf_facts as facts
-from .conditions import needs, unless
+from .conditions import needs, overridden, unless
 from .conversions import opposite
 from .rlinf_facts import ROBOTS_ONLY, SMALL_POLICIES, VALUES, VLA, of_simulator
 from .rows import always, ignored, missing, rows, section, to
@@ -156,9 +156,11 @@ RULES = rows(
     ignored("weight_syncer.{type,nccl_max_ctas} weight_syncer.{patch,bucket}.* weight_syncer.patch.init_sync.*",
             "weights are synced as the placement allows (braid.rollout.weight_sync)"),
     missing("runner.ckpt_path", "use a Hugging Face folder as actor.model.model_path"),
-    ignored("rollout.model.* rollout.model.openpi.*", "the rollout's policy is actor.model"),
+    ignored("rollout.model.* rollout.model.openpi.*",
+            "training samples with actor.model; in an evaluation (runner.only_eval) the policy is built from rollout.model"),
     missing("rollout.expert_model.*", "use braid sft on demonstrations"),
-    ignored("rollout.unnorm_key", "overridden by actor.model.unnorm_key"),
+    to("rollout.unnorm_key", "model.vla.unnorm_key", "text?", ROBOTS_ONLY, overridden("actor.model.unnorm_key"),
+       needs("actor.model.model_type", *facts.OPENVLA), note="where actor.model.unnorm_key is absent"),
     always("rollout.validate_weight_first_sync", "the engine reads the trainer's weights", "bool"),
 )
 # fmt: on

@@ -16,7 +16,7 @@ from .values import Takes, choice, nullable
 
 ARCHITECTURES = {"qwen2.5": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3_moe", "deepseek_v3": "deepseek_v3"}
 """model_type of text models -> architecture in transformers."""
-_ROBOT_MODELS = {name: {"model.vla.kind": name} for name in facts.OPENVLA} | {
+ROBOT_MODELS = {name: {"model.vla.kind": name} for name in facts.OPENVLA} | {
     "openpi": {"model.vla.kind": "pi0"},
     "mlp_policy": {"model.mlp.hidden_sizes": [256, 256, 256], "model.mlp.initial_std": 0.6065},
     "cnn_policy": {"model.mlp.channels": [32, 64, 64, 64], "model.mlp.hidden_sizes": [256]},
@@ -33,16 +33,16 @@ PRECISION = Takes(
 )
 FOLDER = Takes("a string, or null", lambda v: v is None or isinstance(v, str))
 """Path of a model; empty or null where there is none."""
-MODEL_TYPE = choice(*ARCHITECTURES, *_ROBOT_MODELS, *OTHER_MODELS)
+MODEL_TYPE = choice(*ARCHITECTURES, *ROBOT_MODELS, *OTHER_MODELS)
 
 
 def model_type(value: str, source: Source) -> Became:
     """Convert model_type to the policy's architecture, or the kind of a robot policy."""
-    fitting = tuple(_ROBOT_MODELS if is_robots(source) else ARCHITECTURES)
+    fitting = tuple(ROBOT_MODELS if is_robots(source) else ARCHITECTURES)
     if value not in fitting:
         task = source["runner.task_type"]
         return unsupported(f"use one of {', '.join(fitting)} with runner.task_type={task}")
-    return Became(_ROBOT_MODELS[value] if is_robots(source) else {"model.architecture": ARCHITECTURES[value]})
+    return Became(ROBOT_MODELS[value] if is_robots(source) else {"model.architecture": ARCHITECTURES[value]})
 
 
 def _recompute(value: bool, source: Source) -> str:
@@ -76,6 +76,7 @@ def _eval_episodes(value: int | None, source: Source) -> Became:
     if value is None:
         return no_effect("the number of evaluation episodes is env.eval_episodes")
     steps, longest = (source[f"env.eval.max_{name}"] for name in ("steps_per_rollout_epoch", "episode_steps"))
+    longest = longest or source["env.train.max_episode_steps"]
     each = max(1, steps // longest) if source["env.eval.auto_reset"] and steps and longest else 1
     return Became({"env.eval_episodes": value * (source["env.eval.rollout_epoch"] or 1) * each})
 
@@ -142,7 +143,11 @@ def _trained(value: object, source: Source, differs: str = "") -> object:
 def _kind(value: str, source: Source) -> object:
     if "env.kind" in source.own:
         return no_effect("overridden by braid.env.kind")
-    return value if value in _KINDS else unsupported(f"use one of {', '.join(_KINDS)}")
+    return (
+        value
+        if value in _KINDS
+        else unsupported(f"there is no simulator {value}; use one of {', '.join(_KINDS)}")
+    )
 
 
 def _suite(value: str, source: Source) -> object:

@@ -13,7 +13,7 @@ from braid.plan.placement import parse_placement, split_roles
 from . import rlinf_agents
 from . import rlinf_facts as facts
 from .conditions import needs, overridden, unless
-from .conversions import at_least_0, computed, folder_name, listed, positive, unless_null, wandb_mode
+from .conversions import at_least_0, computed, folder_name, listed, positive, presets, unless_null, wandb_mode
 from .rlinf_facts import ROBOTS_ONLY, TEXT_ONLY, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, no_effect, unsupported
@@ -303,7 +303,7 @@ _CRITIC = section("critic")(
     to("model.model_path", "critic.path", "path?", TEXT_ONLY))
 
 RULES = rows(
-    always("defaults", "the keys of the presets are listed here, with file and line", "list"),
+    to("defaults", "", "list", presets),
     to("hydra.run.dir", "run.base_dir", "path", lambda v, _: str(Path.cwd() / v), default=".",
        note="relative data paths start at the working directory, not at the file"),
     always("hydra.output_subdir", "the resolved config is always stored in the run folder", "text?"),

@@ -53,6 +53,12 @@ def _micro_batches(source: Source) -> dict[str, Any]:
     return made
 
 
+_PIPELINES = {
+    "supervised fine-tuning pipeline of ROLL; write a config with sft.data (braid sft)": "sft_train",
+    "distillation pipeline of ROLL": "student_pretrain teacher_pretrain student student_train logits_topk distill_loss_weight",
+    "preference (DPO) pipeline of ROLL": "chosen_key rejected_key ipo",
+}
+"""Pipelines that braid lacks -> keys and sections that only they have."""
 ROLL = Dialect(
     name="roll",
     title="ROLL",
@@ -72,4 +78,7 @@ ROLL = Dialect(
     },
     checks=(missing_keys, missing_tags),
     aliases=ALIASES,
+    absent={
+        key: (f"the {name}", lambda _: True) for name, keys in _PIPELINES.items() for key in keys.split()
+    },
 )

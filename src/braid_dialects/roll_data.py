@@ -12,7 +12,7 @@ from .conditions import refused, unless
 from .conversions import at_least_0, computed, greedy_at_0, null_as, unless_null
 from .roll_facts import NO_VALIDATION, role_of
 from .rows import always, ignored, missing, rows, section, to
-from .table import Became, Source, implied, unsupported
+from .table import Became, Convert, Source, implied, unsupported
 from .values import choice
 
 CHATML = (
@@ -64,6 +64,15 @@ def _same_template(value: str, source: Source) -> Became:
     if value == trained or {value, trained} <= set(_OWN_TEMPLATES):
         return implied("same as in training")
     return unsupported(f"use the template of training, {trained}")
+
+
+def _of_training(note: str) -> Convert:
+    """A note that is true of sampling in training only."""
+    return lambda value, source: (
+        value
+        if role_of(source) == "validation"
+        else Became(dict.fromkeys(source.native, value), note=f"{note}; 0: greedy")
+    )
 
 
 def _interleave(value: dict[str, float] | None, source: Source) -> Became:
@@ -168,7 +177,8 @@ _ONE_COLUMN = refused(lambda v, s: v and s[".prompt"] and "conflicts with data_a
                       "and the other to null")
 _OTHER_COLUMN = unless_null("the other one of prompt and messages is used", implied)
 DATA = rows(
-    to("actor_train.data_args.template", "data.use_chat_template", _TEMPLATES, default="native",
+    to("actor_train.data_args.template", "data.use_chat_template", _TEMPLATES,
+       unless(facts.is_agentic, "episodes are written in the tokenizer's own chat template, as in ROLL"), default="native",
        note="native, qwen2_5, qwen3: the tokenizer's own; without one, plain text is unchanged"),
     section("{actor_train,validation}.data_args", "{data}", _EVALUATES)(
         to("file_name", ".path", "text or [text]", _HAS_COLUMN,
@@ -187,8 +197,8 @@ DATA = rows(
                 "video_fps video_max_frames video_resize_chunk_frames image_folder video_folder audio_folder "
                 "custom_data_kwargs_func", "remove it; only text prompts are supported")),
     section("{actor_infer,validation}.generating_args", "{sampling}", _SAMPLES)(
-        to("temperature", ".temperature", "non-negative", greedy_at_0, default=0.95,
-           note="also in training, unlike in ROLL, whose ratios compare two distributions. 0: greedy"),
+        to("temperature", ".temperature", "non-negative", greedy_at_0, _of_training(
+           "also in training, unlike in ROLL, whose ratios compare two distributions"), default=0.95, note="0: greedy"),
         to("top_p", ".top_p", "fraction", default=0.7,
            note="0.7 if absent, which differs from the trained distribution; 1 disables it"),
         to("top_k", ".top_k", "integer >= -1", at_least_0, default=50,

@@ -149,8 +149,14 @@ def batches(source: Source) -> dict[str, int]:
     steps = {role: max(1, samples(source) // global_batch(source, role)) for role in trained_roles(source)}
     if is_agentic(source):  # the most of these into which whole groups divide
         groups = samples(source) // group_size(source)
-        steps = {role: next(n for n in range(num, 0, -1) if groups % n == 0) for role, num in steps.items()}
+        steps = {role: largest_divisor(groups, num) for role, num in steps.items()}
     return {f"{TRAIN[role]}.steps_per_pass": num for role, num in steps.items()}
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` up to `most`; beyond 10^12, the largest that one below 10^6 leads to."""
+    small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
+    return max(n for divisor in small for n in (divisor, number // divisor) if n <= most)
 
 
 def max_new_tokens(source: Source) -> int:

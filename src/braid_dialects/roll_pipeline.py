@@ -7,7 +7,18 @@ from typing import Any
 
 from . import roll_facts as facts
 from .conditions import needs, refused, unless
-from .conversions import algorithm, as_is, computed, folder_name, mapped, null_as, or_null, sets, unless_null
+from .conversions import (
+    algorithm,
+    as_is,
+    computed,
+    folder_name,
+    mapped,
+    null_as,
+    or_null,
+    presets,
+    sets,
+    unless_null,
+)
 from .roll_agentic import estimator
 from .roll_facts import NO_VALIDATION, ONE_PROCESS, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
@@ -156,7 +167,7 @@ PIPELINE = rows(
     ignored("offload_backend is_offload_states is_offload_optimizer_states_in_train_step",
             "roles on the same devices always take turns"),
     ignored("hydra.*", "for Hydra's working directory only"),
-    ignored("defaults", "the listed presets are merged into the file"),
+    to("defaults", "", "any", presets),
 )
 # fmt: on
 

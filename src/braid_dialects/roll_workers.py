@@ -71,6 +71,10 @@ def _device_mapping(value: Any, source: Source) -> Any:
     return Became(made) if made else ONE_PROCESS(value, source)
 
 
+_MAX_TRIED, _MAX_FITTING = 100_000, 20
+"""Values of gradient_accumulation_steps that are tried, and that an error lists."""
+
+
 def _fits(value: int, source: Source) -> int:
     """Refuse gradient_accumulation_steps if a round is not a number of mini-batches of whole prompts."""
     role, group = role_of(source), source["num_return_sequences_in_group"]
@@ -83,8 +87,10 @@ def _fits(value: int, source: Source) -> int:
     if whole % step == 0:
         what = f"mini-batches consist of whole prompts with their {group} samples, which do not divide"
     unit, dp = step // value, facts.data_parallel(source, role)
-    fit = [n for n in range(1, whole // unit + 1) if whole % (n * unit) == 0 and n * unit % group == 0]
-    fix = f"values that fit: {', '.join(map(str, fit))}" if fit else (
+    tried = range(1, min(whole // unit, _MAX_TRIED) + 1)
+    fit = [n for n in tried if whole % (n * unit) == 0 and n * unit % group == 0]
+    shown = ", ".join([*map(str, fit[:_MAX_FITTING]), *(["..."] if len(fit) > _MAX_FITTING else [])])
+    fix = f"values that fit: {shown}" if fit else (
         f"no value fits, because {unit} rows (per_device_train_batch_size * dp) do not divide {whole}; "
         "change rollout_batch_size"
     )  # fmt: skip

@@ -1,8 +1,7 @@
 """The config language of SkyRL: all its tables, and the spellings of later releases.
 
 The meaning of a key is that of the first release's documentation. Names changed since are aliases, and keys
-added since have rules too. Where a default changed, the first release's applies: a file that relies on the
-default of a later release must set it explicitly (docs/dialects.md).
+added since have rules too. Defaults are those of the file's version (skyrl_versions.py).
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import skyrl_facts as facts
+from . import skyrl_versions
 from .rows import rows
 from .skyrl_algorithm import ALGORITHM
 from .skyrl_generator import GENERATOR
@@ -73,4 +73,13 @@ SKYRL = Dialect(
         "sampling": lambda s: "eval.sampling" if ".eval_sampling_params." in s.at else "rollout.sampling",
     },
     aliases=_aliases(),
+    absent=dict.fromkeys(
+        ("train_datasets", "pretokenized_dataset_paths", "train_on_what", "dataset_name"),
+        (
+            "supervised fine-tuning files of SkyRL are not read; write a config with sft.data (braid sft)",
+            lambda _: True,
+        ),
+    ),
+    of_file=skyrl_versions.of_file,
+    versions=skyrl_versions.VERSIONS,
 )

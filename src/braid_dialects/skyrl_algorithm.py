@@ -56,6 +56,14 @@ _REDUCTIONS = {
 }  # fmt: skip
 
 
+def _row_tokens(value: int | None, source: Source) -> int:
+    """max_seq_len, which SkyRL computes up to 0.4."""
+    if value is None and source.dialect.version >= "0.5":
+        raise ValueError("loss_reduction=seq_mean_token_sum_norm needs it; set it")
+    prompt = source["generator.max_input_length"] or source["trainer.max_prompt_length"]
+    return value or prompt + source["generator.sampling_params.max_generate_length"]
+
+
 def _kl_place(_: bool, source: Source) -> Became:
     """Place of the KL term, from both flags; with neither it is off."""
     if not uses_reference(source):
@@ -177,10 +185,10 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     to("clip_ratio_c", ".dual_clip", "number > 1",
        needs(".ppo_loss_type", "dual_clip"), default=3.0),
     to("loss_reduction", ".aggregation", _REDUCTIONS, default="sequence_mean",
-       note="later releases default to token_mean. KL and entropy too (in SkyRL always by sequence_mean)"),
+       note="default: sequence_mean, from SkyRL 0.1 on token_mean. KL and entropy too (in SkyRL always by sequence_mean)"),
     to("max_seq_len", ".aggregation_constant", "count?", needs(".loss_reduction", "seq_mean_token_sum_norm"),
-       refused(lambda v, _: v is None and "loss_reduction=seq_mean_token_sum_norm needs it; set it"),
-       default=None),
+       _row_tokens, default=None,
+       note="null: max_input_length + max_generate_length up to SkyRL 0.4"),
     to("use_entropy_loss", ".entropy_coef", "bool", lambda v, s: s[".entropy_loss_coef"] if v else 0.0,
        default=False),
     to("entropy_loss_coef", ".entropy_coef", "number", needs(".use_entropy_loss"), default=0.01),

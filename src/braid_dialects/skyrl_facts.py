@@ -36,7 +36,10 @@ def role_of(source: Source) -> str:
 
 def backend(source: Source) -> str:
     """The training backend: from the command line, else the file's strategy."""
-    return source.backend or source["trainer.strategy"]
+    if source.backend is not None:
+        return source.backend
+    strategy = source["trainer.strategy"]
+    return "fsdp2" if strategy == "fsdp" and source.dialect.version >= "0.5" else strategy
 
 
 def engine(source: Source) -> str:

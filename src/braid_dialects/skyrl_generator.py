@@ -148,7 +148,7 @@ ENGINES = section("generator", "rollout.{engine}")(
                "with run_engines_locally=false, list the URLs of running servers"), _IS_LOCAL, _urls,
        default=["127.0.0.1:8001"]),
     to("inference_engine_tensor_parallel_size", ".tensor_parallel", "count", _IS_SERVED,
-       default=4, note="the first release's default; later ones have 1"),
+       default=4, note="default: 4, from SkyRL 0.4 on 1"),
     to("inference_engine_pipeline_parallel_size", ".pipeline_parallel", "count", _IS_SERVED, default=1),
     missing("inference_engine_data_parallel_size", "use more engines, or tensor parallelism", default=1),
     to("weight_sync_backend", "rollout.weight_sync.transport", _TRANSPORTS,
@@ -205,8 +205,8 @@ SAMPLING = section("generator")(
     to("eval_sampling_params.max_generate_length", "eval.sampling.max_new_tokens", "count?", NO_EVALUATION,
        lambda v, s: v or s["generator.sampling_params.max_generate_length"], default=None),
     section("{sampling_params,eval_sampling_params}", "{sampling}", _EVALUATES)(
-        to("temperature", ".*", "non-negative", greedy_at_0, default=1.0,
-           note="also in training, for all log-probs; 0: greedy"),
+        to("temperature", ".*", "non-negative", greedy_at_0, lambda v, s: v if "eval_sampling" in s.at else Became(
+           dict.fromkeys(s.native, v), note="also in training, for all log-probs; 0: greedy"), default=1.0, note="0: greedy"),
         to("top_p", ".*", "fraction", default=1.0),
         to("min_p", ".*", "share", default=0.0),
         to("top_k", ".*", "natural or -1", at_least_0, default=-1, note="-1: off"),

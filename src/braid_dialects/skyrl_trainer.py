@@ -24,6 +24,7 @@ from .conversions import (
     null_as,
     or_null,
     positive,
+    presets,
     sets,
     unless_null,
     wandb_mode,
@@ -161,7 +162,7 @@ PLACEMENT = section("trainer.placement", "cluster", ONE_PROCESS)(
     to("colocate_policy_ref", ".placement", "bool", NO_REFERENCE, _COLOCATED, _placed, default=True),
     to("policy_num_nodes", ".num_nodes .placement", "count", _placed, default=1),
     to("policy_num_gpus_per_node", ".devices_per_node .placement", "count", _placed, default=4,
-       note="the first release's default; later ones have 1"),
+       note="default: 4, from SkyRL 0.4 on 1"),
     to("{critic,ref}_num_nodes", ".placement", "count", used, _placed, default=1),
     to("{critic,ref}_num_gpus_per_node", ".placement", "count", used, _placed, default=4),
     ignored("{colocate_critic_reward,reward_num_nodes,reward_num_gpus_per_node}",
@@ -323,8 +324,8 @@ MODELS = section("trainer")(
     to("strategy", "{models}.backend", "fsdp|fsdp2|deepspeed|megatron",
        refused(lambda _, s: facts.backend(s) == "megatron" and facts.uses_critic(s) and
                "megatron does not support critics; use fsdp2, or another advantage_estimator"),
-       BY_BACKEND, default="fsdp2",
-       note="fsdp is FSDP1, as in the first release"),
+       BY_BACKEND, lambda _, s: facts.backend(s), default="fsdp2",
+       note="fsdp is FSDP1 up to SkyRL 0.4, FSDP2 from 0.5 on"),
     to("policy.model.path", "model.path", "text", default="Qwen/Qwen2.5-1.5B-Instruct",
        note="trained weights are fp32, as in SkyRL"),
     to("critic.model.path", "critic.path", "text?", used,
@@ -365,9 +366,16 @@ MODELS = section("trainer")(
     missing("reward.model.path", "use braid.reward.parts=[{kind: model, path: ...}]"),
     ignored("reward.* reward.{fsdp_config,deepspeed_config,deepspeed_config.zero_optimization}.*",
             "reward models are reward parts (braid.reward.parts); SkyRL did not implement them"))
+SFT = missing(
+    "train_datasets train_dataset_splits train_dataset_weights pretokenized_dataset_paths messages_key tools_key system_key "
+    "train_on_what max_length num_steps num_epochs batch_size micro_train_batch_size_per_gpu optimizer_config.* placement.* "
+    "megatron_config.* model.* eval_datasets eval_dataset_splits eval_dataset_names sampler sampler_class_path "
+    "remove_microbatch_padding use_sequence_packing max_tokens_per_microbatch ckpt_path ckpt_interval max_ckpts_to_keep "
+    "resume_from hf_save_interval export_path max_training_steps dataset_name dataset_split eval_dataset_name "
+    "eval_dataset_split dummy_run_full_ctx dummy_run_max_steps", "for supervised fine-tuning")
 TRAINER = rows(
-    always("defaults", "the keys of the presets are listed here, with file and line", "any"),
+    to("defaults", "", "any", presets),
     always("hydra.searchpath", "folders searched for the presets of `defaults`", "any"),
-    PLACEMENT, GENERAL, REPORT, MODELS, _OPTIMIZER, _FSDP, _DEEPSPEED, _TEMPLATES, _MEGATRON,
+    SFT, PLACEMENT, GENERAL, REPORT, MODELS, _OPTIMIZER, _FSDP, _DEEPSPEED, _TEMPLATES, _MEGATRON,
 )
 # fmt: on

@@ -119,6 +119,37 @@ class Dialect:
     places: Mapping[str, Callable[[Source], str | Sequence[str]]]
     checks: tuple[Check, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    of_file: Callable[[Dialect, Mapping[str, Any], str | None], Dialect] = lambda dialect, _, __: dialect
+    """(dialect, foreign path -> value, version if it is given) -> the dialect of a file, whose other keys may tell what a key
+    means."""
+    absent: Mapping[str, tuple[str, Callable[[Any], bool]]] = field(default_factory=dict)
+    """Key, or section -> (a pipeline or method that braid lacks, the values that ask for it). A file of such a kind is refused
+    with that name alone: its other keys have no meaning."""
+    versions: tuple[str, ...] = ()
+    version: str = ""
+    version_from: str = ""
+    """How the version of a file is known."""
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    """Beginning of keys in the table -> their beginning in the file."""
+
+    @property
+    def full_title(self) -> str:
+        """The system, with its version if that matters."""
+        return f"{self.title} {self.version}".rstrip()
+
+    def in_file(self, text: str) -> str:
+        """A message with keys as the file spells them."""
+        for known, own in self.spelled.items():
+            text = re.sub(rf"(?<![\w.]){re.escape(known)}", own, text)
+        return text
+
+    def absent_in(self, values: Mapping[str, Any]) -> tuple[str, str] | None:
+        """(key in the file, name) of the pipeline or method that a file asks for and braid lacks."""
+        for key, (name, asks) in self.absent.items():
+            for path, value in values.items():
+                if is_within(path, key) and asks(value):
+                    return path, name
+        return None
 
     def name_of(self, path: str) -> str:
         """A foreign path in the table's spelling."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from braid.config.explain import MAX_HINTS, show_value
-from braid.config.secrets import Reference, distinct, hidden
+from braid.config.secrets import Reference, distinct, hidden, is_secret_variable
 from braid.config.source import Written, child, is_within, leaves, parse_path, path_text, place
 from braid.errors import Problem, suggest
 
 from .table import Became, Dialect, Entry, Source
+from .values import MAX_INTEGER
 
 NATIVE = "braid"
 """Top-level key of a foreign file or an override below which native keys may be set."""
@@ -28,6 +29,8 @@ class Translation:
 
     written: Written
     ledger: tuple[Entry, ...]
+    dialect: Dialect
+    """That of the file."""
 
 
 def translate(
@@ -37,19 +40,25 @@ def translate(
     backend: str | None = None,
     engine: str | None = None,
     allowed: Sequence[str] = (),
+    version: str | None = None,
 ) -> Translation:
     """Translate a foreign file whose interpolations are resolved.
 
     `backend` and `engine` take precedence over the file's. `allowed` names unsupported keys (or sections)
-    that may be ignored. Problems, including those of `foreign`, are in the result's `written.problems`.
+    that may be ignored. `version` is that of the original system, detected from the file if None.
+    Problems, including those of `foreign`, are in the result's `written.problems`.
     """
     below = foreign.tree.get(NATIVE)
     own = dict(_leaves(below)) if isinstance(below, dict) else {}
     tree = {key: value for key, value in foreign.tree.items() if key != NATIVE}
     given = list(_leaves(tree, dialect.takes_mapping))
+    dialect = dialect.of_file(dialect, dict(given), version)
     native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
+    if (absent := dialect.absent_in(dict(given))) is not None:
+        return _refused_whole(foreign, dialect, given, *absent)
     native.problems += (
-        Problem(path, why, _origin(foreign, path)) for path, why in _mistakes(given, dialect, foreign)
+        Problem(path, dialect.in_file(why), _origin(foreign, path))
+        for path, why in _mistakes(given, dialect, foreign)
     )
     # Conversions rely on values that the table accepts: they do not see the others.
     wrong = {problem.key: problem.message for problem in native.problems}
@@ -58,35 +67,62 @@ def translate(
     source = Source(dialect, values, backend, engine, own)
     ledger = [_entry(path, value, source, foreign, wrong.get(path)) for path, value in given]
     if native.problems:
-        return Translation(native, tuple(_without_secrets(entry, foreign, Written()) for entry in ledger))
+        shown = tuple(_without_secrets(entry, foreign, Written()) for entry in ledger)
+        return Translation(native, shown, dialect)
 
     for path, reference in foreign.references.items():
         if path.startswith(f"{NATIVE}."):
             native.references[path.removeprefix(f"{NATIVE}.")] = reference
+    native.problems += _stopping(ledger, allowed)
     writer = _Writer(native)
     for entry in ledger:
-        if entry.disposition == "refused":
-            native.problems.append(Problem(entry.path, entry.note, entry.origin))
-        elif entry.disposition == "unsupported" and not _is_allowed(entry.path, allowed):
-            why = f"{show_value(entry.value)} is not supported: {entry.note}"
-            message = f"{why}; to ignore it: --allow-unsupported {entry.path}"
-            native.problems.append(Problem(entry.path, message, entry.origin))
         writer.put(entry.native, f"{entry.origin} {entry.path}")
     shown = tuple(_without_secrets(entry, foreign, native) for entry in ledger)
     for path, became in _defaults(source, native.problems):
-        writer.fill(became.native, f"{dialect.title}{DEFAULT_OF}{path}")
-    writer.fill(dialect.base(source), f"{dialect.title}{WHOLE}")
+        path = dialect.in_file(path)
+        writer.fill(became.native, f"{dialect.full_title}{DEFAULT_OF}{path}")
+    writer.fill(dialect.base(source), f"{dialect.full_title}{WHOLE}")
     for path, value in own.items():
         writer.replace(path, value, _origin(foreign, f"{NATIVE}.{path}"))
     for path, value in (("train.backend", backend), ("rollout.engine", engine)):
         if value is not None:
             writer.replace(path, value, "command line")
-    writer.leave_precision(own, f"{dialect.title}{WHOLE}")
+    writer.leave_precision(own, f"{dialect.full_title}{WHOLE}")
     writer.finish()
     if not native.problems:
         found = (problem for check in dialect.checks for problem in check(source))
-        native.problems += [Problem(key, message, _origin(foreign, key)) for key, message in found]
-    return Translation(native, shown)
+        native.problems += [
+            Problem(dialect.in_file(key), dialect.in_file(message), _origin(foreign, dialect.in_file(key)))
+            for key, message in found
+        ]
+    return Translation(native, shown, dialect)
+
+
+def _stopping(ledger: Sequence[Entry], allowed: Sequence[str]) -> Iterator[Problem]:
+    """The rows that stop a run: refused ones, and unsupported ones unless they are allowed."""
+    for entry in ledger:
+        if entry.disposition == "refused":
+            yield Problem(entry.path, entry.note, entry.origin)
+        elif entry.disposition == "unsupported" and not _is_allowed(entry.path, allowed):
+            why = f"{show_value(entry.value)} is not supported: {entry.note}"
+            yield Problem(entry.path, f"{why}; to ignore it: --allow-unsupported {entry.path}", entry.origin)
+
+
+def _refused_whole(
+    foreign: Written, dialect: Dialect, given: Sequence[tuple[str, Any]], key: str, name: str
+) -> Translation:
+    """The translation of a file that asks, with `key`, for the pipeline or method `name`, which braid lacks."""
+    native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
+    why = f"{show_value(dict(given)[key])} is not supported: {name}"
+    native.problems.append(Problem(key, why, _origin(foreign, key)))
+    ledger: list[Entry] = []
+    for path, value in given:
+        is_known = path != key and dialect.rule_of(path) is not None
+        note = "the pipeline or method of the file is not supported" if is_known else name
+        disposition = "no effect" if is_known else "unsupported"
+        entry = Entry(path, value, disposition, {}, note, _origin(foreign, path))
+        ledger.append(_without_secrets(entry, foreign, Written()))
+    return Translation(native, tuple(ledger), dialect)
 
 
 def _leaves(
@@ -114,7 +150,9 @@ def _mistakes(
             yield path, f"is an alias of {first}, which is {show_value(other)}; remove one"
         if (rule := dialect.rule_of(path)) is not None:
             if not rule.takes.accepts(value):
-                yield path, f"{show_value(value)} is not {rule.takes.words}"
+                is_large = isinstance(value, int) and abs(value) > MAX_INTEGER
+                limit = "; integers have at most 64 bits" if is_large else ""
+                yield path, f"{show_value(value)} is not {rule.takes.words}{limit}"
         elif dialect.is_section(path):
             if value not in (None, {}):
                 yield path, f"{show_value(value)} is not a mapping"
@@ -132,7 +170,8 @@ def _is_variable(path: str, dialect: Dialect, foreign: Written) -> bool:
 
 
 def _near(path: str, dialect: Dialect) -> str:
-    known = [*dialect.rules, *dialect.aliases]
+    known = [*dialect.rules, *(alias for alias in dialect.aliases if dialect.rule_of(alias))]
+    path = dialect.name_of(path)
     if longer := [name for name in known if name.endswith(f".{path}")]:
         return f", did you mean {' or '.join(longer[:2])}?"
     homes = [name for name in known if name.rpartition(".")[2] == path.rpartition(".")[2]]
@@ -152,8 +191,9 @@ def _entry(path: str, value: Any, source: Source, foreign: Written, wrong: str |
     try:
         became = rule.become(value, replace(source, at=name))
     except ValueError as error:
-        return Entry(path, value, "refused", {}, str(error), origin)
-    notes = [f"alias of {name}" if name != path else "", became.note or rule.note]
+        return Entry(path, value, "refused", {}, dialect.in_file(str(error)), origin)
+    is_alias = dialect.in_file(name) != path and rule.disposition != "no effect"
+    notes = [f"alias of {name}" if is_alias else "", dialect.in_file(became.note or rule.note)]
     return Entry(path, value, became.disposition, became.native, "; ".join(filter(None, notes)), origin)
 
 
@@ -163,18 +203,23 @@ def _defaults(source: Source, problems: list[Problem]) -> Iterator[tuple[str, Be
             try:
                 yield path, source.dialect.rules[path].become(default, replace(source, at=path))
             except ValueError as error:
-                problems.append(Problem(path, str(error), f"{source.dialect.title} default"))
+                problems.append(Problem(path, str(error), f"{source.dialect.full_title} default"))
 
 
 def _without_secrets(entry: Entry, foreign: Written, native: Written) -> Entry:
-    """Replace secrets in a row by references: values that came from environment variables, and the variables
-    set in cluster.env. References in native values are recorded in `native`."""
+    """Replace secrets in a row by references: values that came from environment variables, and the secrets
+    among those that cluster.env sets. References in native values are recorded in `native`."""
     from_variables = any(overlap(entry.path, path) for path in foreign.references)
     secrets = dict(foreign.secrets) if from_variables else {}
     for path, value in entry.native.items():
         for at, text in leaves(value, parse_path(path)):
-            if at[:2] == ("cluster", "env") and text and isinstance(text, str):
-                secrets[text] = f"${{oc.env:{at[2]},null}}"
+            match at, text:
+                case ("cluster", "env", str(name), *_), str(secret) if secret and is_secret_variable(
+                    name, secret
+                ):
+                    secrets[secret] = f"${{oc.env:{name},null}}"
+                case _:
+                    pass
     if not secrets:
         return entry
     kept = {path: hidden(value, secrets) for path, value in entry.native.items()}
@@ -208,8 +253,9 @@ class _Writer:
         for path, value in values.items():
             if path in self._put and self._put[path] != value:
                 first = f"{self._native.origins[path]} sets it to {show_value(self._put[path])}"
-                message = f"{origin} sets it to {show_value(value)}, but {first}; make them agree"
-                self._native.problems.append(Problem(path, message, origin))
+                message = f"{show_value(value)} here, but {first}: both are {NATIVE}.{path}; make them agree"
+                where, _, key = origin.rpartition(" ")
+                self._native.problems.append(Problem(key, message, where))
             else:
                 self.replace(path, value, origin)
 

@@ -41,6 +41,8 @@ _NAMED = {
     "share": "number >= 0 and <= 1",
     "fraction": "number > 0 and <= 1",
 }
+MAX_INTEGER = 2**63 - 1
+"""Limit of the absolute value of integers."""
 _BOUND = re.compile(r"(>=|>|<=) (-?[0-9.]+)")
 _COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le}
 
@@ -101,7 +103,9 @@ def _numbers(spec: str) -> Takes:
     bounds = [(_COMPARE[sign], float(limit)) for sign, limit in _BOUND.findall(spec)]
 
     def accepts(value: Any) -> bool:
-        is_number = type(value) in types and math.isfinite(value)
+        is_number = type(value) in types and (
+            abs(value) <= MAX_INTEGER if isinstance(value, int) else math.isfinite(value)
+        )
         return is_number and all(compare(value, limit) for compare, limit in bounds)
 
     return Takes(f"{'an' if spec.startswith('i') else 'a'} {spec}", accepts)

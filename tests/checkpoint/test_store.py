@@ -237,12 +237,49 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_says_what_is_missing(small_
         text = str(caught.value)
         assert f"cannot write the checkpoint of step 2 to {store.folder}: No space left on device" in text
         assert "it needs 1.5 MiB, 1.0 MiB are free" in text
+        assert "Free disk space (checkpoint.keep limits" in text
         assert f"the newest checkpoint is still {store.path(1)}" in text
         assert "run.resume=latest" in text
         assert os.listdir(store.folder) == ["step_1"]
     assert value_of(store.locate()[2]) == 1
     store.save(2, state(2, num=200_000))
     assert store.steps() == [2]
+
+
+def test_a_limit_on_file_sizes_is_named_instead_of_the_disk(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        """
+        import resource, sys, torch
+        from pathlib import Path
+        from safetensors.torch import save_file
+        from braid.checkpoint.store import CheckpointStore
+        from braid.errors import BraidError
+        from braid.models.export import export_with
+        from braid.report.sinks.jsonl import JsonlSink
+
+        folder = Path(sys.argv[1])
+        writes = [
+            lambda: CheckpointStore(folder / "checkpoints").save(1, {"w": torch.zeros(100_000)}),
+            lambda: export_with(lambda to: (to / "a").write_bytes(bytes(100_000)), folder / "model"),
+            lambda: [JsonlSink(folder / "metrics.jsonl").log(i, i, {"a": 1.0}) for i in range(2_000)],
+        ]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        for write in writes:
+            try:
+                write()
+            except BraidError as error:
+                sys.stdout.write(f"{error}\\n")
+        """
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 3, ended
+    for line in lines:
+        assert "File too large" in line
+        assert "aise the limit on file sizes (ulimit -f unlimited" in line
+        assert "disk space" not in line
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:

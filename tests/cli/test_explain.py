@@ -97,10 +97,58 @@ def test_keys_whose_native_keys_are_not_read_are_shown_as_unused(
 
 
 def test_explain_shows_what_would_stop_a_run(capsys: pytest.CaptureFixture[str], file: Path) -> None:
-    assert main(["explain", str(file), "trainer.logger=mlflow"]) == 0
-    out = capsys.readouterr().out
+    assert main(["explain", str(file), "trainer.logger=mlflow"]) == 2
+    out, err = capsys.readouterr()
     assert "unsupported: use tensorboard, wandb or swanlab, or read" in out
-    assert out.splitlines()[-1] == "theirs.yaml (SkyRL): 4 keys, 3 applied, 1 unsupported"
+    *_, counts, plan = out.splitlines()
+    assert counts == "theirs.yaml (SkyRL 0.5): 4 keys, 3 applied, 1 unsupported"
+    assert plan == "plan: refused because " + err.removeprefix("braid: ").partition(" [")[0]
+    assert main(["explain", str(file), "trainer.logger=mlflow", "--allow-unsupported", "trainer.logger"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "plan: ok"
+
+
+_REFUSED_BY_THE_PLAN = [
+    ["trainer.strategy=megatron", "trainer.policy.model.lora.rank=8"],
+    ["trainer.policy.sequence_parallel_size=3"],
+    ["generator.sampling_params.top_p=0.5", "trainer.algorithm.off_policy_correction.tis_ratio_type=token"],
+]
+
+
+@pytest.mark.parametrize("overrides", _REFUSED_BY_THE_PLAN, ids=lambda texts: texts[0])
+@pytest.mark.parametrize("json_option", [[], ["--json"]], ids=["text", "json"])
+def test_explain_answers_as_show_does(
+    capsys: pytest.CaptureFixture[str], file: Path, overrides: list[str], json_option: list[str]
+) -> None:
+    shown = main(["show", str(file), *overrides])
+    why = capsys.readouterr().err
+    assert main(["explain", str(file), *overrides, *json_option]) == shown
+    out, err = capsys.readouterr()
+    assert err.startswith(why) if shown else not why
+    last = (err if json_option else out).splitlines()[-1]
+    assert last.startswith("plan: refused because " if shown else "plan: ok")
+    if json_option:
+        assert json.loads(out)
+
+
+def test_show_prints_the_corrections_that_a_file_sets(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    assert (
+        main(["show", str(file), "trainer.algorithm.use_tis=true", "trainer.algorithm.tis_imp_ratio_cap=2.0"])
+        == 0
+    )
+    algorithm = capsys.readouterr().out.partition("recipe grpo")[2]
+    (line,) = [line for line in algorithm.splitlines() if line.lstrip().startswith("corrections ")]
+    assert "override" in line
+
+
+def test_training_keys_of_an_evaluation_are_unused(capsys: pytest.CaptureFixture[str]) -> None:
+    seed = SEEDS / "rlinf-math-000.yaml"
+    rows = {}
+    for only_eval in ("true", "false"):
+        main(["explain", str(seed), f"runner.only_eval={only_eval}", "--json"])
+        rows[only_eval] = {row["path"]: row["disposition"] for row in json.loads(capsys.readouterr().out)}
+    for key in ("runner.max_epochs", "actor.optim.lr", "algorithm.group_size", "data.rollout_batch_size"):
+        assert (rows["false"][key], rows["true"][key]) == ("applied", "unused"), key
+    assert rows["true"]["actor.model.precision"] == "applied"
 
 
 def test_all_problems_are_reported_at_once_with_their_lines(
@@ -110,7 +158,10 @@ def test_all_problems_are_reported_at_once_with_their_lines(
     path.write_text("trainer:\n  epochs: none\n  epoch: 3\ngenerator:\n  backend: vlm\n")
     assert main(["explain", str(path)]) == 2
     out, err = capsys.readouterr()
-    assert out.splitlines()[-1] == "bad.yaml (SkyRL): 3 keys, 3 refused"
+    assert out.splitlines()[-2:] == [
+        "bad.yaml (SkyRL 0.4): 3 keys, 3 refused",
+        "plan: refused because trainer.epochs: 'none' is not an integer >= 1 (and 2 more)",
+    ]
     assert err == (
         "braid: 3 problems in the config:\n"
         "  - trainer.epochs: 'none' is not an integer >= 1 [bad.yaml:2]\n"
@@ -234,11 +285,11 @@ def test_convert_writes_what_the_file_says_with_the_keys_it_came_from(
     assert main(["convert", str(file)]) == 0
     out = capsys.readouterr().out
     lines = out.splitlines()
-    assert lines[0] == "# Converted from the SkyRL config theirs.yaml; comments name the original keys."
+    assert lines[0] == "# Converted from the SkyRL 0.5 config theirs.yaml; comments name the original keys."
     assert [line.split("#")[-1].strip() for line in lines if line.startswith("  max_epochs: 2")] == [
         "trainer.epochs"
     ]
-    assert any(line.endswith("# SkyRL default of trainer.algorithm.loss_reduction") for line in lines)
+    assert any(line.endswith("# SkyRL 0.5 default of trainer.algorithm.loss_reduction") for line in lines)
     written = yaml.safe_load(out)
     assert written["run"]["base_dir"] == str(file.parent)
     assert "sft" not in written
@@ -265,7 +316,7 @@ def test_show_names_the_foreign_key_of_each_value(capsys: pytest.CaptureFixture[
     origins = shown["origins"]
     assert origins["run.max_epochs"] == "theirs.yaml:1 trainer.epochs"
     assert origins["rollout.group_size"] == "theirs.yaml:2 generator.n_samples_per_prompt"
-    assert origins["algorithm.aggregation"] == "SkyRL default of trainer.algorithm.loss_reduction"
+    assert origins["algorithm.aggregation"] == "SkyRL 0.5 default of trainer.algorithm.loss_reduction"
     assert origins["run.max_rounds"] == "override"
     assert origins["train.backend"] == "command line"
 

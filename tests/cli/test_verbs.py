@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.leftovers import LIMIT_S, error_output
 
 from braid.cli.main import main
 
@@ -61,6 +62,16 @@ def test_a_missed_target_exits_with_3(
     summary = tmp_path / "runs/tiny/summary.json"
     assert capsys.readouterr().err.endswith(f"braid: eval.target was not reached; see {summary}\n")
     assert json.loads(summary.read_text())["status"] == "not_learned"
+
+
+def test_an_evaluation_that_is_mostly_invalid_exits_with_1(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "down.py").write_text("def score():\n    raise ConnectionError('the judge is down')\n")
+    part = f"reward.parts=[{{kind: function, path: '{tmp_path / 'down.py'}:score'}}]"
+    assert main(["eval", config, part, "reward.retries=0"]) == 1
+    assert "2 of 2 trajectories of the evaluation" in (err := capsys.readouterr().err)
+    assert "the judge is down" in err
 
 
 def test_a_run_that_only_evaluates_needs_no_training_data(config: str, tmp_path: Path) -> None:
@@ -115,6 +126,7 @@ def test_what_a_reward_prints_is_in_the_runs_log_and_not_on_the_console(
 def test_ctrl_c_saves_a_checkpoint_and_prints_the_resume_command(config: str, tmp_path: Path) -> None:
     command = [
         sys.executable,
+        "-Xfaulthandler",
         "-m",
         "braid.cli.main",
         "train",
@@ -124,10 +136,11 @@ def test_ctrl_c_saves_a_checkpoint_and_prints_the_resume_command(config: str, tm
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
         checkpoints = tmp_path / "runs/tiny/checkpoints"
-        while not list(checkpoints.glob("step_*")) and run.poll() is None:
+        ends = time.monotonic() + LIMIT_S
+        while not list(checkpoints.glob("step_*")) and run.poll() is None and time.monotonic() < ends:
             time.sleep(0.05)
         run.send_signal(signal.SIGINT)
-        _, err = run.communicate()
+        err = error_output(run)
     assert run.returncode == 130, err
     interrupted, go_on = err.splitlines()[-2:]
     assert interrupted.startswith(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from tests.leftovers import LIMIT_S
 
-from braid.cluster.interrupts import RoundCut, interrupts_held, stop_signals
+from braid.cluster.interrupts import NUMBERS, RoundCut, interrupts_held, stop_signals
 
 _START = """
 import sys
@@ -103,6 +106,27 @@ def test_work_is_not_cut_while_a_context_manager_is_entered_or_left() -> None:
         assert not slow.is_entered
 
 
+@pytest.mark.parametrize("cut_after_s", [0.0, 1e-5, 1e-4, 1e-3])
+def test_a_round_is_cut_wherever_the_first_signal_is_handled(cut_after_s: float) -> None:
+    """The second comes while the handler of the first may still be at work."""
+    for _ in range(50):
+        with stop_signals() as stop, stop.graceful(cut_after_s or 1e-9):
+            with pytest.raises(RoundCut), stop.cuttable():
+                _wait_after(signal.SIGINT)
+            assert stop.is_requested
+
+
+def test_a_signal_while_a_line_is_logged_does_not_wait_for_it() -> None:
+    handler = logging.StreamHandler(io.StringIO())
+    logging.getLogger("braid").addHandler(handler)
+    try:
+        with stop_signals() as stop, stop.graceful(60.0), handler.lock or nullcontext():
+            signal.raise_signal(signal.SIGINT)
+            assert stop.is_requested
+    finally:
+        logging.getLogger("braid").removeHandler(handler)
+
+
 def _wait_after(number: int) -> None:
     signal.raise_signal(number)
     time.sleep(60)
@@ -116,6 +140,93 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+_BUSY = """
+import hashlib, sys, threading, time
+from braid.cluster import interrupts, last_resort
+last_resort.ENDS_WITHIN_S = 0.5
+interrupts._SAME_S = 0.0
+
+def insist():  # as a block that takes long to be left
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+
+def compute():  # hours in a call that releases the interpreter's lock, and that no signal ends
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+main = threading.get_ident()
+
+def tell():  # once the main thread is busy
+    while sys._current_frames()[main].f_code.co_name not in ("insist", "compute", "work"):
+        time.sleep(0.01)
+    print("ready", flush=True)
+
+def work():
+    for _ in range(20):
+        time.sleep(0.1)
+
+def heed():
+    try:
+        while True:
+            work()
+    except KeyboardInterrupt:
+        pass
+
+threading.Thread(target=tell).start()
+with interrupts.stop_signals(ends_process=True) as stop:
+    %s
+print("finished", flush=True)
+"""
+
+
+def _busy(code: str) -> subprocess.Popen[str]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _BUSY % code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+@pytest.mark.parametrize(
+    ("code", "num_signals", "number"),
+    [
+        *(("insist()", 1, number) for number in NUMBERS),
+        ("compute()", 1, signal.SIGTERM),
+        ("with stop.graceful(3600): insist()", 2, signal.SIGTERM),
+        ("with stop.graceful(3600): compute()", 2, signal.SIGTERM),
+        ("with stop.graceful(0.01), stop.cuttable(): insist()", 1, signal.SIGTERM),
+    ],
+)
+def test_a_process_that_does_not_end_is_ended_whatever_it_is_doing(
+    code: str, num_signals: int, number: int
+) -> None:
+    child = _busy(code)
+    for _ in range(num_signals):
+        child.send_signal(number)
+        time.sleep(0.2)  # equal signals that are pending together are one
+    out, err = child.communicate(timeout=LIMIT_S)
+    assert child.returncode == 130, err
+    assert "ended without cleaning up" in err
+    assert out == ""
+
+
+def test_an_update_or_save_is_finished_however_long_it_takes() -> None:
+    child = _busy("with stop.graceful(0.01): work()")
+    child.send_signal(signal.SIGTERM)
+    out, err = child.communicate(timeout=LIMIT_S)
+    assert (child.returncode, out) == (0, "finished\n"), err
+
+
+def test_a_process_that_ends_in_time_is_left_alone() -> None:
+    child = _busy("heed()")
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=LIMIT_S)
+    assert (child.returncode, out, err) == (0, "finished\n", "")
 
 
 @pytest.mark.slow

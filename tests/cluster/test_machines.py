@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import ray  # noqa: TID251
 from ray._private import services  # noqa: TID251
 from tests.leftovers import await_end
 
+from braid.cluster import machines
 from braid.cluster.machines import connect, leave
 from braid.config.cluster import ClusterConfig
 from braid.errors import ConfigError, WorkerError
@@ -137,3 +140,26 @@ def test_ray_that_never_starts_is_reported_with_advice(monkeypatch: pytest.Monke
     await_end(late.started)
     assert not ray.is_initialized()
     assert not {"RAY_AUTH_TOKEN", "RAY_AUTH_MODE"} & os.environ.keys()
+
+
+def test_folders_of_sessions_whose_run_was_killed_are_removed_by_the_next_start(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    used = tmp_path / f"session_2_{ended.pid}"
+    kept = {
+        "of a driver that runs": tmp_path / f"session_1_{os.getpid()}",
+        "with a process that is left": used,
+        "of another program": tmp_path / f"session_3_{ended.pid}",
+    }
+    old, own = tmp_path / f"session_4_{ended.pid}", tmp_path / f"session_5_{os.getpid()}"
+    for folder in (*kept.values(), old, own):
+        folder.mkdir()
+    for folder in (kept["of a driver that runs"], used, old):
+        (folder / machines._STARTED_BY_RUN).touch()
+    command = [sys.executable, "-c", "input()", str(used)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE):
+        machines._remove_old_sessions(own)
+        assert all(folder.exists() for folder in (*kept.values(), own))
+    assert not old.exists()
+    machines._remove_old_sessions(own)
+    assert not used.exists()

@@ -20,8 +20,9 @@ from tests.leftovers import LIMIT_S
 from braid.cluster.oom import KillCount
 from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.cluster.reports import give_up
-from braid.cluster.workers import Joined, Place
+from braid.cluster.workers import Joined, Place, wait_for_all
 from braid.config.cluster import ClusterConfig
+from braid.cores import PASSIVE, num_cores
 from braid.errors import EngineError, WorkerError
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -80,6 +81,10 @@ class Worker:
     def env(self, name: str) -> str | None:
         return os.environ.get(name)
 
+    def address(self) -> str:
+        assert self._place.address is not None
+        return self._place.address
+
     def give_up(self) -> None:
         give_up("no engine")
 
@@ -99,6 +104,17 @@ class Worker:
             time.sleep(0.3)
             os._exit(1)
         raise RuntimeError("connection closed by peer")
+
+
+class Threads:
+    def __init__(self, place: Place) -> None:
+        self._is_early = "torch" not in sys.modules
+
+    def about(self) -> tuple[bool, str | None, int]:
+        """Whether braid came before torch; how OpenMP's threads wait; their number."""
+        import torch
+
+        return self._is_early, os.environ.get("OMP_WAIT_POLICY"), torch.get_num_threads()
 
 
 class Beside:
@@ -124,13 +140,24 @@ class Broken:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    connect(ClusterConfig(), num_processes=2)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in PASSIVE:  # as a cluster that was started without braid
+            patch.delenv(name, raising=False)
+        connect(ClusterConfig(), num_processes=2)
     yield
     disconnect()
 
 
 def _group(config: ClusterConfig | None = None) -> RayGroup:
     return RayGroup("policy", 2, config or ClusterConfig()).make(Worker)
+
+
+def test_threads_of_workers_wait_passively_and_have_their_share_of_the_cores() -> None:
+    group = RayGroup("policy", 2, ClusterConfig(), env={"OMP_NUM_THREADS": None}, sharing=[1, 99]).make(
+        Threads
+    )
+    assert group.call(Threads.about) == [(True, "PASSIVE", num_cores()), (True, "PASSIVE", 1)]
+    group.close()
 
 
 def test_calls_reach_every_rank_and_results_are_ordered_by_rank() -> None:
@@ -157,6 +184,35 @@ def test_a_call_that_waits_beside_others_is_answered_first_if_it_finishes_first(
     failing = group.start_beside(1, Worker.fail)
     with pytest.raises(WorkerError, match=r"policy worker 1 of 2 failed while in fail\(\)"):
         group.wait_any([failing])
+
+
+def test_a_failure_on_one_side_of_an_exchange_ends_the_wait_for_the_other() -> None:
+    sender, receiver = _group(), _group()
+    calls = [(sender, sender.start(Worker.pass_gate)), (receiver, receiver.start(Worker.tell))]
+    with pytest.raises(WorkerError, match=r"failed while in tell\(\): EngineError: the engine ended"):
+        wait_for_all(calls)
+    assert not sender.wait_any([calls[0][1]], 0.0)  # it waits on
+    sender.close()
+
+
+def test_calls_of_several_ranks_are_waited_for() -> None:
+    one, other = _group(), _group()
+    calls = [(one, one.start(Worker.add, 1, 2)), (other, other.start(Worker.pass_gate))]
+    assert not other.is_done(calls[1][1], 0.1)
+    for rank in range(2):
+        other.start_beside(rank, Worker.open_gate).wait()
+    wait_for_all(calls)
+    assert [call.wait() for _, call in calls] == [[3, 4], [0, 1]]
+    one.close()
+    other.close()
+
+
+def test_workers_know_the_address_of_their_machine() -> None:
+    group = _group()
+    addresses = group.call(Worker.address)
+    assert addresses[0] == addresses[1]
+    assert addresses[0].count(".") == 3 or ":" in addresses[0]
+    group.close()
 
 
 @pytest.mark.parametrize(
@@ -211,6 +267,46 @@ def test_an_idle_worker_that_is_killed_ends_the_calls_of_every_group(
     ):
         waiting.wait()
     group.close()
+
+
+RAYLET = """
+import os, signal, sys, time
+from braid.cluster.ray import RayGroup, connect
+from braid.config.cluster import ClusterConfig
+from braid.errors import WorkerError
+
+class Worker:
+    def __init__(self, place): pass
+    def raylet(self): return os.getppid()
+    def wait(self): time.sleep(1000)
+
+connect(ClusterConfig(), num_processes=2)
+policy, critic = (RayGroup(role, 1, ClusterConfig()).make(Worker) for role in ("policy", "critic"))
+raylet = policy.call(Worker.raylet)[0]
+waiting = critic.start(Worker.wait)
+os.kill(raylet, signal.SIGKILL)
+try:
+    waiting.wait()
+except WorkerError as error:
+    sys.stdout.write(f"{raylet == int(str(error).split('pid ')[1].split()[0])}: {error}")
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_raylet_that_is_killed_is_named_instead_of_a_worker(tmp_path: Path) -> None:
+    """In a program of its own, which loses its cluster."""
+    (tmp_path / "driver.py").write_text(RAYLET)
+    ended = subprocess.run(
+        [sys.executable, "driver.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert "True: Ray's raylet died while" in ended.stdout, ended
+    assert "was killed or crashed, and the workers on that machine ended with it" in ended.stdout
 
 
 def test_a_worker_that_gives_up_ends_the_calls_in_progress_with_its_reason() -> None:

@@ -51,8 +51,9 @@ def test_nothing_outlives_a_worker_or_its_parent_that_is_killed(
     assert len(list(tmp_path.iterdir())) == 1
     (worker if killed == "worker" else parent).kill()
     await_end([worker, *children, *([agent] if killed == "parent" else [])])
-    assert killed == "parent" or agent.is_running()
-    agent.kill()
+    if killed == "worker":
+        assert agent.is_running()
+        agent.kill()
     await_end([process for process in psutil.process_iter() if _is_watchdog(process, worker.pid)])
     assert not list(tmp_path.iterdir())
 

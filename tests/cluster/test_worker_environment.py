@@ -35,13 +35,28 @@ def test_ranks_record_their_last_collectives() -> None:
     }.items()  # fmt: skip
 
 
-def test_engines_choose_their_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray sets it to 1."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    config = load_config(None, ["model.build={}"]).config
-    _Host(environment_of(config, "rollout"), is_local=False)
-    assert "OMP_NUM_THREADS" not in os.environ
-    _Host(environment_of(config, ROWS), is_local=False)
+@pytest.mark.parametrize("name", ["policy", "rollout", "env"])
+def test_workers_have_their_share_of_the_cores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sets the number of threads to 1; child processes, such as engines, inherit it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def threads(*overrides: str, **env: str) -> str:
+        given = {**environment_of(load_config(None, ["model.build={}", *overrides]).config, name), **env}
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        _Host(given, is_local=False, num_sharing=3)
+        return os.environ.pop("OMP_NUM_THREADS")
+
+    assert threads() == "5"
+    assert threads("run.num_threads=2") == "2"
+    assert threads(OMP_NUM_THREADS="7") == "7"  # of cluster.env
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")  # the user's, in the driver's environment
+    assert threads() == "6"
+
+
+def test_the_rollout_buffer_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    _Host(environment_of(load_config(None, ["model.build={}"]).config, ROWS), is_local=False)
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 

@@ -12,11 +12,13 @@ from types import FrameType
 import pytest
 
 from braid.config.load import load_config
+from braid.config.source import plain_scalar
 from braid.errors import BraidError, ConfigError
 from braid.plan import resolve
 from braid_dialects.load import read_config
+from braid_dialects.roll_facts import largest_divisor
 
-MAX_CPU_S = 2.0
+MAX_CPU_S = 5.0
 """Limit of CPU time per file, to detect hangs; reading takes less than a hundredth of it."""
 NATIVE = """\
 run: {max_rounds: 2, name: mine, seed: 7}
@@ -40,7 +42,7 @@ FOREIGN = (
     "exp_name: a\nrollout_batch_size: 8\nprompt_length: 8\nresponse_length: 8\npretrain: m\nactor_train: {device_mapping: 'list(range(0,2))'}\n",
 )
 TOKENS = (
-    "${", "${}", "${.}", "${..}", "${oc.env:HOME}", "${oc.decode:'[1'}", "${rollout}", "${mul:9e300,9e300}", "9" * 500, "0x" + "f" * 999,
+    "${", "${}", "${.}", "${..}", "${oc.env:HOME}", "${oc.decode:'[1'}", "${rollout}", "${mul:9e300,9e300}", "9" * 500, "0x" + "f" * 999, "0x" + "f" * 300, "0x" + "f" * 250, "999999999", "1_",
     "1e999", "-.inf", ".nan", "null", "~", "!!python/none", "!x", "&a", "*a", "*r", "<<: *r", "---\n", "...\n", "{", "}", "[", "]", ": ", "- ",
     "'", '"', "\t", "\x00", "\ud7ff", "日本", "%", "@", "`", "|", ">", "?", "# ", "..", "/", "../../x", "true", "[[[[[[", "{{{{{{", "a: b: c",
     "x" * 500, "env@env: x", "defaults: [x/y@z]", "braid: {run: {name: ..}}", "\\${", "0-7:0-3", "10_000_000_000_000_000_000_000",
@@ -107,6 +109,7 @@ HOSTILE = {
     "merges of merges": (MERGED, "more than 20,000 keys and values after expanding aliases"),
     "digits": (f"run: {{seed: {'9' * 6000}}}\n", "run.seed: an integer of 6,000 digits"),
     "digits of a float": (f"train: {{optimizer: {{lr: {'9' * 400}}}}}\n", "train.optimizer.lr: an integer of 400 digits"),
+    "hexadecimal digits above floats": (f"run: {{seed: 0x{'f' * 256}}}\n", "an integer of 258 digits; at most 255"),
     "hexadecimal digits": (f"run: {{seed: 0x{'f' * 8000}}}\n", "an integer of 8,002 digits"),
     "a product": (f"run: {{seed: '${{mul:{'9' * 300},{'9' * 300}}}'}}\n", "the result exceeds 1e+308"),
     "a decoded number": (f"run: {{seed: '${{oc.decode:\"{'9' * 400}\"}}'}}\n", "is an integer above the maximum of 1e+308"),
@@ -149,3 +152,56 @@ def test_an_invalid_interpolation_is_reported_with_a_search_path_too(tmp_path: P
 def test_a_short_override_is_not_a_long_config(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="an integer of 5,000 digits"):
         load_config(None, [f"run.seed={'9' * 5000}"])
+
+
+ROLL = """\
+exp_name: a
+rollout_batch_size: {rounds}
+num_return_sequences_in_group: 8
+prompt_length: 8
+response_length: 8
+pretrain: m
+actor_train: {{training_args: {{per_device_train_batch_size: 1, gradient_accumulation_steps: {steps}}}}}
+"""
+SIZES = {
+    "many divisors": ("999999999", "7", "values that fit: 8, 24, 72, "),
+    "a prime": ("999999937", "2", "values that fit: 8"),
+    "64 bits": ("1152921504606846976", "3", "values that fit: 8, 16"),
+    "more than 64 bits": ("9" * 300, "3", "is not an integer >= 1; integers have at most 64 bits"),
+    "hexadecimal": (f"0x{'f' * 253}", "3", "is not an integer >= 1; integers have at most 64 bits"),
+    "hexadecimal above floats": (f"0x{'f' * 300}", "3", "an integer of 302 digits; at most 255 are allowed"),
+    "steps": ("8", f"0x{'f' * 253}", "is not an integer >= 1; integers have at most 64 bits"),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_huge_sizes_of_a_roll_file_are_a_clear_error_at_once(tmp_path: Path, name: str) -> None:
+    rounds, steps, words = SIZES[name]
+    path = tmp_path / "file.yaml"
+    path.write_text(ROLL.format(rounds=rounds, steps=steps))
+    with no_longer_than(MAX_CPU_S), pytest.raises(ConfigError) as caught:
+        read_config(path, dialect="roll")
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("number", "most", "divisor"), [(12, 5, 4), (999999937, 10**8, 1), (10**12, 3 * 10**11, 25 * 10**10)]
+)
+def test_the_largest_divisor_is_found_without_trying_all(number: int, most: int, divisor: int) -> None:
+    with no_longer_than(MAX_CPU_S):
+        assert largest_divisor(number, most) == divisor
+
+
+@pytest.mark.parametrize("text", ["1_", "1__0", "_1", "1_.5", "-1_"])
+def test_misplaced_underscores_make_a_text(text: str) -> None:
+    assert plain_scalar(text) == text
+
+
+def test_a_name_that_no_file_can_have_is_a_file_that_is_missing(tmp_path: Path) -> None:
+    """Where it is looked for, an OSError ended the command."""
+    (tmp_path / "file.yaml").write_text(
+        f"defaults: [{'x' * 300}, _self_]\nrollout_batch_size: 4\npretrain: a\n"
+    )
+    with pytest.raises(ConfigError, match=r"x{300}"):
+        read_config(tmp_path / "file.yaml", [], dialect="roll")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +283,6 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
             "data.train[1].path: 3 is not a string, or a list, each a string; put it in quotes [override]",
         ),
         ("eval=3", "eval: 3 is not a mapping with keys before, every_rounds, at_end"),
-        ("eval=null", "eval: is empty; remove it, or set it to a mapping with keys before, every_rounds"),
         (
             "env.kind=tool",
             "env: kind: 'tool' is not one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero, robosuite",
@@ -438,3 +438,67 @@ def test_an_item_may_be_a_name_or_a_section() -> None:
     words = "a string, or a mapping whose `kind` is one of mcp, search"
     assert allowed(ToolsEnv.model_fields["tools"], 0) == words
     assert allowed(ToolsEnv.model_fields["tools"]) == f"a list, each {words}"
+
+
+@pytest.mark.parametrize(
+    "path", ["eval.target", "checkpoint", "train.optimizer.schedule", "eval", "report", "rollout.sampling"]
+)
+def test_null_on_the_command_line_gives_a_section_its_default(tmp_path: Path, path: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(
+        "model: {build: {}}\neval: {target: {min_final: 0.5}, every_rounds: 7}\ncheckpoint: {every_rounds: 3}\n"
+        "train: {optimizer: {schedule: {warmup_steps: 4}}}\nreport: {tensorboard: false}\nrollout: {sampling: {top_k: 3}}\n"
+    )
+    section = attrgetter(path)
+    changed, default = (
+        section(load_config(file).config),
+        section(load_config(None, ["model.build={}"]).config),
+    )
+    assert changed != default
+    loaded = load_config(file, [f"{path}=null"])
+    assert section(loaded.config) == default
+    assert loaded.origin(path) == "default"
+
+
+def test_null_of_a_section_in_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {build: {}}\ncheckpoint:\n")
+    with pytest.raises(ConfigError, match=r"checkpoint: is empty; remove it"):
+        load_config(file)
+    with pytest.raises(ConfigError, match=r"model: is empty"):
+        load_config(None, ["model=null"])
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"config: the file is empty.*\[c\.yaml\]"):
+        load_config(file)
+
+
+def test_an_escape_in_double_quotes_is_explained(tmp_path: Path) -> None:
+    wrong, fixes = (
+        r'{kind: exact, pattern: "\d+"}',
+        (r'{kind: exact, pattern: "\\d+"}', r"{kind: exact, pattern: '\d+'}"),
+    )
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: {{build: {{}}}}\nreward: {{parts: [{wrong}]}}\n")
+    for load in (
+        lambda: load_config(file),
+        lambda: load_config(None, ["model.build={}", f"reward.parts=[{wrong}]"]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load()
+        assert r"""write it twice, "\\d", or use single quotes: '\d'""" in str(caught.value)
+    for fix in fixes:
+        (part,) = load_config(None, ["model.build={}", f"reward.parts=[{fix}]"]).config.reward.parts
+        assert part.pattern == r"\d+"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_nearest_key_is_in_the_same_section() -> None:
+    with pytest.raises(
+        ConfigError,
+        match=r"critic\.optimizer: unknown key in this section, did you mean critic\.train\.optimizer\?",
+    ):
+        load_config(None, ["model.build={}", "critic.optimizer.lr=1e-3"])

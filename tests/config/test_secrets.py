@@ -49,13 +49,13 @@ def test_a_config_is_written_with_references_and_reads_back_as_the_same(file: Pa
     assert "sk-5678" not in text
     assert "api-key=${oc.env:MY_SECRET}" in text
     assert "LATER: x-${oc.env:MY_SECRET,none}" in text
-    assert "NUMBER: ${oc.env:NUMBER,null}" in text
+    assert 'NUMBER: "1"' in text
     copy = file.parent / "copy.yaml"
     copy.write_text(text)
     again = load_config(copy)
     assert again.config.reward == loaded.config.reward
     assert again.config.data == loaded.config.data
-    assert again.config.cluster.env == {"PLAIN_TOKEN": None, "NUMBER": "0", "LATER": f"x-{SECRET}"}
+    assert again.config.cluster.env == {"PLAIN_TOKEN": None, "NUMBER": "1", "LATER": f"x-{SECRET}"}
     assert to_yaml(again) == text
 
 
@@ -123,6 +123,40 @@ def test_a_foreign_files_ledger_and_config_have_references(
         assert "sk-5678" not in text
         assert "oc.env:" in text
     assert read.loaded.config.run.name.endswith(SECRET)
+
+
+_PLAIN = {
+    "NCCL_DEBUG": "INFO",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MONKEY": "banana",
+    "HTTPS_PROXY": "http://proxy:80",
+}
+_SECRETS = {
+    "WANDB_API_KEY": "abcd1234",
+    "HF_TOKEN": "hf_abcd",
+    "DB": "http://me:pw77@host",
+    "MY_PASSWORD": "pw77",
+}
+
+
+def test_variables_that_a_file_sets_are_written_as_they_are_unless_they_are_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*_PLAIN, *_SECRETS):
+        monkeypatch.delenv(name, raising=False)
+    path, output = tmp_path / "roll.yaml", tmp_path / "native.yaml"
+    path.write_text(
+        FOREIGN["roll.yaml"]
+        .replace("${oc.env:MY_SECRET}", "x")
+        .replace("A_TOKEN: sk-5678-nor-this", json.dumps(_PLAIN | _SECRETS)[1:-1])
+    )
+    options = ["--backend", "single", "--engine", "native"]
+    assert main(["convert", str(path), *options, "--output", str(output)]) == 0
+    assert load_config(output).config.cluster.variables == _PLAIN
+    for source in (path, output):
+        env = read_config(source, backend="single", engine="native").loaded.to_show()["cluster"]["env"]
+        assert {name: env[name] for name in _PLAIN} == _PLAIN
+        assert not {"abcd1234", "hf_abcd", "pw77"} & set(env.values())
 
 
 def test_values_not_from_variables_are_written_unchanged(file: Path) -> None:

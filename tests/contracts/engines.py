@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -107,8 +108,9 @@ def vllm_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(write_folder(lm, folder)), "--enforce-eager"]
     command += [word for pair in options.items() for word in pair]
-    env = {**os.environ, **environment(VllmConfig()), "VLLM_SERVER_DEV_MODE": "1"}
     log = folder / "server.log"
+    temporary = mkdtemp(prefix=f"braid_engine_{os.getpid()}_")
+    env = {**os.environ, **environment(VllmConfig()), "VLLM_SERVER_DEV_MODE": "1", "TMPDIR": temporary}
     with log.open("wb") as out:
         server = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True
@@ -122,6 +124,7 @@ def vllm_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait(LIMIT_S)
+        shutil.rmtree(temporary)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -234,17 +235,21 @@ def test_a_cancelled_request_does_not_affect_others(engine: RolloutEngine) -> No
     long = Sampling(max_new_tokens=100)  # not finished by the time of the cancellation
     requests[::2] = [replace(r, sampling=long) for r in requests[::2]]
 
-    async def scenario() -> list[list[int]]:
+    async def scenario() -> list[Any]:
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
         for _ in range(4):
             await asyncio.sleep(0)
         for task in tasks[::2]:
             task.cancel()
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(d, asyncio.CancelledError) for d in done[::2])
-        return [d.token_ids for d in done[1::2] if isinstance(d, Completion)]
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
-    assert asyncio.run(scenario()) == expected
+    for _ in range(20):  # on a busy machine an engine in another process may end them before this one goes on
+        done = asyncio.run(scenario())
+        assert [d.token_ids for d in done[1::2]] == expected
+        assert all(isinstance(d, asyncio.CancelledError | Completion) for d in done[::2])
+        if any(isinstance(d, asyncio.CancelledError) for d in done[::2]):
+            return
+    raise AssertionError("no request was cancelled while it ran")
 
 
 def change(lm: CausalLM, seed: int) -> CausalLM:

@@ -215,7 +215,7 @@ def _versioned(protocol: Protocol, version: str) -> Any:
 
 def test_requests_of_a_hanging_server_move_to_the_others(tmp_path: Path, protocol: Protocol) -> None:
     with ExitStack() as stack:
-        pairs = [stack.enter_context(unruly(protocol, tmp_path / str(i), 1.0)) for i in range(2)]
+        pairs = [stack.enter_context(unruly(protocol, tmp_path / str(i), 4.0)) for i in range(2)]
         (hung, _), (well, _) = pairs
         router = Router([engine for _, engine in pairs])
         hung.faults = ["hang"] * 9

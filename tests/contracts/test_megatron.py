@@ -258,7 +258,10 @@ def test_a_critic_learns_the_values_of_one_process(layout: str, pair: RayGroup) 
         _assert_close(group.full_weights(), dict(single.named_weights()))
 
 
-def test_a_run_can_be_resumed_with_another_backend(cluster: None, tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_with_another_backend(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("braid.plan.available.count_gpus", lambda: 2)  # for which the workers take the CPU
     task = {
         "kind": "procedural",
         "generator": "chain_sum",

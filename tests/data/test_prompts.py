@@ -62,6 +62,19 @@ def test_a_prompt_has_its_tokens_messages_row_and_a_stable_uid(load: Loader) -> 
     assert prompts.counts == {"a": SourceCounts(rows=2)}
 
 
+def test_a_prompt_that_takes_long_to_tokenize_is_announced(
+    load: Loader, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("braid.data.prompts.LONG_CHARACTERS", 100)
+    load([*ROWS, {"prompt": "1" * 101, "answer": ""}], max_prompt_tokens=90)
+    assert "data.train[0] (a), row 2: the prompt has 101 characters; tokenizing them may take" in caplog.text
+    assert "row 1:" not in caplog.text
+
+
+def test_a_long_value_that_is_no_prompt_is_shown_in_part(load: Loader) -> None:
+    assert len(load.error([{"prompt": ["x" * 100_000], "answer": ""}])) < 1_000
+
+
 def test_the_answer_is_under_answer_for_any_column(load: Loader) -> None:
     rows = [{"prompt": "x", "solution": 7, "answer": "unrelated"}]
     assert load(rows, answer_key="solution").prompts[0].fields["answer"] == 7
@@ -206,6 +219,30 @@ def test_overlong_prompts_are_cut_and_counted(load: Loader, overlong: str, kept:
     prompts = load(ROWS, max_prompt_tokens=3, overlong=overlong)
     assert load.texts(prompts) == ["1+2", kept]
     assert prompts.counts == {"a": SourceCounts(rows=2, truncated=1)}
+
+
+def test_what_a_chat_template_writes_after_the_message_is_not_cut_off(load_chat: Loader) -> None:
+    whole = load_chat(ROWS[1:])
+    (text,) = load_chat.texts(whole)
+    question = ROWS[1]["prompt"]
+    _, _, end = text.partition(question)
+    assert end, "the template writes the beginning of the answer"
+    limit = len(whole.prompts[0].token_ids) - 2
+    prompts = load_chat(ROWS[1:], max_prompt_tokens=limit, overlong="truncate_right")
+    assert len(prompts.prompts[0].token_ids) == limit
+    assert load_chat.texts(prompts) == [text.replace(question + end, question[:-2] + end)]
+    left = load_chat(ROWS[1:], max_prompt_tokens=limit, overlong="truncate_left")
+    assert load_chat.texts(left)[0].endswith(question + end)
+
+
+def test_a_template_whose_end_does_not_fit_or_is_unknown_cannot_be_cut_right(load_chat: Loader) -> None:
+    assert "tokens after the message, and data.max_prompt_tokens=1 leaves no others; raise it" in (
+        load_chat.error(ROWS, max_prompt_tokens=1, overlong="truncate_right")
+    )
+    load_chat.tokenizer.chat_template = "{% for m in messages %}{{ m.content | reverse | join }}{% endfor %}="
+    assert "set it to truncate_left or drop" in (
+        load_chat.error(ROWS, max_prompt_tokens=2, overlong="truncate_right")
+    )
 
 
 def test_overlong_prompts_are_an_error_where_so_configured(load: Loader) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
+import time
 from pathlib import Path
 
 import datasets
@@ -10,6 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from braid.config.data import FileSource, HubSource, ProceduralSource
+from braid.data import sources
 from braid.data.sources import read_sources, source_names
 from braid.errors import DataError
 
@@ -35,7 +38,9 @@ def _write(folder: Path, name: str, rows: list[dict[str, str]] = ROWS) -> Path:
 
 def _read(source: FileSource | HubSource | ProceduralSource, base_dir: Path) -> list[dict[str, object]]:
     (only,) = read_sources([source], base_dir=base_dir, key="data.train")
-    return only.rows
+    rows = list(only.rows)
+    assert [only.rows[i] for i in reversed(range(len(only.rows)))] == rows[::-1]
+    return rows
 
 
 def _error(source: FileSource | HubSource | ProceduralSource, base_dir: Path) -> str:
@@ -212,3 +217,20 @@ def test_an_unknown_split_or_dataset_is_reported(hub_folder: Path, monkeypatch: 
     assert "cannot load dataset 'a/b' (subset None, split 'train')" in _error(
         HubSource(path="a/b"), hub_folder
     )
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_reading_that_takes_long_is_announced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float
+) -> None:
+    monkeypatch.setattr(sources, "SLOW_S", seconds)
+    caplog.set_level("INFO")
+    with sources.said_if_slow("data.train"):
+        if not seconds:
+            while not caplog.messages:
+                time.sleep(0.01)
+    said = ["data.train: reading and checking the rows takes more than 0 s"]
+    assert caplog.messages == ([] if seconds else said)
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples.solutions import chain_sum, chain_sum_or_at_once
+from examples.solutions import chain_sum, chain_sum_or_guess
 from transformers import PreTrainedTokenizerFast
 
 from braid.config.data import DataConfig, FileSource, ProceduralSource
@@ -193,10 +193,14 @@ def test_a_tokenizer_without_an_end_token_is_refused(
         )
 
 
-def test_two_sums_of_five_are_worked_out_and_the_others_answered_at_once() -> None:
-    rows = [{"metadata": {"expression": "12 + 34 - 5", "source_index": i}} for i in range(10)]
-    answers = [chain_sum_or_at_once(row) for row in rows]
-    assert answers == (["12+34=46 46-5=41 A:41"] * 2 + ["A:41"] * 3) * 2
+def test_two_sums_of_five_are_worked_out_and_the_others_guessed() -> None:
+    rows = [{"metadata": {"expression": "12 - 5 + 1", "source_index": i}} for i in range(1000)]
+    answers = [chain_sum_or_guess(row) for row in rows]
+    assert [answer == "12-5=7 7+1=8 A:8" for answer in answers] == ([True] * 2 + [False] * 3) * 200
+    guesses = [int(answer.removeprefix("A:")) for i, answer in enumerate(answers) if i % 5 >= 2]
+    assert set(guesses) == set(range(-10, 20))
+    assert guesses.count(8) < 40  # so that guessing is right one time in about thirty
+    assert answers == [chain_sum_or_guess(row) for row in rows]
 
 
 def _two_turns(row: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerFast) -> ExampleSet:
@@ -225,5 +229,20 @@ def test_a_conversation_is_imitated_where_the_policy_writes(
 def test_a_conversation_without_an_answer_is_refused(
     folder: Path, chat_tokenizer: PreTrainedTokenizerFast, messages: Any
 ) -> None:
-    with pytest.raises(DataError, match=r"row 0: column 'messages' .* with an answer of role assistant"):
+    with pytest.raises(DataError, match=r"row 0: column 'messages'.* with an answer of role assistant"):
         _two_turns({"messages": messages}, folder, chat_tokenizer)
+
+
+def test_lone_surrogates_in_a_response_are_replaced_as_in_prompts(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """They were found only when the example was drawn, where no tokenizer accepts them."""
+    rows = [{"prompt": text, "solution": text} for text in ("a\ud800", "a\ufffd")]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = FileSource(path="a.jsonl", response_key="solution")
+    for max_positions in (None, 5, 500):
+        found = load_examples(
+            [source], DataConfig(), tokenizer, base_dir=tmp_path, max_positions=max_positions
+        )
+        one, other = found.examples
+        assert one == other

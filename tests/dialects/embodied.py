@@ -233,3 +233,17 @@ class Examples:
         path = self._folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump({"defaults": defaults} | nested(flat), sort_keys=False), "utf-8")
         return read_config(path, overrides, **chosen)
+
+
+EVALUATION: Flat = {
+    "cluster.num_nodes": 1, "cluster.component_placement": {"env,rollout": "0"},
+    "runner.task_type": "embodied_eval", "runner.max_epochs": 1, "runner.logger.log_path": "../results",
+    "env.eval.rollout_epoch": 1, "env.eval.env_type": "libero", "env.eval.task_suite_name": "libero_goal",
+    "env.eval.total_num_envs": 20, "env.eval.auto_reset": True, "env.eval.ignore_terminations": True, "env.eval.is_eval": True,
+    "env.eval.max_episode_steps": 320, "env.eval.max_steps_per_rollout_epoch": 640, "env.eval.use_rel_reward": True,
+    "rollout.group_name": "RolloutGroup",
+    **{f"rollout.model.{key}": value for key, value in PRESETS["model/pi0"].items() if "${" not in str(value)},
+    "rollout.model.num_action_chunks": 5, "rollout.model.num_steps": 7, "rollout.model.openpi.num_steps": "${..num_steps}",
+    "rollout.model.model_path": "/path/to/model/goal",
+}  # fmt: skip
+"""An evaluation as RLinf has them since 2026: without `actor`, `algorithm` and `env.train`."""

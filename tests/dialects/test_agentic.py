@@ -590,8 +590,10 @@ def test_rlinf_s_planner_and_workers_are_an_environment_of_braid_s(
         rlinf(tmp_path, MAS, "data.type=math", allowed=sorted(SCORES | WEB))
     assert unsupported_in(rlinf(tmp_path, MAS, allowed=["*"])) == SCORES | WEB | SERVER | {"data.type"}
     capsys.readouterr()
-    assert main(["explain", str(tmp_path / "rlinf.yaml")]) == 0
-    assert "workflow" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path / "rlinf.yaml")]) == 2
+    out = capsys.readouterr().out
+    assert "workflow" in out
+    assert " is not supported: " in out.splitlines()[-1]
 
 
 def test_rlinf_s_planner_and_workers_may_be_an_environment_of_ones_own(tmp_path: Path) -> None:

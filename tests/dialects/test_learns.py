@@ -248,6 +248,7 @@ def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
 ) -> None:
     pytest.importorskip("megatron.core")
     monkeypatch.setenv("PYTHONPATH", str(MEGATRON_CPU))
+    monkeypatch.setattr("braid.plan.available.count_gpus", lambda: 2)
     overrides = [
         f"runner.output_dir={home}/rlinf-megatron",
         f"rollout.model_dir={home}/model",

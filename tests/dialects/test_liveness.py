@@ -50,7 +50,12 @@ from .samples import samples
 
 pytestmark = pytest.mark.xdist_group("liveness")
 
-LATE = ("run.max_restarts", "train.max_skipped_steps", "critic.train.max_skipped_steps")
+LATE = (
+    "run.max_restarts",
+    "rollout.max_invalid_fraction",
+    "train.max_skipped_steps",
+    "critic.train.max_skipped_steps",
+)
 """Keys that are read only after a failure; BROKEN runs read them."""
 KINDS = ("env.kind", *(f"{key}[].kind" for key in ("data.train", "data.eval", "sft.data", "reward.parts")))
 """Keys that determine which other keys their section has."""

@@ -215,7 +215,10 @@ def test_old_log_probs_are_the_rollouts_by_default(tmp_path: Path) -> None:
             ["env.eval.task_name=Other-v1"],
             "evaluation must use the simulator and task of training, env.train.task_name=PutCarrot",
         ),
-        (["env.train.env_type=robotwin"], "is not supported: use one of maniskill, libero, metaworld"),
+        (
+            ["env.train.env_type=robotwin"],
+            "is not supported: there is no simulator robotwin; use one of maniskill, libero, metaworld",
+        ),
         (
             ["actor.model.model_type=gr00t"],
             "is not supported: use one of openvla, openvla_oft, openpi, mlp_policy, cnn_policy with runner.task_type=embodied",

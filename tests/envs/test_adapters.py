@@ -19,6 +19,7 @@ from tests.needs import needs
 from braid.envs.agents.base import Opening, Step
 from braid.envs.agents.build import ADAPTERS, AgentEnvs
 from braid.errors import ConfigError, EnvError
+from braid.generators import reasoning_gym
 from braid.types import Action, Prompt
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ EPISODES: dict[str, tuple[Mapping[str, Any], Sequence[str]]] = {
     "textworld": ({"has_commands": True}, ["look", "go east", "dance\nnow"]),
 }
 """Arguments, and what the policy says."""
-PACKAGES = {"gymnasium": "gymnasium", "guess": "braid"}
+PACKAGES = {"gymnasium": "gymnasium", "guess": "braid", "textworld": "jericho"}
 INSTALLED = [
     pytest.param(
         name, marks=[needs(PACKAGES.get(name, name)), *([pytest.mark.slow] if name == "textworld" else [])]
@@ -364,7 +365,7 @@ def test_the_last_attempt_is_scored(maker: Callable[..., AgentEnvs]) -> None:
 
 
 def test_the_task_of_procedural_data_is_used(maker: Callable[..., AgentEnvs]) -> None:
-    from reasoning_gym.factory import create_dataset
+    create_dataset = reasoning_gym().create_dataset
 
     entry = create_dataset("chain_sum", size=1, seed=5)[0]
     fields = {**entry, "reasoning_gym": {"generator": "chain_sum", "params": {}}}
@@ -426,7 +427,7 @@ def test_a_game_for_one_has_no_opponent(maker: Callable[..., AgentEnvs]) -> None
 # TextWorld
 
 
-@needs("textworld")
+@needs("jericho")
 def test_a_game_of_textworld_is_won(
     maker: Callable[..., AgentEnvs],
     tmp_path: Path,

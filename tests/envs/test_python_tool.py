@@ -14,10 +14,11 @@ import psutil
 import pytest
 from tests.envs.playing import call, play, played
 from tests.leftovers import await_end
+from tests.needs import need_sandbox
 
 from braid.config.env import ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
-from braid.errors import ConfigError, EnvError
+from braid.errors import EnvError
 from braid.isolation.sandbox import find_isolation
 
 pytestmark = pytest.mark.usefixtures("nothing_is_left")
@@ -28,10 +29,7 @@ Play = Callable[..., list[str]]
 @pytest.fixture(params=["bubblewrap", "sandlock", "process"])
 def envs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ToolEnvs]:
     if request.param != "process":
-        try:
-            find_isolation(request.param)
-        except ConfigError as error:
-            pytest.skip(f"no {request.param} here: {error}")
+        need_sandbox(request.param)
     with _envs(request.param, tmp_path) as found:
         yield found
 
@@ -51,6 +49,7 @@ class _envs:
 @pytest.fixture
 def quick(tmp_path: Path) -> Iterator[ToolEnvs]:
     """In any sandbox, with a short deadline and short results."""
+    need_sandbox()
     with _envs("auto", tmp_path, tool_timeout_s=1.0, max_result_characters=300) as found:
         yield found
 
@@ -184,6 +183,7 @@ asyncio.run(play(envs(), [call("python", code="1")], [call("python", code=code)]
 
 
 def test_no_process_outlives_a_killed_run() -> None:
+    need_sandbox()
     run = subprocess.Popen(
         [sys.executable, "-c", KILLED], env={**os.environ, "PYTHONPATH": ":".join(sys.path)}
     )

@@ -53,6 +53,17 @@ def _late_step(simulator: SimulatorProcesses, **actions: int) -> Tick:
     return tick
 
 
+def test_processes_divide_the_threads_of_the_one_that_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    with closing(SimulatorProcesses(UNRULY, 4, num_processes=2, timeout_s=LIMIT_S)):
+        started = [
+            p.environ()
+            for p in psutil.Process().children()
+            if "braid.envs.simulators.processes" in p.cmdline()
+        ]
+    assert [environment["OMP_NUM_THREADS"] for environment in started] == ["3", "3"]
+
+
 @pytest.mark.parametrize("num_processes", [1, 3, 9])
 def test_results_do_not_depend_on_the_number_of_processes(num_processes: int) -> None:
     def ticks(simulator: Any) -> Iterator[Tick]:

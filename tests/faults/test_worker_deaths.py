@@ -29,7 +29,7 @@ from tests.leftovers import LIMIT_S, await_end
 from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
-from braid.errors import WorkerError
+from braid.errors import RunInterrupted, WorkerError
 from braid.report.reporter import Reporter
 from braid.trainer import commands
 
@@ -273,3 +273,30 @@ def test_a_run_whose_worker_is_stopped_restarts_within_ten_seconds_of_the_deadli
         "%.1f s from SIGSTOP to the restart, deadline %g s", passed_s, timeout_s
     )
     assert passed_s < timeout_s + 10.0, "the limit in docs/runtime.md"
+
+
+@pytest.mark.parametrize(
+    ("phase", "role"), [("sync_weights", "rollout"), ("sync_weights", "policy"), ("rollout", "policy")]
+)
+def test_a_signal_ends_a_run_that_waits_for_a_stopped_worker(
+    phase: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer's ranks save the round if it is the engine that is stopped."""
+    _Signals(signal.SIGSTOP, (phase, 2, role)).attach(monkeypatch)
+    signals = _Signals(signal.SIGTERM, (phase, 2, "driver"))
+    signals.attach(monkeypatch)
+    path = run_config(
+        tmp_path,
+        run={"stop_within_s": 3.0},
+        algorithm={"advantage": "grpo", "kl_coef": 0.0},
+        cluster={"placement": {"policy": "0-1", "rollout": "2"}},
+        checkpoint={"every_rounds": 0},
+    )
+    with caplog.at_level(logging.WARNING), pytest.raises(RunInterrupted) as interrupted:
+        commands.train(load_config(path))
+    passed_s = time.monotonic() - signals.sent_s[0]
+    assert passed_s < 3.0 + 20.0, "the limit in docs/runtime.md"
+    if role == "rollout":
+        assert interrupted.value.checkpoint == tmp_path / "run/checkpoints/step_1"
+    else:
+        assert "round 1 is not saved: a worker has not answered" in caplog.text

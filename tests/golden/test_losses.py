@@ -77,6 +77,16 @@ def test_cispo_equals_hand_computed_values():
     assert diagnostics["clip_fraction"].tolist() == [1, 0, 1]
 
 
+def test_cispo_with_a_mask_drops_the_tokens_that_ppo_would_clip():
+    # A = -1 at weight 0.5 < 0.8 and A = 4 at weight 10 > 1.2 are masked; a bound on the other side masks nothing
+    ratio = importance_ratio(NEW, OLD, None)
+    loss, diagnostics = cispo(ratio, NEW, -A, clip_low=0.2, clip_high=0.2, cispo_mask=True)
+    torch.testing.assert_close(loss, torch.tensor([0.0, 1.0, 0.0]), **CLOSE)
+    assert diagnostics["clip_fraction"].tolist() == [1, 0, 1]
+    unmasked, _ = cispo(ratio, NEW, A, clip_low=0.2, clip_high=0.2, cispo_mask=True)
+    torch.testing.assert_close(unmasked, torch.tensor([1.354518, -1.0, -3.347592]), **CLOSE)
+
+
 def test_cispo_with_bounds_1_and_0_truncates_the_ratio_at_1():
     # weights 0.5, 1, 1: 0.5 * 1.693147, -1, -4 * 0.697415
     loss, _ = cispo(importance_ratio(NEW, OLD, None), NEW, A, clip_low=1.0, clip_high=0.0)

@@ -35,14 +35,9 @@ WHY_NOT = "from braid.models.cpu import why_not_compiled; print(why_not_compiled
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A copy of the kernels, as in an installed package."""
-    source, to = Path(braid.__file__).parent, tmp_path / "package" / "braid"
-    for name in ("__init__.py", "models/__init__.py", "models/cpu"):
-        if (source / name).is_dir():
-            shutil.copytree(source / name, to / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            (to / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source / name, to / name)
+    """A copy of braid, as in an installed package."""
+    to = tmp_path / "package" / "braid"
+    shutil.copytree(Path(braid.__file__).parent, to, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "kernel.py").write_text(KERNEL)
     return to
 

@@ -377,7 +377,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path, what: str) -> None:
         ),
         ("vision_backbone--150000_checkpoint.pt", "", "vision backbone with FiLM"),
         ("config.json", "{", r"config\.json cannot be read: Expecting"),
-        ("config.json", "[]", r"config\.json cannot be read: it is not an object"),
+        ("config.json", "[]", r"config\.json cannot be read: it contains a JSON list"),
         ("config.json", '{"model_type": "openvla"}', "lacks image_sizes"),
         ("dataset_statistics.json", "nothing", r"dataset_statistics\.json cannot be read"),
         ("model.safetensors", "short", r"cannot load model\.path=.*: Error while deserializing"),

@@ -14,7 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from braid.errors import ModelError
 from braid.models.attention import IMPLEMENTATION
 from braid.models.causal_lm import CausalLM
-from braid.models.selfcheck import PACKED_ROWS, Check, _Wider, check_against_plain, check_tiny_copy
+from braid.models.selfcheck import (
+    PACKED_ROWS,
+    Check,
+    PlainLogprobs,
+    _Wider,
+    check_against_plain,
+    check_tiny_copy,
+)
 from braid.rollout.engines.native.selfcheck import check_decoding
 
 Make = Callable[..., PreTrainedModel]
@@ -210,3 +217,26 @@ def test_a_copy_that_agreed_is_not_compared_again(tiny_model: Make) -> None:
     for _ in range(2):
         with pytest.raises(ModelError, match="cannot run with packed rows"):
             check_tiny_copy(lm, wrong, None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(tiny_model: Make, value: float) -> None:
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.mlp.up_proj.weight")[0, 0] = value
+    with pytest.raises(
+        ModelError,
+        match=r"1 of the \d+ weights .* contain NaN or infinity, among them model.layers.0.mlp.up_proj",
+    ):
+        check_against_plain(CausalLM(model))
+    with pytest.raises(ModelError, match="contain NaN or infinity"):
+        PlainLogprobs.of(CausalLM(model), None, None, is_hollow=False)
+
+
+def test_an_overflow_of_finite_weights_is_named(tiny_model: Make) -> None:
+    model = tiny_model("qwen3")
+    with torch.no_grad():
+        model.get_parameter("model.layers.0.mlp.down_proj.weight").fill_(1e38)
+        model.get_parameter("model.layers.0.mlp.up_proj.weight").fill_(1e38)
+    with pytest.raises(ModelError, match="its weights are finite: it overflows in float32"):
+        check_against_plain(CausalLM(model))

@@ -48,6 +48,7 @@ def _calls(text: str, of: ToolFormat = "hermes") -> tuple[str, list[tuple[str, d
         ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "note": "7"}}'),
         ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "note": "7"}, "id": "x"}]'),
         ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "note": "7"}'),
+        ("mistral", '[TOOL_CALLS]add[CALL_ID]aB3dE5gH9[ARGS]{"a": 1, "note": "7"}'),
         (
             "deepseek",
             '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1, "note": "7"}\n```<｜tool▁call▁end｜>',
@@ -108,3 +109,106 @@ def test_a_call_that_was_not_closed_is_a_call() -> None:
 def test_without_tools_nothing_is_a_call() -> None:
     text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     assert parse_calls(text, [], "hermes", lambda: "id") == (text, ())
+
+
+@pytest.mark.parametrize(
+    ("of", "text"),
+    [
+        (
+            "hermes",
+            '<tool_call>{"name": "add", "arguments": {"a": 1, "note": "NOTE</tool_call>"}}</tool_call>',
+        ),
+        (
+            "qwen_xml",
+            "<tool_call><function=add><parameter=a>1</parameter><parameter=note>NOTE</tool_call></parameter></function>"
+            "</tool_call>",
+        ),
+        (
+            "glm",
+            "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>note</arg_key>"
+            "<arg_value>NOTE</tool_call></arg_value></tool_call>",
+        ),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "note": "NOTE[TOOL_CALLS]"}'),
+        (
+            "deepseek",
+            '<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1, "note": "NOTE<｜tool▁call▁end｜>"}\n```'
+            "<｜tool▁call▁end｜>",
+        ),
+        (
+            "pythonic",
+            "<|tool_call_start|>[add(a=1, note='NOTE<|tool_call_end|>')]<|tool_call_end|>",
+        ),
+        ("harmony", 'to=functions.add <|message|>{"a": 1, "note": "NOTE<|call|>"}<|call|>'),
+    ],
+)
+def test_an_end_marker_in_a_string_does_not_cut_the_call(of: ToolFormat, text: str) -> None:
+    rest, calls = _calls(f"{text}after" if of != "mistral" else text, of)
+    (name, arguments, status) = calls[0]
+    assert (len(calls), name, arguments["a"], status) == (1, "add", 1, "ok")
+    assert arguments["note"].startswith("NOTE")
+    assert len(arguments["note"]) > len("NOTE")
+    assert rest == ("" if of == "mistral" else "after")
+
+
+@pytest.mark.parametrize(
+    "cut",
+    ['<tool_call>{"name": "add", "arguments": {"note": "</tool_call>', "<tool_call>{'a': \\\"</tool_call>"],
+)
+def test_a_malformed_call_ends_at_its_first_end_marker(cut: str) -> None:
+    good = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert [status for *_, status in _calls(cut + good + 'a "quote"')[1]] == ["bad_json", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("[add(1)]", "bad_arguments"),
+        ("[add(1, note='x')]", "bad_arguments"),
+        ("add(*[1])", "bad_arguments"),
+        ("add(**{'a': 1}, note='x')", "bad_json"),
+        ("add(a={[1]: 2})", "bad_json"),
+        ("add(a={1, 2})", "bad_json"),
+        ("add(a=b'x')", "bad_json"),
+        ("add(a=1j)", "bad_json"),
+        ("add(a=" + "-" * 100_000 + "1)", "bad_json"),
+        ("add(a=" + "[" * 1_000 + "]" * 1_000 + ")", "bad_json"),
+        ("add(a=" + "[" * 150 + "]" * 150 + ")", "bad_json"),
+        ("add(a=" + "1+" * 50_000 + "1)", "bad_json"),
+        ("a" + ".a" * 50_000 + "()", "bad_json"),
+        ("[1, 2]", "bad_json"),
+        ("[add(a=1), 2]", "bad_json"),
+        ("add(a=1, note=('x', 'y'))", "bad_arguments"),
+    ],
+)
+def test_a_python_call_that_cannot_be_used_is_a_status(body: str, status: str) -> None:
+    _, calls = parse_calls(f"<|tool_call_start|>{body}<|tool_call_end|>", [TOOL], "pythonic", lambda: "id")
+    assert [call.status for call in calls] == [status]
+    assert 0 < len(calls[0].error) < 1_000
+
+
+@pytest.mark.parametrize("depth", [130, 1_000, 100_000])
+@pytest.mark.parametrize(
+    ("of", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": DEEP}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "DEEP"}</tool_call>'),
+        ("llama", '{"name": "add", "parameters": DEEP}'),
+        ("mistral", '[TOOL_CALLS]add[ARGS]{"a": DEEP}'),
+        ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\nDEEP<｜tool▁call▁end｜>"),
+        ("harmony", "to=functions.add<|message|>DEEP<|call|>"),
+        ("pythonic", "<|tool_call_start|>add(a=DEEP)<|tool_call_end|>"),
+        ("tag", "<add>DEEP</add>"),
+    ],
+)
+def test_deep_nesting_is_bad_json(of: ToolFormat, text: str, depth: int) -> None:
+    assert [status for *_, status in _calls(text.replace("DEEP", "[" * depth + "]" * depth), of)[1]] == [
+        "bad_json"
+    ]
+
+
+def test_errors_for_the_policy_stay_short() -> None:
+    long = "x" * 1_000_000
+    for call in (f'{{"name": "{long}"}}', f'{{"name": "add", "arguments": {{"a": "{long}"}}}}'):
+        _, (read,) = parse_calls(f"<tool_call>{call}</tool_call>", [TOOL], "hermes", lambda: "id")
+        assert read.status in ("unknown_tool", "bad_arguments")
+        assert len(read.error) < 1_000

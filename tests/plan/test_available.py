@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
+from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
 from braid.errors import ConfigError
-from braid.plan import resolve
-from braid.plan.available import missing_packages
+from braid.plan import available, checks, resolve
+from braid.plan.available import VLLM_CPU_HEAD_SIZES, machine_problems, missing_packages
 
 TEXT = [
     "model.build={}",
@@ -146,6 +150,105 @@ def test_an_engine_that_is_not_installed_is_missed_where_no_server_takes_its_pla
         None, [*TEXT, f"rollout={{engine: {engine}, {engine}: {{servers: [http://x]}}}}"]
     ).config
     assert list(missing_packages(served, resolve(served))) == []
+
+
+NEED_GPUS = [
+    (["run.device=cuda"], "run.device", "cuda needs a GPU"),
+    (["train.backend=megatron", "model.build.num_heads=4"], "train.backend", "megatron needs a GPU.*fsdp2, fsdp or deepspeed"),
+    (["train.liger_kernels=true"], "train.liger_kernels", "Liger needs a GPU"),
+    (["model.attention=flash_attention_2", "model.dtype=bf16"], "model.attention", "flash_attention_2 needs a GPU"),
+    (["rollout.engine=sglang"], "rollout.engine", "sglang needs a GPU"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "key", "why"), NEED_GPUS)
+def test_what_needs_a_gpu_is_refused_on_a_machine_without_one(
+    monkeypatch: pytest.MonkeyPatch, overrides: list[str], key: str, why: str
+) -> None:
+    config = load_config(None, [*TEXT, *overrides]).config
+
+    def found(num_gpus: int) -> list[tuple[str, str]]:
+        monkeypatch.setattr(available, "count_gpus", lambda: num_gpus)
+        plan = resolve(config, num_gpus=num_gpus)
+        absent = set(missing_packages(config, plan))
+        return [problem for problem in machine_problems(config, plan) if problem not in absent]
+
+    assert [of for of, message in found(0) if re.search(why, message)] == [key]
+    assert found(1) == []
+
+
+def test_the_machines_of_a_cluster_that_a_run_joins_may_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "count_gpus", lambda: 0)
+    monkeypatch.setattr(available, "missing_packages", lambda *_: iter(()))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load_config(None, [*TEXT, "run.device=cuda", "train.backend=fsdp2"]).config
+    assert [key for key, _ in machine_problems(config, resolve(config, num_gpus=0))] == ["run.device"]
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert list(machine_problems(config, resolve(config, num_gpus=0))) == []
+    joins = load_config(
+        None, [*TEXT, "run.device=cuda", "train.backend=fsdp2", "cluster.address=local"]
+    ).config
+    assert [key for key, _ in machine_problems(joins, resolve(joins, num_gpus=0))] == ["run.device"]
+
+
+def test_a_round_that_does_not_fit_into_memory_is_refused_and_a_large_one_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(available, "count_gpus", lambda: 0)
+    huge = load_config(None, [*TEXT, "rollout={prompts_per_round: 100000, group_size: 64}"]).config
+    usual = load_config(None, [*TEXT, "rollout={prompts_per_round: 512, group_size: 16}"]).config
+    for gib, is_refused, warns in ((16, True, True), (128, False, True), (2048, False, False)):
+        for module in (available, checks):
+            monkeypatch.setattr(module, "memory_bytes", lambda gib=gib: gib * 2**30)
+        plan = resolve(huge, num_gpus=0)
+        assert plan.round_bytes is not None
+        found = [f"{key}: {why}" for key, why in machine_problems(huge, plan)]
+        assert len(found) == is_refused
+        assert all(
+            text.startswith("rollout.prompts_per_round: a round of 6,400,000 trajectories takes at least 34 GiB, but this "
+            "machine has 16 GiB of memory; lower it") for text in found
+        )  # fmt: skip
+        told = [w.message for w in plan.warnings if "GiB of memory" in w.message]
+        assert len(told) == warns
+        assert list(machine_problems(usual, resolve(usual, num_gpus=0))) == []
+        assert not any("GiB" in w.message for w in resolve(usual, num_gpus=0).warnings)
+
+
+def test_gpus_that_this_machine_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(available, "count_gpus", lambda: 2)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = load_config(
+        None, [*TEXT, "cluster.devices_per_node=4", "cluster.placement={policy: 0, rollout: 3}"]
+    ).config
+    ((key, message),) = machine_problems(config, resolve(config, num_gpus=2))
+    assert key == "cluster.placement"
+    assert "device 3 is used, but this machine has 2 GPUs (0 to 1)" in message
+
+
+@pytest.mark.parametrize(("head_dim", "is_refused"), [(48, True), (64, False)])
+def test_a_head_size_that_vllm_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, is_refused: bool
+) -> None:
+    monkeypatch.setattr(available, "missing_packages", lambda *_: iter(()))
+    monkeypatch.setattr(available, "count_gpus", lambda: 0)
+    config = load_config(None, [*TEXT, "rollout.engine=vllm", f"model.build.head_dim={head_dim}"]).config
+    found = [f"{key}: {why}" for key, why in machine_problems(config, resolve(config, num_gpus=0))]
+    assert [re.sub(r", and .*", "", text) for text in found] == (
+        ["model.build.head_dim: the model's attention heads have size 48"] if is_refused else []
+    )
+    native = load_config(None, [*TEXT, f"model.build.head_dim={head_dim}"]).config
+    assert list(machine_problems(native, resolve(native, num_gpus=0))) == []
+
+
+@WITH_VLLM
+def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "v1/attention/backends/cpu_attn.py").read_text()
+    listed = re.search(r"def get_supported_head_sizes.*?return \[([\d, ]+)\]", source, re.DOTALL)
+    assert listed is not None
+    assert tuple(map(int, listed[1].split(","))) == VLLM_CPU_HEAD_SIZES
 
 
 def test_sglang_options_for_weights_and_text_are_unused() -> None:

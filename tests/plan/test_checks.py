@@ -100,6 +100,11 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
             "does not compute; set it to auto, recompute or behavior",
         ),
         (
+            ["algorithm.old_logprobs=current", "algorithm.kl_coef=0.1", "algorithm.kl_in=advantage"],
+            "algorithm.old_logprobs: KL in the advantage needs log-probs before the update, which current "
+            "does not compute; set it to auto, recompute or behavior",
+        ),
+        (
             [*FULL_KL, "cluster.placement={policy: 0, reference: 1}"],
             f"algorithm.kl_estimator: full compares all logits of policy (single on 0) and reference (single on 1), {SAME}",
         ),

@@ -45,6 +45,36 @@ def test_every_source_is_scored_by_a_part() -> None:
     ]
 
 
+def test_rewards_that_are_always_0_are_refused() -> None:
+    assert complaints("[{kind: exact, weight: 0}, {kind: math, weight: 0}]") == [
+        "reward.parts: every weight is 0, so every reward would be 0; set the weight of a part"
+    ]
+    (why,) = complaints(
+        "[{kind: exact, sources: [chain_sum]}, {kind: math, sources: [gsm8k, aime], weight: 0}]"
+    )[:1]
+    assert why.startswith(
+        "reward.parts: only parts of weight 0 score the source 'aime', so its rewards would all be 0"
+    )
+    plan_of("[{kind: exact}, {kind: math, weight: 0}]")  # measured only
+
+
+def test_an_environment_that_gives_rewards_may_have_parts_that_are_only_measured() -> None:
+    plan_of("[{kind: exact, weight: 0}]", "env={kind: agent, name: 'envs.py:Env', max_context_tokens: 256}")
+
+
+@pytest.mark.parametrize(
+    ("parts", "index", "name"),
+    [
+        ("[{kind: exact}, {kind: math}, {kind: exact}]", 2, "exact"),
+        ("[{kind: exact, name: math}, {kind: math}]", 1, "math"),
+        ("[{kind: function, path: 'a.py:score'}, {kind: function, path: 'b.py:score'}]", 1, "score"),
+    ],
+)
+def test_parts_have_names_of_their_own(parts: str, index: int, name: str) -> None:
+    (why,) = complaints(parts)
+    assert why.startswith(f"reward.parts[{index}].name: reward.parts[0] is also named {name!r}")
+
+
 def test_shares_are_of_sources_that_the_data_has_and_leave_none_out() -> None:
     two = "data.mix=[{sources: [chain_sum], share: 0.7}, {sources: [gsm8k], share: 0.3}]"
     plan_of("[{kind: exact}]", two)

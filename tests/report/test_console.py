@@ -51,6 +51,36 @@ def test_a_plain_console_prints_one_line_per_round() -> None:
     )
 
 
+@pytest.mark.parametrize(("share", "text"), [(0.44, "44%"), (0.002, "<1%"), (0.0, None)])
+def test_invalid_trajectories_are_a_column(share: float, text: str | None) -> None:
+    metrics = {"reward/mean": 0.5, "rollout/invalid_fraction": share, "eval/all/invalid_fraction": share}
+    with console() as shown:
+        shown.log(1, 1, metrics)
+    line = (
+        "round 1  reward 0.500\n"
+        if text is None
+        else f"round 1  reward 0.500  invalid {text}  eval invalid {text}\n"
+    )
+    assert text_of(shown) == line
+    live = console("live")
+    live.log(1, 1, metrics)
+    assert ("invalid" in drawn(live)) == (text is not None)
+
+
+def test_a_value_that_could_not_be_measured_is_a_dash(caplog: pytest.LogCaptureFixture) -> None:
+    metrics: dict[str, float] = dict.fromkeys(
+        ("reward/mean", "eval/all/pass@1", "policy/entropy", "sft/loss"), math.nan
+    )
+    with console() as shown:
+        shown.log(1, 1, metrics)
+    assert text_of(shown) == "round 1  reward -  loss -  accuracy -  entropy - nats\n"
+    live = console("live")
+    live.log(1, 1, metrics)
+    live.log(2, 2, {"eval/all/pass@1": 0.5})
+    assert "nan" not in drawn(live)
+    assert not caplog.records
+
+
 def test_a_simulators_run_counts_env_steps() -> None:
     with console() as shown:
         shown.counted = "action tokens"
@@ -116,7 +146,8 @@ def test_numbers_that_are_not_finite_are_shown_not_fatal() -> None:
     shown = console("live", is_terminal=True)
     for value in (1.0, math.nan, math.inf, 2.0):
         shown.log(1, 1, {"reward/mean": value, "policy/kl": math.nan})
-    assert "nan" in drawn(shown)
+    (kl,) = [line.split() for line in drawn(shown).splitlines() if line.startswith("KL")]
+    assert kl == ["KL", "-", "nats"]
 
 
 def test_log_messages_and_warnings_are_printed_above_the_display_and_not_as_markup() -> None:

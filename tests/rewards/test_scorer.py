@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.envs.odd import NUMBERS, RAISED
 from tests.leftovers import LIMIT_S
 
 from braid.errors import ConfigError
@@ -308,3 +309,29 @@ def test_scoring_reports_its_cost(answered: Answered, build: Callable[..., Score
 def test_a_part_whose_model_is_not_there_is_refused(build: Callable[..., Scorer]) -> None:
     with pytest.raises(ConfigError, match=r"reward.parts\[0\]: needs a reward model"):
         build({"kind": "model", "path": "somewhere"})
+
+
+@pytest.mark.parametrize("form", ["def", "async def"])
+@pytest.mark.parametrize("what", [*NUMBERS, *RAISED])
+def test_whatever_a_function_returns_or_raises_makes_the_trajectory_invalid_at_once(
+    what: str,
+    form: str,
+    tmp_path: Path,
+    score: Callable[..., list[Trajectory]],
+    answered: Callable[..., Trajectory],
+) -> None:
+    code = f"""
+from tests.envs.odd import NUMBERS, RAISED
+
+{form} odd(text):
+    if text in RAISED:
+        raise RAISED[text]("from the user")
+    return NUMBERS[text]
+"""
+    (tmp_path / "odd.py").write_text(code)
+    part = {"kind": "function", "path": "odd.py:odd"}
+    (trajectory,) = score([answered(what)], part, timeout_s=60, retries=0)
+    assert trajectory.status is Status.INVALID
+    assert "reward.timeout_s" not in trajectory.reason
+    if what in RAISED and what != "CancelledError" and not (form == "async def" and "Stop" in what):
+        assert "odd.py:6" in trajectory.reason

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 
 from braid.config.train import TrainConfig
 from braid.errors import EngineError
-from braid.models import attention
 from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native import NativeEngine, cache
+from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native import engine as engine_module
 from braid.rollout.engines.native.cache import KVCache, Need, PrefillAttention, row_blocks
 from braid.training.backends.single import SingleBackend
@@ -122,42 +121,6 @@ def test_logprobs_are_those_of_a_plain_forward(
         torch.testing.assert_close(
             torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=tolerance
         )
-
-
-def cached_varlen(  # the arguments of torch.nn.attention.varlen.varlen_attn
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends_q: torch.Tensor, ends_k: torch.Tensor, most_q: int, most_k: int, *,
-    scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    """One query for each sequence, whose first `seqused_k` positions are in use; every group of heads shares a key head."""
-    assert {of.dtype for of in (ends_q, ends_k, seqused_k)} == {torch.int32}
-    assert (ends_q.tolist(), most_q, enable_gqa) == (list(range(len(q) + 1)), 1, True)
-    assert len(k) == len(v) == ends_k[-1]
-    assert seqused_k.max() <= most_k <= ends_k.diff().min()
-    outs = []
-    for of, start, num in zip(q, ends_k.tolist(), seqused_k.tolist(), strict=False):
-        seen = slice(start + (max(0, num - 1 - window_size[0]) if window_size[0] >= 0 else 0), start + num)
-        weights = torch.einsum("hd,kd->hk", of, k[seen, 0] * scale).softmax(-1)
-        outs.append(weights @ v[seen, 0])
-    return torch.stack(outs)
-
-
-def test_decoding_by_flash_attention_gives_the_logprobs_of_a_plain_forward(
-    architecture: str, tiny_lm: TinyLM, run_all: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lm, calls = tiny_lm(architecture), []
-
-    def counted(*args: Any, **options: Any) -> torch.Tensor:
-        calls.append(len(args[0]))
-        return cached_varlen(*args, **options)
-
-    monkeypatch.setattr(cache, "has_decode_kernel", lambda call, *_: call.softcap is call.sinks is None)
-    monkeypatch.setattr(attention, "varlen_attn", counted)
-    requests = [Request(p, Sampling(max_new_tokens=20), (i,)) for i, p in enumerate(prompts(9))]
-    done = run_all(make_engine(lm), requests)
-    for request, completion in zip(requests, done, strict=True):
-        expected = full_logprobs(plain(lm), request.prompt_ids, completion.token_ids, 1.0)
-        torch.testing.assert_close(torch.tensor(completion.logprobs).double(), expected, rtol=0, atol=1e-5)
-    assert bool(calls) == (architecture not in ("gemma2", "gpt_oss"))
 
 
 def mixed_requests(num: int) -> list[Request]:

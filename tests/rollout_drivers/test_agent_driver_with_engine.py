@@ -13,7 +13,7 @@ from tests.rows import rows_of
 
 from braid.config.env import Timeouts
 from braid.config.model import BuildSpec, ModelConfig
-from braid.data.prompts import PromptSet
+from braid.data.prompts import Prompts, PromptSet
 from braid.data.worked import ExampleSet
 from braid.envs.agents.base import AgentEnv, Opening, Step
 from braid.envs.agents.single_turn import SingleTurn
@@ -78,7 +78,7 @@ def _run(lm: CausalLM, prompts: list[Prompt], *, max_running: int = 64) -> list[
 
 def test_stop_strings_and_stored_texts_see_special_tokens_and_rewards_do_not(lm: CausalLM) -> None:
     """With what a run decodes by: <eos> ends turns here as a stop string, and is no end token."""
-    none = PromptSet([], {})
+    none = PromptSet(Prompts([]), {})
     inputs = TextInputs(TOKENIZER, none, none, ExampleSet([], {}), ())
     engine = NativeEngine(lm, decode=inputs.decode)
     sampling = Sampling(max_new_tokens=24, temperature=2.0, stop_strings=("<eos>",))

@@ -112,7 +112,7 @@ def test_a_driver_without_gpus_does_not_leave_those_of_its_cluster_unused(joined
     config = load_config(None, ["model.build={}", *overrides]).config
     layout = derive(config, None, "train").layout
     with pytest.raises(ConfigError, match=r"run.device: auto finds no GPU .* the Ray cluster has 4"):
-        RayCluster.open(config, layout)
+        RayCluster.open(config, layout, is_pipelined=False)
 
 
 def test_a_run_folder_missing_on_another_machine_is_reported(joined: ClusterConfig) -> None:
@@ -155,7 +155,7 @@ def test_a_cluster_with_another_ray_is_reported_with_both_versions(cluster: Clus
 def test_a_run_on_two_machines_matches_one_process_and_cleans_up_the_cluster(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    alone = commands.train(load_config(_config(tmp_path / "alone", {}))).run_dir
+    alone = commands.train(load_config(run_config(tmp_path / "alone", {}))).run_dir
     over_both = {
         "train": {"backend": "fsdp2", "optimizer": {"lr": 1e-3, "eps": 1e-5}},
         "cluster": {
@@ -165,8 +165,8 @@ def test_a_run_on_two_machines_matches_one_process_and_cleans_up_the_cluster(
             "placement": {"policy": "0-1", "rollout": "1"},
         },
     }
-    spread = commands.train(load_config(_config(tmp_path / "spread", over_both))).run_dir
-    for mine, other in zip(_metrics(spread), _metrics(alone), strict=True):
+    spread = commands.train(load_config(run_config(tmp_path / "spread", over_both))).run_dir
+    for mine, other in zip(metrics(spread), metrics(alone), strict=True):
         # Sums of losses and log-probs differ by their order; sampled tokens do not while weights agree to float32's rounding.
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-4, nan_ok=True)
     _assert_as_before(cluster)
@@ -175,7 +175,7 @@ def test_a_run_on_two_machines_matches_one_process_and_cleans_up_the_cluster(
 def test_ctrl_c_removes_only_the_workers_of_the_run_from_the_cluster(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    path = _config(tmp_path, {"cluster": {"runtime": "ray"}}, rounds=1000)
+    path = run_config(tmp_path, {"cluster": {"runtime": "ray"}}, rounds=1000)
     command = [sys.executable, "-m", "braid.cli.main", "train", str(path)]
     env = {**os.environ, "RAY_ADDRESS": cluster.address}
     # A session of its own, as in a terminal.
@@ -193,7 +193,7 @@ def test_ctrl_c_removes_only_the_workers_of_the_run_from_the_cluster(
     _assert_as_before(cluster)
 
 
-def _config(folder: Path, sections: Settings, *, rounds: int = 2) -> Path:
+def run_config(folder: Path, sections: Settings, *, rounds: int = 2) -> Path:
     task = {
         "kind": "procedural", "generator": "chain_sum", "size": 16,
         "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -218,7 +218,7 @@ def _config(folder: Path, sections: Settings, *, rounds: int = 2) -> Path:
     return path
 
 
-def _metrics(run: Path) -> list[dict[str, float]]:
+def metrics(run: Path) -> list[dict[str, float]]:
     """Metrics of each round, without those that depend on the clock or the machine."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [

@@ -55,5 +55,6 @@ def test_a_run_learns_with_an_engine_in_a_separate_process(
 def use_sglang_like(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have this process and those that it starts find the stand-in for SGLang."""
     package = HERE.parent / "contracts" / "sglang_package"
+    monkeypatch.setattr("braid.plan.available.count_gpus", lambda: 1)  # SGLang itself needs one
     monkeypatch.syspath_prepend(package)
     monkeypatch.setenv("PYTHONPATH", f"{package}:{REPOSITORY}")

@@ -270,8 +270,9 @@ def test_the_full_kl_in_the_loss_is_that_of_each_step(load_tiny: LoadTiny) -> No
     assert "reward/kl" not in seen[0]
 
 
-def test_the_full_kl_in_the_reward_is_that_before_the_update(load_tiny: LoadTiny) -> None:
-    keys = (*FULL_KL, "algorithm.kl_in=reward", "algorithm.recipe=ppo", "train.steps_per_pass=2")
+@pytest.mark.parametrize("place", ["reward", "advantage"])
+def test_the_full_kl_outside_the_loss_is_that_before_the_update(load_tiny: LoadTiny, place: str) -> None:
+    keys = (*FULL_KL, f"algorithm.kl_in={place}", "algorithm.recipe=ppo", "train.steps_per_pass=2")
     seen = lines(commands.train(load_tiny(*keys)).run_dir)[1:]
     assert seen[0]["reward/kl"] == 0.0
     assert 0.0 < seen[1]["reward/kl"] < seen[2]["reward/kl"]

@@ -320,7 +320,7 @@ def test_successes_are_imitated(load_tiny: LoadTiny) -> None:
             assert (row.fields["is_success"] == (origin.reward >= 0.5)).all()
 
 
-@pytest.mark.parametrize("place", ["loss", "reward"])
+@pytest.mark.parametrize("place", ["loss", "reward", "advantage"])
 def test_the_kl_coefficient_adapts_from_round_to_round(load_tiny: LoadTiny, place: str) -> None:
     settings = ("algorithm.kl_coef=0.1", f"algorithm.kl_in={place}", "algorithm.kl_horizon=64")
     run = commands.train(load_tiny(*settings, "algorithm.kl_target=10")).run_dir

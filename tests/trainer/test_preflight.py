@@ -11,7 +11,9 @@ import pytest
 
 from braid.cli.main import main
 from braid.errors import ConfigError, DataError, ModelError
+from braid.plan import available
 from braid.trainer import commands
+from braid.trainer.cluster import RayCluster
 from braid.trainer.preflight import check
 
 from .conftest import LoadTiny
@@ -74,6 +76,43 @@ def test_missing_data_or_failing_rewards_are_refused_before_the_run_has_a_folder
         with pytest.raises(ConfigError) as caught:
             attempt()
         assert words in str(caught.value)
+    assert not Path("runs").exists()
+
+
+CANNOT_RUN = [
+    ("reward.parts=[{kind: exact, weight: 0}]", "reward.parts: every weight is 0"),
+    ("reward.parts=[{kind: exact}, {kind: exact}]", "reward.parts[1].name: reward.parts[0] is also named 'exact'"),
+    ("run.device=cuda", "run.device: cuda needs a GPU"),
+    ("train.backend=megatron", "train.backend: megatron needs a GPU"),
+    ("model.build.architecture=gemma2", "train.backend: train.backend=megatron supports models of type llama, qwen2"),
+    ("rollout.engine=vllm", "model.build.head_dim: the model's attention heads have size 16"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "words"), CANNOT_RUN)
+def test_what_cannot_run_is_refused_alike_by_all_before_anything_starts(
+    load_tiny: LoadTiny,
+    override: str,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(available, "count_gpus", lambda: 0)
+    monkeypatch.setattr(available, "missing_packages", lambda *_: iter(()))
+    monkeypatch.setattr(
+        RayCluster, "open", classmethod(lambda *_, **__: pytest.fail("processes were started"))
+    )
+    load_tiny()
+    overrides = [override, "cluster.placement={policy: 0, rollout: 1}"]
+    if "gemma2" in override:
+        overrides.append("train.backend=megatron")
+    errors = []
+    for verb in (["train"], ["show", "--check"], ["show", "--check", "--for", "train"]):
+        assert main([*verb, "tiny.yaml", *overrides]) == 2
+        errors.append(capsys.readouterr().err)
+    assert words in errors[0]
+    assert errors == errors[:1] * 3
     assert not Path("runs").exists()
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from braid.algorithms import policy_loss
 from braid.checkpoint.store import CheckpointStore
-from braid.errors import CheckpointError, ConfigError, TrainingError
+from braid.errors import CheckpointError, ConfigError, RolloutError, TrainingError
 from braid.report.names import describe
 from braid.report.samples import read_samples
 from braid.trainer import commands
@@ -117,13 +117,69 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(load_tiny: LoadTiny) -> No
     assert commands.train(load_tiny("run.if_exists=new")).run_dir.name == "tiny-2"
 
 
-def test_a_failing_reward_invalidates_its_trajectories_and_the_run_continues(load_tiny: LoadTiny) -> None:
+def test_a_failing_reward_invalidates_its_trajectories_and_the_run_continues(
+    load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture
+) -> None:
     rewards = "def moody(prompt, text):\n    if prompt == 'a':\n        raise ValueError('not today')\n    return float(len(text))\n"
     part = "reward.parts=[{kind: function, path: 'rewards.py:moody'}]"
     run = commands.train(load_tiny(part, "reward.retries=0", rewards=rewards)).run_dir
     for line in lines(run)[1:]:
         assert line["status/invalid"] == 8
         assert line["status/finished"] + line["status/truncated"] == 24
+        assert line["rollout/invalid_fraction"] == 0.25
+    assert lines(run)[-1]["eval/all/invalid_fraction"] == 0.25
+    # once, although every evaluation and every round has them
+    (warned,) = [r.getMessage() for r in caplog.records if "invalid" in r.getMessage()]
+    assert warned == (
+        "1 of 4 trajectories of the evaluation on 'letters' after round 0 are invalid, and in no mean; most common: "
+        "1 x reward moody: ValueError: not today (rewards.py:3)"
+    )
+
+
+def test_a_reason_is_warned_of_again_once_its_share_has_doubled(
+    load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    rewards = """
+calls = []
+def moody(text, trajectory):
+    calls.append(text)
+    if len(calls) % (16 if len(calls) <= 33 else 4) == 2:
+        raise ValueError(f"call {len(calls)}")
+    return 0.0
+"""
+    part = "reward.parts=[{kind: function, path: 'rewards.py:moody'}]"
+    settings = ("reward.retries=0", "reward.concurrency=1", "eval.before=false", "eval.at_end=false")
+    commands.train(load_tiny(part, *settings, rewards=rewards))
+    warned = [r.getMessage().partition(" of round")[0] for r in caplog.records if "invalid" in r.getMessage()]
+    assert warned == ["2 of 32 trajectories", "8 of 32 trajectories"]
+
+
+@pytest.mark.parametrize("allowed", [0.2, 1.0])
+def test_an_evaluation_with_too_many_invalid_answers_fails_and_is_never_nan(
+    load_tiny: LoadTiny, capsys: pytest.CaptureFixture[str], allowed: float
+) -> None:
+    """With a limit of 1 a source may be invalid as a whole: its mean is unknown."""
+    rewards = "def down(trajectory):\n    raise ConnectionError('judge')\n"
+    part = "reward.parts=[{kind: function, path: 'rewards.py:down'}]"
+    loaded = load_tiny(
+        part, "reward.retries=0", f"rollout.max_invalid_fraction={allowed}", "eval.target.min_final=0",
+        "report.console=plain", rewards=rewards,
+    )  # fmt: skip
+    if allowed < 1:
+        with pytest.raises(
+            RolloutError, match=r"4 of 4 .*evaluation on 'letters'.*=0.2; most common: 4 x reward down: "
+        ):
+            commands.evaluate(loaded)
+        status = "failed"
+    else:
+        assert not commands.evaluate(loaded).is_target_reached
+        status = "not_learned"
+    summary = json.loads(Path("runs/tiny-eval/summary.json").read_text())
+    assert summary["status"] == status
+    assert "nan" not in (shown := capsys.readouterr().out)
+    assert "nan" not in summary["error"]
+    assert ("accuracy -" in shown) == (allowed == 1)
+    assert len(list(read_samples(Path("runs/tiny-eval/samples/eval_000000.jsonl")))) == 4
 
 
 AFTER_ONE = """

@@ -136,10 +136,14 @@ def _weights(run: Path, folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_run_on_workers_matches_one_process_which_can_resume_it(tmp_path: Path, mode: str) -> None:
+def test_a_run_on_workers_matches_one_process_which_can_resume_it(
+    tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     settings, layout = MODES[mode]
     alone = _run(tmp_path, "alone", settings, rounds=3)
+    assert "CPU threads" not in "".join(capfd.readouterr())
     _run(tmp_path, "group", {**settings, **layout}, rounds=2)
+    assert "CPU threads: 1 (run.num_threads, in each process)" in "".join(capfd.readouterr())
     group = _run(tmp_path, "group", settings, rounds=3, resume="latest")
     _assert_alike(_lines(group), _lines(alone))
     for file in sorted((alone / "samples").iterdir()):

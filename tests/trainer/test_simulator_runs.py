@@ -80,6 +80,6 @@ def test_an_engine_that_sleeps_ends_the_processes_and_starts_them_for_the_next_e
 
 
 def test_a_video_without_pictures_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _metrics(tmp_path, "env.video.save=true", "run.max_rounds=1")
+    _metrics(tmp_path, "env.video.save=true", "run.max_rounds=1", "rollout.max_invalid_fraction=1")
     assert "no video: the episodes that were filmed are all invalid (environment: no picture" in caplog.text
     assert "env.kwargs.render_mode=rgb_array" in caplog.text

@@ -11,12 +11,15 @@ import pytest
 
 from braid.cluster.workers import InProcessGroup
 from braid.config.schema import RunConfig
+from braid.data.prompts import Prompts, PromptSet
+from braid.data.worked import NO_EXAMPLES
 from braid.models import roles
 from braid.plan import derive
 from braid.rollout.engines.native import NativeEngine
 from braid.trainer import build, collectors, commands
 from braid.trainer.buffer import Buffer
 from braid.trainer.cluster import ROWS, Cluster, OneProcess
+from braid.trainer.inputs import TextInputs
 from braid.trainer.rollouts import Rollouts
 from braid.training.backends.single import SingleBackend
 
@@ -100,9 +103,12 @@ def test_an_engine_on_the_trainers_device_sleeps_before_any_model_is_built(
 
     loaded = load_tiny("rollout.engine=vllm", f"pipeline={pipeline}")
     plan = derive(loaded.config, None, "train")
-    data: Any = SimpleNamespace(by_source=dict, prompts=[1])
-    inputs: Any = SimpleNamespace(
-        tokenizer=None, prompts={}, train=data, eval=data, examples=SimpleNamespace(examples=None)
+    inputs = TextInputs(
+        tokenizer=None,  # type: ignore[arg-type]
+        train=PromptSet(Prompts([]), {}),
+        eval=PromptSet(Prompts([]), {}),
+        examples=NO_EXAMPLES,
+        end_token_ids=(),
     )
     reporter: Any = SimpleNamespace(run_dir=SimpleNamespace(path=Path()))
     monkeypatch.setattr(roles, "make_policy", built)

@@ -297,6 +297,29 @@ def test_a_terminal_reward_is_normalised_before_kl_is_subtracted() -> None:
     close(per_row(rows), [0.3, -0.7])
 
 
+@pytest.mark.parametrize(("place", "advantages"), [("reward", [0.7, 0.9]), ("advantage", [0.8, 0.9])])
+def test_kl_in_the_advantage_is_not_credited_to_earlier_tokens(place: str, advantages: list[float]) -> None:
+    """On-policy distillation with a task: the return of 1, less 0.2 KL of 1 at the first token, 0.5 at the second: from
+    the reward, 1 - 0.2 (1 + 0.5) and 1 - 0.2 * 0.5."""
+    (row,) = answers(1.0)
+    row.fields |= {"old_logprobs": np.float32([0, 1.0, 0.5]), "ref_logprobs": np.float32([9, 0.0, 0.0])}
+    recipe = replace(RECIPES["reinforce_pp"], whiten_advantages=False, kl_coef=0.2, kl_in=place)
+    assert compute_advantages([row], recipe) == {"reward/kl": pytest.approx(0.75)}
+    close(row.fields["advantages"].tolist(), [0.0, *advantages])
+    assert row.fields["rewards"].sum() == pytest.approx(1.0 - 0.3 * (place == "reward"))
+
+
+def test_kl_in_the_advantage_comes_before_whitening_and_the_clip() -> None:
+    rows = answers(1.0, 0.0)
+    for row in rows:
+        row.fields |= {"old_logprobs": np.float32([0, 1.0, 1.0]), "ref_logprobs": np.zeros(3, np.float32)}
+    recipe = replace(RECIPES["reinforce_pp"], kl_coef=3.0, kl_in="advantage")
+    compute_advantages(rows, recipe)  # a KL that is equal everywhere cancels in whitening
+    close(per_row(rows), [0.866025, -0.866025])
+    compute_advantages(rows, replace(recipe, whiten_advantages=False, advantage_clip=0.5))
+    close(per_row(rows), [-0.5, -0.5])
+
+
 def test_the_full_kl_in_the_reward_is_the_field_up_to_the_clamp() -> None:
     rows = answers(1.0, 0.0)
     for row in rows:

@@ -130,23 +130,35 @@ def masked_is(
 
 
 def cispo(
-    ratio: PerToken, logprobs: PerToken, advantages: PerToken, *, clip_low: float, clip_high: float
+    ratio: PerToken,
+    logprobs: PerToken,
+    advantages: PerToken,
+    *,
+    clip_low: float,
+    clip_high: float,
+    cispo_mask: bool = False,
 ) -> Surrogate:
     """Policy gradient of every token, with a clipped importance weight (MiniMax 2025, arXiv 2506.13585).
 
         loss = -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi
 
     Where PPO's clip binds, a token has no gradient; here it has one, weighted by the bound. clip_low = 1 and
-    clip_high = 0 give truncated importance sampling, clip(rho, 0, 1), which ROLL calls tis.
+    clip_high = 0 give truncated importance sampling, clip(rho, 0, 1), which ROLL calls tis. With `cispo_mask` the
+    loss is 0 at the tokens that PPO would clip (the paper's unified formulation, eq. 6 and 7):
+
+        A > 0 and rho > 1 + clip_high, or A < 0 and rho < 1 - clip_low
 
     Diagnostics: `clip_fraction`, 1 where the weight is not rho.
 
-    Not in RLinf. ROLL: clip(rho, 0.9, 1.1) by default, and an option to mask the tokens that PPO would clip.
-    SkyRL: the same, [0, 5].
+    Not in RLinf. ROLL: bounds of 0.1, which its files cannot change; nor can they set its mask. SkyRL: the same
+    without mask, [0, 5].
     """
     weight = ratio.detach()
     clipped = weight.clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -(clipped * advantages) * logprobs, {"clip_fraction": (clipped != weight).to(weight.dtype)}
+    is_clipped = clipped != weight
+    if cispo_mask:
+        clipped = torch.where(is_clipped & ((advantages > 0) == (weight > 1.0)), 0.0, clipped)
+    return -(clipped * advantages) * logprobs, {"clip_fraction": is_clipped.to(weight.dtype)}
 
 
 def sapo(

@@ -53,7 +53,7 @@ POLICY_LOSSES: Mapping[str, frozenset[str]] = {
     "policy_gradient": frozenset(),
     "importance_sampling": _RATIO,
     "masked_is": _RATIO | {"clip_low", "clip_high"},
-    "cispo": _RATIO | {"clip_low", "clip_high"},
+    "cispo": _RATIO | {"clip_low", "clip_high", "cispo_mask"},
     "sapo": _RATIO | {"sapo_tau_positive", "sapo_tau_negative"},
     "topr": _RATIO | {"topr_positive_weight", "topr_negative_weight"},
     "kimi": frozenset({"kimi_tau"}),
@@ -124,6 +124,7 @@ class Recipe:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    cispo_mask: bool = False
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
     topr_positive_weight: float = 1.0
@@ -163,6 +164,11 @@ class Recipe:
         if self.advantage != "gae" or self.advantage_level == "trajectory":
             return "token"
         return self.advantage_level
+
+    @property
+    def has_kl_before_update(self) -> bool:
+        """Whether the KL penalty is part of the rewards or advantages."""
+        return self.kl_coef > 0 and self.kl_in != "loss"
 
     @property
     def full_kl_in(self) -> KlPlace | None:

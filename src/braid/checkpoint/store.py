@@ -8,6 +8,7 @@ with a leading dot are leftovers, which the next writer cleans up.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -20,7 +21,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from braid.errors import CheckpointError, ConfigError, Problem
+from braid.errors import CheckpointError, ConfigError, Problem, disk_fix
+from braid.json_text import read_json
 from braid.report.files import human_bytes, lock
 
 from .tensors import read_tensors, write_tensors
@@ -149,10 +151,10 @@ class CheckpointStore:
         """Return the folder that `locate` probably returns and the `about` entry of its state, without
         reading tensors; None if no state can be read."""
         for path in map(self.path, reversed(self.steps())) if which == "latest" else [Path(which)]:
-            with suppress(CheckpointError, OSError):
+            with suppress(CheckpointError):
                 manifest = _manifest_of(path)
                 _check(path, STATE, manifest["files"][STATE])
-                return path, json.loads((path / STATE).read_bytes())["state"].get("about", {})
+                return path, _state_of(path)[1].get("about", {})
         return None
 
     def forget_after(self, step: int) -> None:
@@ -211,10 +213,14 @@ class CheckpointStore:
             if steps
             else "there is no earlier checkpoint"
         )
+        sizes = "" if needed is None else f"it needs {human_bytes(needed)}, "
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        keep = " (checkpoint.keep limits the number of checkpoints)" if is_full else ""
+        fix = disk_fix(error)
         return CheckpointError(
             f"cannot write the checkpoint of step {step} to {self.folder}: {error.strerror or error}; "
-            f"{'' if needed is None else f'it needs {human_bytes(needed)}, '}{human_bytes(_free(self.folder))} are free. Temporary "
-            f"files were removed; {newest}. Free disk space (checkpoint.keep limits the number of checkpoints), then resume with "
+            f"{sizes}{human_bytes(_free(self.folder))} are free. Temporary "
+            f"files were removed; {newest}. {fix[0].upper()}{fix[1:]}{keep}, then resume with "
             "run.resume=latest"
         )
 
@@ -226,18 +232,31 @@ def read_checkpoint(path: Path) -> tuple[int, dict[str, Any]]:
     with ThreadPoolExecutor() as threads:  # hashing releases the GIL
         for _ in threads.map(lambda item: _check(path, *item), manifest["files"].items()):
             pass
+    step, state = _state_of(path)
     try:
-        data = json.loads((path / STATE).read_bytes())
-        return data["step"], unpack(data["state"], read_tensors(path / TENSORS))
-    except OSError as error:
-        raise _damaged(path, f"cannot read it ({error.strerror or error})") from error
+        return step, unpack(state, read_tensors(path / TENSORS))
+    except (OSError, RecursionError) as error:
+        raise _damaged(path, f"cannot read it ({error})") from error
+
+
+def _state_of(path: Path) -> tuple[int, dict[str, Any]]:
+    """Step and packed state. Raises CheckpointError."""
+    try:
+        data = json.loads((path / STATE).read_bytes())  # the run's own, as deep as its environments' states
+        step, state = data["step"], data["state"]
+        if isinstance(state, dict):
+            return step, state
+        error: object = "its state is not an object"
+    except (OSError, RecursionError, ValueError, TypeError, KeyError) as caught:
+        error = caught
+    raise _damaged(path, f"cannot read {STATE} ({error})")
 
 
 def _manifest_of(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise CheckpointError(f"no such checkpoint folder: {path}")
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
+        manifest = read_json(path / MANIFEST)
         version, _ = manifest["format"], [manifest["files"][name] for name in (STATE, TENSORS)]
     except FileNotFoundError:
         inside = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)

@@ -11,7 +11,7 @@ import yaml
 
 from braid.config.load import Loaded, plain_data, with_defaults, yaml_text
 from braid.config.source import DEFAULT, child, leaves, map_values, path_text, place
-from braid_dialects.load import DIALECTS, Read
+from braid_dialects.load import Read
 from braid_dialects.translate import DEFAULT_OF, WHOLE
 
 _COMMENT_COLUMN, _MAX_KEYS = 56, 3
@@ -29,9 +29,8 @@ def native_text(read: Read, folder: Path | None) -> str:
     place(tree, ("run", "base_dir"), str(loaded.base_dir))
     if folder is not None and folder.resolve() == loaded.base_dir.resolve():
         del tree["run"]["base_dir"]
-    title = DIALECTS[read.language].title
     source = "" if loaded.path is None else f" {loaded.path.name}"
-    head = f"# Converted from the {title} config{source}; comments name the original keys.\n"
+    head = f"# Converted from the {read.title} config{source}; comments name the original keys.\n"
     return head + _commented(yaml_text(tree), _comments(read))
 
 

@@ -32,7 +32,9 @@ _MAX_KEY, _MAX_VALUE, _MIN_ROOM = 36, 24, 50
 """Column widths of keys and values, and the least width of a translation beside them, in characters."""
 
 
-def print_ledger(ledger: Sequence[Entry], *, title: str, console: Console | None = None) -> None:
+def print_ledger(
+    ledger: Sequence[Entry], *, title: str, note: str = "", console: Console | None = None
+) -> None:
     """Print one line per key, grouped by section of the file, then the number of keys per disposition.
 
     Long lines are truncated or wrapped to the console's width; on a narrow console the translation is below
@@ -62,6 +64,8 @@ def print_ledger(ledger: Sequence[Entry], *, title: str, console: Console | None
     words = [
         Text.assemble(f"{counts[name]} ", (name, style)) for name, style in _STYLES.items() if counts[name]
     ]
+    if note:
+        console.print(Text(f"\n{title}: {note}", style="dim"))
     console.print(Text(f"\n{title}: {len(ledger)} keys, ") + Text(", ").join(words))
 
 

@@ -13,6 +13,7 @@ from braid.isolation.sandbox import find_isolation
 from braid.plan import Plan
 from braid.plan.end_tokens import end_tokens
 from braid.plan.sizes import engine_dtype, kv_budget_tokens, training_dtype
+from braid.plan.threads import thread_counts
 from braid.report.files import human_bytes
 
 UNKNOWN = "unknown"
@@ -30,9 +31,9 @@ class Figure:
 def figures(config: RunConfig, plan: Plan) -> list[Figure]:
     """All derived values, in the order in which a run uses them."""
     parts = {
-        "train": (_lengths, _end_tokens, _rollout, _training, _rewards, _ends),
-        "sft": (_lengths, _end_tokens, _ends),
-        "eval": (_lengths, _end_tokens, _rewards),
+        "train": (_lengths, _end_tokens, _rollout, _training, _rewards, _ends, _threads),
+        "sft": (_lengths, _end_tokens, _ends, _threads),
+        "eval": (_lengths, _end_tokens, _rewards, _threads),
     }
     return [figure for part in parts[plan.verb] for figure in part(config, plan)]
 
@@ -80,6 +81,13 @@ def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if plan.max_tokens_per_round is not None:
         most = f"at most {plan.max_tokens_per_round:,}"
         yield Figure("tokens per round", most, f"{count} trajectories x {longest:,}")
+    if plan.round_bytes is not None:
+        least, most = map(human_bytes, plan.round_bytes)
+        yield Figure(
+            "memory of a round",
+            f"{least} to {most}",
+            f"{count} trajectories and their tokens, in host memory",
+        )
     if rollout.engine == "native" and not isinstance(config.env, SimulatorEnv):
         engine = engine_dtype(config, plan.num_parameters, has_gpus=has_gpus)
         train = training_dtype(config, has_gpus=has_gpus)
@@ -172,6 +180,10 @@ def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     yield Figure("optimizer steps", f"{plan.planned_steps:,}", how)
     count = plan.trajectories_per_round
     yield Figure("total trajectories", f"{rounds * count:,}", f"{rounds:,} rounds x {count:,}")
+
+
+def _threads(config: RunConfig, plan: Plan) -> Iterator[Figure]:
+    yield Figure("CPU threads", *thread_counts(config, plan))
 
 
 def _rounds(config: RunConfig, plan: Plan) -> tuple[str, str]:

@@ -11,14 +11,17 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from errno import EIO, ENOSPC
+from os.path import isdir  # False for names that no file can have
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import braid
 from braid.cluster.interrupts import NUMBERS, stop_signals
+from braid.cluster.last_resort import ENDS_WITHIN_S
 from braid.errors import (
     BraidError,
     ConfigError,
@@ -32,7 +35,7 @@ from braid.report.streams import forgiven
 
 if TYPE_CHECKING:
     from braid.config.load import Loaded
-    from braid.plan import Verb
+    from braid.plan import Plan, Verb
     from braid_dialects.load import Read
 
 OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -86,6 +89,9 @@ def _leave(code: int, args: argparse.Namespace) -> int:
     verbs, whose output is their result, an unwritable stdout is a failure."""
     for number in NUMBERS:
         signal.signal(number, signal.SIG_IGN)
+    leaving = threading.Timer(ENDS_WITHIN_S, os._exit, [code])  # threads or objects may keep the interpreter
+    leaving.daemon = True
+    leaving.start()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
@@ -99,7 +105,7 @@ def _leave(code: int, args: argparse.Namespace) -> int:
 def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
     """Run `action` and return its exit code. Errors are printed to stderr, with a traceback under --debug;
     SIGTERM and SIGHUP act like Ctrl-C; unexpected exceptions propagate."""
-    with stop_signals():
+    with stop_signals(ends_process=True):
         try:
             return action()
         except KeyboardInterrupt:
@@ -107,9 +113,7 @@ def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
         except RunInterrupted as stop:
             return _say(INTERRUPTED, f"{stop}\nto resume: {_resume_command(args, stop)}", args)
         except ConfigError as error:
-            loaded: Loaded | None = getattr(args, "loaded", None)
-            placed = error if loaded is None else ConfigError([loaded.placed(p) for p in error.problems])
-            return _say(USAGE, str(placed), args)
+            return _say(USAGE, str(_placed(error, args)), args)
         except (DataError, ModelError) as error:
             return _say(USAGE, str(error), args)
         except BraidError as error:
@@ -129,6 +133,12 @@ def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
             raise
 
 
+def _placed(error: ConfigError, args: argparse.Namespace) -> ConfigError:
+    """The error with the origins of its keys, once the config has been read."""
+    loaded: Loaded | None = getattr(args, "loaded", None)
+    return error if loaded is None else ConfigError([loaded.placed(p) for p in error.problems])
+
+
 def _run(args: argparse.Namespace) -> int:
     """Train, fine-tune or evaluate."""
     loaded, verb = _load(args)
@@ -138,7 +148,7 @@ def _run(args: argparse.Namespace) -> int:
         from braid.trainer import commands  # heavy imports, which overlap with those of the workers
 
         if args.verb_name == "eval":
-            run_dir = Path(args.config) if Path(args.config).is_dir() else None
+            run_dir = Path(args.config) if isdir(args.config) else None
             outcome = commands.evaluate(loaded, cluster, run_dir=run_dir)
         else:
             outcome = (commands.sft if verb == "sft" else commands.train)(loaded, cluster)
@@ -162,47 +172,60 @@ def _export(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     from braid.cli import show
-    from braid.plan import resolve
 
-    loaded, _ = _read(args)
-    verb = args.verb or ("sft" if loaded.config.sft and not loaded.config.data.train else "train")
-    plan = resolve(loaded.config, verb=verb, origin_of=loaded.origin)
+    loaded, plan = _planned(args, args.verb)
     if args.check:
-        args.loaded = loaded
         from braid.trainer.preflight import check
 
-        plan = check(loaded, verb)
+        plan = check(loaded, plan.verb)
     if args.json:
         sys.stdout.write(show.as_json(loaded, plan))
     else:
-        show.print_plan(loaded, plan, show_defaults=args.all)
+        show.print_plan(loaded, plan, show_defaults=args.all, read_as=args.read_as)
     return OK
 
 
+def _planned(args: argparse.Namespace, verb: Verb | None = None) -> tuple[Loaded, Plan]:
+    """The config and its plan, for the command that the config is for unless `verb` names one. Raises ConfigError."""
+    from braid.plan import default_verb, resolve
+
+    loaded, read = _read(args)
+    args.loaded, args.read_as = loaded, "" if read is None else _read_as(read)
+    return loaded, resolve(loaded.config, verb=verb or default_verb(loaded.config), origin_of=loaded.origin)
+
+
 def _explain(args: argparse.Namespace) -> int:
+    """Print the ledger, and whether the plan that `braid show` prints can be made: the exit code is that of `show`."""
     from braid.cli.explain import print_key, print_ledger
-    from braid_dialects.load import DIALECTS, Refused, ledger_text
+    from braid_dialects.load import Refused, ledger_text
 
     if args.key is not None:
         print_key(args.key)
         return OK
     if args.config is None:
         raise ConfigError("pass a config to explain, or --key KEY for a single key")
-    args.allow_unsupported = ["*"]
-    refusal = None
+    allowed, args.allow_unsupported = args.allow_unsupported, ["*"]
     try:
         _, found = _read(args)
     except Refused as error:
-        found = refusal = error
+        found = error
     if found is None:
         raise ConfigError(f"{args.config} is a native config; use: braid show {args.config}")
     if args.json:
         sys.stdout.write(ledger_text(found.ledger))
     else:
-        print_ledger(found.ledger, title=f"{Path(args.config).name} ({DIALECTS[found.language].title})")
-    if refusal is not None:
-        raise refusal
-    return OK
+        print_ledger(found.ledger, title=f"{Path(args.config).name} ({found.title})", note=found.version_from)
+    sys.stdout.flush()
+    args.allow_unsupported, code, outcome = allowed, OK, "ok"
+    try:
+        _planned(args)
+    except ConfigError as error:
+        error = _placed(error, args)
+        code = _say(USAGE, str(error), args)
+        first, num_more = error.problems[0], len(error.problems) - 1
+        outcome = f"refused because {first.key}: {first.message}" + f" (and {num_more} more)" * bool(num_more)
+    (sys.stderr if args.json else sys.stdout).write(f"plan: {outcome}\n")
+    return code
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -239,10 +262,17 @@ def _load(args: argparse.Namespace) -> tuple[Loaded, Verb]:
     loaded, read = _read(args)
     args.loaded, args.language = loaded, "native" if read is None else read.language
     verb = "eval" if args.verb_name == "train" and loaded.config.run.eval_only else args.verb_name
+    if read is not None and (read_as := _read_as(read)):
+        sys.stderr.write(f"braid: {read_as}\n")
     os.environ.update(loaded.config.cluster.variables)  # before the import of torch, which reads some of them
     for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:
         sys.stderr.write(f"braid: warning: {warning}\n")
     return loaded, verb
+
+
+def _read_as(read: Read) -> str:
+    """The version of the system that the config is of; empty where versions do not differ."""
+    return f"read as a config of {read.title} ({read.version_from})" if read.version_from else ""
 
 
 def _read(args: argparse.Namespace) -> tuple[Loaded, Read | None]:
@@ -256,7 +286,10 @@ def _read(args: argparse.Namespace) -> tuple[Loaded, Read | None]:
     chosen = {"backend": args.backend, "engine": args.engine}
     if (path / "config.yaml").exists():  # the folder of a run
         path /= "config.yaml"
-    if dialect == "native" or (dialect is None and set(read_file(path).tree) <= set(RunConfig.model_fields)):
+    is_yaml = path.suffix != ".sh"
+    if dialect == "native" or (
+        dialect is None and is_yaml and set(read_file(path).tree) <= set(RunConfig.model_fields)
+    ):
         return load_config(path, args.overrides, **chosen), None
     from braid_dialects.load import read_config
 
@@ -363,8 +396,8 @@ def _add_config(verb: argparse.ArgumentParser, *, is_optional: bool) -> None:
     )
     verb.add_argument(
         "--dialect",
-        choices=("native", "rlinf", "roll", "skyrl"),
-        help="format of the config; detected from its keys by default",
+        metavar="{native,rlinf,roll,skyrl,skyrl@VERSION}",
+        help="format of the config, and for SkyRL the version whose defaults apply; detected from its keys by default",
     )
     verb.add_argument("--backend", metavar="NAME", help="override the training backend; single: one process")
     verb.add_argument("--engine", metavar="NAME", help="override the rollout engine; native: braid's own")

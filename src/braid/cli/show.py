@@ -40,11 +40,14 @@ def as_json(loaded: Loaded, plan: Plan) -> str:
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
-def print_plan(loaded: Loaded, plan: Plan, *, show_defaults: bool, console: Console | None = None) -> None:
+def print_plan(
+    loaded: Loaded, plan: Plan, *, show_defaults: bool, read_as: str = "", console: Console | None = None
+) -> None:
     """Print the config (only values that the user set, unless `show_defaults`), derived numbers, the
     placement table, the algorithm's components, memory and warnings."""
     console = console or Console(highlight=False, soft_wrap=False)
-    hint = "" if show_defaults else "values that you set; --all also shows defaults"
+    hints = [read_as, "" if show_defaults else "values that you set; --all also shows defaults"]
+    hint = "; ".join(filter(None, hints))
     parts = [
         ("config", hint, _config(loaded, plan, show_defaults, console.width)),
         ("derived", f"braid {plan.verb}", _figures(loaded.config, plan)),
@@ -136,7 +139,7 @@ def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
         is_set = getattr(config, field.name) is not None
         style = "dim" if key in idle else "bold" if is_set else ""
         if is_set:
-            origin = loaded.origins[key]
+            origin = loaded.origin(key)
         else:
             origin = "recipe" if value == getattr(RECIPES[config.recipe], field.name) else derived[field.name]
         origin += ", unused" if key in idle else ""

@@ -4,13 +4,16 @@ interrupt."""
 from __future__ import annotations
 
 import logging
+import queue
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import Any, NoReturn
+
+from .last_resort import last_resort
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +22,7 @@ _SAME_S = 0.5
 """Further signals within this time, in seconds, count as the same request: a key held down, or a wrapper that
 forwards a signal that the terminal has also sent."""
 _AGAIN_S = 0.01
-"""After this time a round is cut that could not be cut safely, in seconds."""
+"""Time until the next attempt to cut a round, in seconds."""
 
 
 class RoundCut(KeyboardInterrupt):
@@ -29,65 +32,93 @@ class RoundCut(KeyboardInterrupt):
 class StopSignals:
     """Signal handling of the run in this process. A signal raises KeyboardInterrupt, once; while the process
     shuts down, further signals are ignored. Within `graceful` the first signal only sets `is_requested`, and
-    the next one raises."""
+    the next one raises.
+
+    A handler may interrupt the main thread anywhere, even within another handler, so it neither blocks nor starts
+    threads: `_watch`, in a separate thread, logs the request and enforces the time limit."""
 
     def __init__(self) -> None:
         self.is_requested = False
         self._is_ending = False
-        self._is_late = False
+        self._ending_since_s: float | None = None
+        self._late_since_s: float | None = None
+        self.num_sent = 0
+        """Number of signals that `_watch` has sent."""
+        self._sent_at_s = 0.0
+        self._cut_is_due = False
         self._grace_s: float | None = None
         self._since_s = 0.0
         self._cuttable = 0
-        self._timer: threading.Timer | None = None
-        self._notice: threading.Thread | None = None
+        self._to_watch: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        """The number of the signal that asks for a stop; None ends `_watch`. Its `put` may be interrupted by a handler that
+        calls it."""
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal that interrupted `frame`."""
         if self._is_ending:
             return
-        if self._is_late and self._timer is not None:  # sent by the timer
+        if self._cut_is_due:  # sent by _watch
             if _is_in_context_manager(frame):
-                self._start_timer(number, _AGAIN_S)
                 return
-            self._timer = None
+            self._cut_is_due = False
             if self._cuttable:
                 raise RoundCut
         elif self._grace_s is None:
             self.end()
         elif not self.is_requested:
-            self._request(number, self._grace_s)
-        elif time.monotonic() - self._since_s > _SAME_S:
+            self.is_requested, self._since_s = True, time.monotonic()
+            self._to_watch.put(number)
+        elif time.monotonic() - max(self._since_s, self._sent_at_s) > _SAME_S:
             self.end()
 
     def end(self) -> NoReturn:
         """Raise KeyboardInterrupt, and ignore further signals."""
-        self._is_ending = True
+        self._is_ending, self._ending_since_s = True, time.monotonic()
         raise KeyboardInterrupt
+
+    @property
+    def must_end_since_s(self) -> float | None:
+        """When (time.monotonic) the run had to end, or the round that is cut; None if neither has to. An update or save is
+        finished, however long it takes."""
+        if self._ending_since_s is not None:
+            return self._ending_since_s
+        return self._late_since_s if self._cuttable else None
+
+    @property
+    def is_graceful(self) -> bool:
+        """Whether the first signal leaves time to stop."""
+        return self._grace_s is not None
 
     @contextmanager
     def graceful(self, within_s: float) -> Iterator[None]:
         """After the first signal, give the block `within_s` seconds to finish; with 0 the signal raises
         KeyboardInterrupt at once. After the block signals are ignored, since the run is over."""
         self._grace_s = within_s or None
+        watch = threading.Thread(target=self._watch, args=[within_s, threading.get_ident()], daemon=True)
+        watch.start()
         try:
             yield
             self._is_ending = True
         finally:
             self._grace_s = None
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._notice is not None:  # so that its line precedes those on how the run ended
-                self._notice.join(_SAME_S)
+            if self.is_requested and self._ending_since_s is None:
+                self._ending_since_s = time.monotonic()
+            self._to_watch.put(None)
+            watch.join(_SAME_S)  # its line precedes those on how the run ended
 
     @contextmanager
     def cuttable(self) -> Iterator[None]:
         """Interrupt the block with RoundCut when the grace period ends, or at once if it has ended
         already."""
-        if self._is_late:
+        if self._late_since_s is not None:
             raise RoundCut
         self._cuttable += 1
         try:
             yield
+        except KeyboardInterrupt as error:
+            if self._late_since_s is not None and not self._is_ending:
+                raise RoundCut from error  # Ray's calls raise its base class in its place
+            raise
         finally:
             self._cuttable -= 1
 
@@ -99,33 +130,28 @@ class StopSignals:
         ):
             raise RoundCut
 
-    def _request(self, number: int, within_s: float) -> None:
-        self.is_requested, self._since_s = True, time.monotonic()
-        self._start_timer(number, within_s)
-        name = signal.Signals(number).name
-        # Logged in another thread: a handler must not wait for a lock held by the code that it interrupted.
-        self._notice = threading.Thread(
-            target=logger.warning,
-            args=(
-                "%s: stopping with a checkpoint within %g s, or after the update in progress; send it again to stop immediately",
-                name,
-                within_s,
-            ),
-            daemon=True,
+    def _watch(self, within_s: float, thread: int) -> None:
+        """Wait for the first signal, log what it leads to, and interrupt `thread` `within_s` seconds later, also
+        in a blocking call. The signal is sent until the handler has cut the round: one that comes just before such a call
+        does not interrupt it, and a context manager must not be interrupted."""
+        if (number := self._to_watch.get()) is None:
+            return
+        logger.warning(
+            "%s: stopping with a checkpoint within %g s, or after the update in progress; send it again to stop immediately",
+            signal.Signals(number).name,
+            within_s,
         )
-        self._notice.start()
-
-    def _start_timer(self, number: int, within_s: float) -> None:
-        self._timer = threading.Timer(within_s, self._be_late, [number])
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _be_late(self, number: int) -> None:
-        """Mark the grace period as over, and interrupt a blocking call of the main thread."""
-        self._is_late = True
-        main = threading.main_thread().ident
-        if main is not None:
-            signal.pthread_kill(main, number)
+        with suppress(queue.Empty):
+            self._to_watch.get(timeout=max(0.0, self._since_s + within_s - time.monotonic()))
+            return
+        self._late_since_s, self._cut_is_due = time.monotonic(), True
+        while self._cut_is_due:
+            self._sent_at_s = time.monotonic()
+            self.num_sent += 1
+            signal.pthread_kill(thread, number)
+            with suppress(queue.Empty):
+                self._to_watch.get(timeout=_AGAIN_S)
+                return
 
 
 def _is_in_context_manager(frame: FrameType | None) -> bool:
@@ -142,10 +168,10 @@ _listening: list[StopSignals] = []
 
 
 @contextmanager
-def stop_signals() -> Iterator[StopSignals]:
+def stop_signals(*, ends_process: bool = False) -> Iterator[StopSignals]:
     """Handle signals of this process within the block; nested blocks share one object. Signals that were
     ignored before, as under nohup, stay ignored. Outside the main thread, the only one that handles signals,
-    the object has no effect."""
+    the object has no effect. With `ends_process` the process is ended where it does not end by itself (see last_resort)."""
     if _listening:
         yield _listening[0]
         return
@@ -159,7 +185,8 @@ def stop_signals() -> Iterator[StopSignals]:
     for number in heeded:
         signal.signal(number, stop.on_signal)
     try:
-        yield stop
+        with last_resort(stop, heeded, same_s=_SAME_S) if ends_process else nullcontext():
+            yield stop
     finally:
         for number, handler in heeded.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

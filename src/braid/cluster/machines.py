@@ -13,6 +13,7 @@ import ipaddress
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import struct
@@ -20,19 +21,23 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray  # noqa: TID251
 from ray import _raylet  # noqa: TID251  # pyright: ignore[reportAttributeAccessIssue]
 from ray._private.node import Node  # noqa: TID251
 from ray._private.services import canonicalize_bootstrap_address  # noqa: TID251
-from ray.exceptions import RayError  # noqa: TID251
+from ray._private.worker import global_worker  # noqa: TID251
+from ray.exceptions import RayError, RayTaskError  # noqa: TID251
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: TID251
 
 import braid
 from braid.config.cluster import ClusterConfig
-from braid.errors import ConfigError, Problem, WorkerError
+from braid.errors import ConfigError, MachineError, Problem, WorkerError
+from braid.processes import is_running
 
 from .interrupts import interrupts_held
 from .workers import Placement
@@ -71,11 +76,11 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     for name, limit in _START_LIMITS.items():
         os.environ.setdefault(name, limit)
-    if config.num_nodes > 1 and not is_joined(config):
+    if config.num_nodes > 1 and not config.is_joined:
         raise _problem("cluster.num_nodes", f"the run needs {config.num_nodes} machines, but {_ALONE}")
     with interrupts_held() as caught:  # an interrupted start of Ray leaves processes behind, or crashes
-        if is_joined(config):
-            _join(_asked(config))
+        if config.is_joined:
+            _join(config.ray_address)
         else:
             _start(num_processes, config.start_timeout_s, caught)
     if caught:
@@ -148,13 +153,36 @@ def _start(num_processes: int, timeout_s: float, caught: Sequence[int]) -> None:
 
 def _init(num_processes: int) -> None:
     ray.init(
-        address=_HERE,
+        address="local",
         num_cpus=num_processes,  # Ray starts this many processes in advance for workers
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.ERROR,
         object_store_memory=_OBJECT_BYTES,
     )
+    node: Any = global_worker.node
+    _remove_old_sessions(Path(node.get_session_dir_path()))
+
+
+def _remove_old_sessions(own: Path) -> None:
+    """Remove the folders of sessions that other runs started, of which no process is left; Ray never removes them."""
+    with suppress(OSError):
+        (own / _STARTED_BY_RUN).touch()
+    marked = [mark.parent for mark in own.parent.glob(f"session_*/{_STARTED_BY_RUN}")]
+    old: list[Path] = []
+    for folder in marked:
+        driver = folder.name.rpartition("_")[2]
+        if not folder.is_symlink() and driver.isdecimal() and not is_running(int(driver)):
+            old.append(folder)
+    commands: list[bytes] = []
+    for file in Path("/proc").glob("[0-9]*/cmdline") if old else ():
+        with suppress(OSError):
+            commands.append(file.read_bytes())
+    for folder in old:
+        is_used = any(os.fsencode(folder.name) in command for command in commands)
+        with suppress(OSError):  # a start beside this one may remove it first
+            if not is_used and os.getuid() in (0, folder.stat().st_uid):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_processes(error: Exception) -> None:
@@ -166,22 +194,12 @@ def _end_processes(error: Exception) -> None:
             node.kill_all_processes(check_alive=False, wait=True)
 
 
-def is_joined(config: ClusterConfig) -> bool:
-    """Whether the cluster exists independently of this run."""
-    return _asked(config) != _HERE
-
-
-_HERE = "local"
-"""Ray's address for a new cluster on this machine."""
+_STARTED_BY_RUN = "started_by_braid"
+"""A file in the folder of a Ray session that a run has started."""
 _ALONE = (
     "a cluster started by a run has only this machine. Run `ray start --head` here and `ray start --address=HOST:6379` on "
     "the other machines, then set cluster.address=auto; or set cluster.num_nodes=1"
 )
-
-
-def _asked(config: ClusterConfig) -> str:
-    """The cluster to join."""
-    return config.address or os.environ.get("RAY_ADDRESS") or _HERE
 
 
 def _join(address: str) -> None:
@@ -245,23 +263,67 @@ class Holder:
 class Machines:
     """The machines reserved by a run, by node number in its layout."""
 
-    def __init__(self, config: ClusterConfig, num_gpus: Sequence[int], devices_per_node: int) -> None:
-        """Reserves a machine for each of `num_gpus`, with at least that many GPUs (none for a run on CPUs).
-        Raises ConfigError if the cluster lacks such machines or they have another version of braid,
-        WorkerError if they are not free in time."""
+    def __init__(
+        self,
+        config: ClusterConfig,
+        num_gpus: Sequence[int],
+        devices_per_node: int,
+        *,
+        is_restart: bool = False,
+    ) -> None:
+        """Reserves a machine for each of `num_gpus`, with at least that many GPUs (none for a run on CPUs). On a
+        restart it waits for machines that have left the cluster. Raises ConfigError if the cluster lacks such
+        machines or they have another version of braid, WorkerError if they are not free in time, and MachineError
+        if one does not come back or does not answer in time."""
         self._devices_per_node = devices_per_node
         self._holders: list[Any] = []
-        nodes = _suited(config, len(num_gpus), max(num_gpus))
-        self._machines = [Machine(node["NodeID"], node["NodeManagerAddress"]) for node in nodes]
-        if not is_joined(config) and not any(num_gpus):
-            return  # nothing to reserve or to look up
         try:
-            self._machines = self._hold(num_gpus, config.start_timeout_s)
+            self._machines = self._reserve(config, num_gpus, is_restart=is_restart)
         except BaseException:
             self.close()
             raise
         if not any(num_gpus):
             self.close()
+        _reserved[:] = [machine.address for machine in self._machines]
+
+    def _reserve(self, config: ClusterConfig, num_gpus: Sequence[int], *, is_restart: bool) -> list[Machine]:
+        timeout_s, is_told = config.start_timeout_s, False
+        deadline = time.monotonic() + timeout_s
+        while True:
+            there = _alive()
+            nodes = [node for node in there if _gpus(node) >= max(num_gpus)][: len(num_gpus)]
+            machines = [Machine(node["NodeID"], node["NodeManagerAddress"]) for node in nodes]
+            addresses = [node["NodeManagerAddress"] for node in there]
+            if len(machines) == len(num_gpus):
+                if not config.is_joined and not any(num_gpus):
+                    return machines  # nothing to reserve or to look up
+                held = self._hold(machines, num_gpus, deadline - time.monotonic(), timeout_s)
+                if None not in held:
+                    return [machine for machine in held if machine is not None]
+                self.close()
+                missing = [m.address for m, answer in zip(machines, held, strict=True) if answer is None]
+            elif is_restart:
+                missing = [address for address in _reserved if address not in addresses]
+            else:
+                raise _too_few(config, there, len(num_gpus), max(num_gpus))
+            what = (
+                f"the machine{'s' * (len(missing) > 1)} {', '.join(missing)}"
+                if missing
+                else "another machine"
+            )
+            advice = f"`ray start --address={ray.get_runtime_context().gcs_address}` there adds it again"
+            if time.monotonic() >= deadline:
+                raise MachineError(
+                    f"{what} did not join the Ray cluster within {timeout_s:g} s (cluster.start_timeout_s): the placement needs "
+                    f"{len(num_gpus)} machines, and the cluster has {len(there)} ({', '.join(addresses)}); {advice}"
+                )
+            if not is_told:
+                logger.warning(
+                    "waiting up to %g s (cluster.start_timeout_s) for %s, which the Ray cluster has lost; %s",
+                    timeout_s, what, advice,
+                )  # fmt: skip
+            is_told = True
+            time.sleep(_LOOK_S)
 
     @property
     def is_one(self) -> bool:
@@ -293,41 +355,53 @@ class Machines:
         for holder in holders:
             ray.kill(holder, no_restart=True)
 
-    def _hold(self, num_gpus: Sequence[int], timeout_s: float) -> list[Machine]:
+    def _hold(
+        self, machines: Sequence[Machine], num_gpus: Sequence[int], left_s: float, timeout_s: float
+    ) -> list[Machine | None]:
+        """The machines with what their actors report; None in the place of one that the cluster has lost."""
         holder: Any = ray.remote(num_cpus=0, max_restarts=0)(Holder)
-        for machine, count in zip(self._machines, num_gpus, strict=True):
+        for machine, count in zip(machines, num_gpus, strict=True):
             there = NodeAffinitySchedulingStrategy(machine.node_id, soft=False)
             self._holders.append(holder.options(num_gpus=count, scheduling_strategy=there).remote())
         telling = [holder.tell.remote() for holder in self._holders]
-        _, late = ray.wait(telling, num_returns=len(telling), timeout=timeout_s)
+        _, late = ray.wait(telling, num_returns=len(telling), timeout=max(0.0, left_s))
         if late:
-            names = ", ".join(self._machines[telling.index(call)].address for call in late)
+            names = ", ".join(machines[telling.index(call)].address for call in late)
             raise WorkerError(
                 f"no process started on {names} within {timeout_s:g} s (cluster.start_timeout_s): their GPUs are in use, or the "
                 "machines have failed; check with `ray status`"
             )
-        return [_checked(machine, call) for machine, call in zip(self._machines, telling, strict=True)]
+        return [_checked(machine, call) for machine, call in zip(machines, telling, strict=True)]
 
 
-def _suited(config: ClusterConfig, num_nodes: int, num_gpus: int) -> list[Mapping[str, Any]]:
-    """The first `num_nodes` of the cluster's machines with at least `num_gpus` GPUs, the driver's first."""
+_LOOK_S = 0.5
+"""Interval, in seconds, at which a restart looks for missing machines."""
+_reserved: list[str] = []
+"""Addresses of the machines that this process reserved last: of a restart, those of the run so far."""
+
+
+def _alive() -> list[Mapping[str, Any]]:
+    """The machines that Ray takes for alive, the driver's first. One that has lost its power is among them until Ray
+    notices, after a minute at most."""
     here = ray.get_runtime_context().get_node_id()
-    there = sorted(
+    return sorted(
         (node for node in ray.nodes() if node["Alive"]),
         key=lambda node: (node["NodeID"] != here, _order(node["NodeManagerAddress"]), node["NodeID"]),
     )
-    suited = [node for node in there if _gpus(node) >= num_gpus]
-    if len(suited) >= num_nodes:
-        return suited[:num_nodes]
+
+
+def _too_few(
+    config: ClusterConfig, there: Sequence[Mapping[str, Any]], num_nodes: int, num_gpus: int
+) -> ConfigError:
     of_each = f" with {num_gpus} GPUs each" if num_gpus else ""
     has = ", ".join(f"{node['NodeManagerAddress']} ({_gpus(node)} GPUs)" for node in there)
     fewer = "set cluster.num_nodes, cluster.devices_per_node and cluster.placement to what is available"
-    if is_joined(config):
+    if config.is_joined:
         address = ray.get_runtime_context().gcs_address
         advice = f"add machines (`ray start --address={address}`), or {fewer}"
     else:
         advice = _ALONE if len(there) < num_nodes else fewer
-    raise _problem(
+    return _problem(
         "cluster.num_nodes",
         f"the placement needs {num_nodes} machine{'s' * (num_nodes > 1)}{of_each}, but the Ray cluster has {len(there)}: {has}; "
         + advice,
@@ -351,11 +425,13 @@ def _order(address: str) -> tuple[bool, int, str]:
         return True, 0, address
 
 
-def _checked(machine: Machine, call: Any) -> Machine:
-    """The machine with what its actor reports."""
+def _checked(machine: Machine, call: Any) -> Machine | None:
+    """The machine with what its actor reports; None if the actor ended with the machine."""
     try:
         version, gpus, interface = ray.get(call)
     except RayError as error:
+        if not (isinstance(error, RayTaskError) or getattr(error, "actor_init_failed", False)):
+            return None  # it was not braid's code that failed
         last = str(error).strip().splitlines()[-1]
         raise _problem(
             "cluster.address",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from braid.errors import ReportError
+from braid.errors import ReportError, disk_fix
 from braid.report.files import write_atomically
 
 Held = Mapping[str, Mapping[str, int]]
@@ -56,7 +56,7 @@ class MemoryRecorder:
             if self._device.type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
         except OSError as error:
-            raise ReportError(f"cannot write {file}: {error.strerror or error}; free disk space") from error
+            raise ReportError(f"cannot write {file}: {error.strerror or error}; {disk_fix(error)}") from error
         self._peaks = {}
 
     def _forget_peak(self) -> None:

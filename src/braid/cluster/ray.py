@@ -33,12 +33,13 @@ from ray.exceptions import (  # noqa: TID251
 )
 
 from braid.config.cluster import ClusterConfig
+from braid.cores import num_cores
 from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerError
-from braid.processes import kill
+from braid.processes import is_running, kill
 
 from . import watchdog
 from .environment import THREADS
-from .machines import Machines, connect, family_of, interface_of, is_joined, num_cluster_gpus
+from .machines import Machines, connect, family_of, interface_of, num_cluster_gpus
 from .machines import leave as disconnect
 from .oom import KillCount
 from .reports import Report, log_to, reports
@@ -116,6 +117,8 @@ class _Process:
     node: str
     log: str
     start: int
+    raylet: int
+    """Pid of Ray's process on that machine, whose child this one is."""
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.node}"
@@ -124,12 +127,14 @@ class _Process:
 class _Host:
     """The Ray actor of one worker."""
 
-    def __init__(self, env: Mapping[str, str | None], is_local: bool) -> None:
-        """With `is_local` all workers are on this machine, and communicate over loopback."""
+    def __init__(self, env: Mapping[str, str | None], is_local: bool, num_sharing: int = 1) -> None:
+        """With `is_local` all workers are on this machine, and communicate over loopback. Unless `env` sets the number of
+        threads, it is this machine's cores divided by `num_sharing`."""
         for name, value in env.items():
             os.environ.pop(name, None)  # Ray sets OMP_NUM_THREADS itself
             if value is not None:
                 os.environ[name] = value
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_sharing)))
         self._is_local = is_local
         if is_local and (interface := interface_of(LOOPBACK)):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -158,7 +163,7 @@ class _Host:
         stderr = Path("/proc/self/fd/2")
         written = stderr.resolve() if stderr.exists() else None
         start = written.stat().st_size if written is not None and written.is_file() else 0
-        return _Process(os.getpid(), node, str(written or ""), start)
+        return _Process(os.getpid(), node, str(written or ""), start, os.getppid())
 
     @ray.method(concurrency_group=_REPORTS, num_returns="streaming")
     def reports(self) -> Iterator[Report]:
@@ -170,7 +175,9 @@ class _Host:
             importlib.import_module(module)
 
     def make(self, name: str, factory: Factory[Any], place: Place) -> None:
-        self._workers[name] = factory(replace(place, listener=self._listener, workers=self._workers))
+        address = ray.util.get_node_ip_address()
+        place = replace(place, listener=self._listener, workers=self._workers, address=address)
+        self._workers[name] = factory(place)
 
     def drop(self, name: str) -> None:
         del self._workers[name]
@@ -246,10 +253,12 @@ class RayGroup(WorkerGroup[W]):
         machines: Machines | None = None,
         reads: Sequence[str] = (),
         env: Mapping[str, str | None] = THREADS,
+        sharing: Sequence[int] | None = None,
     ) -> None:
         """Start a process for each of the `placements` on `machines` (an int: that many, anywhere), and import the
         modules `reads` in each, without waiting. `make` has to follow. `env` are environment variables that
-        `cluster.env` does not set; None removes one."""
+        `cluster.env` does not set; None removes one. `sharing` is, by rank, the number of processes with which a worker shares
+        its machine's cores, unless OMP_NUM_THREADS is set."""
         assert isinstance(placements, int) == (machines is None), (
             "pass machines if and only if placements are given"
         )
@@ -265,12 +274,14 @@ class RayGroup(WorkerGroup[W]):
         self._hosts: list[Any] = []
         self._places: list[Place] = []
         self._listening = threading.Thread(target=self._listen, name=f"reports of {role}", daemon=True)
-        is_local = not is_joined(config) or (machines is not None and machines.is_one)
+        is_local = not config.is_joined or (machines is not None and machines.is_one)
         given = config.variables
         try:
-            for placement in self._placements or [None] * self.size:
+            shares = sharing or [1] * self.size
+            for placement, num_sharing in zip(self._placements or [None] * self.size, shares, strict=True):
                 where, own = machines.spot(placement, given) if machines and placement else ("DEFAULT", given)
-                self._hosts.append(host.options(scheduling_strategy=where).remote({**env, **own}, is_local))
+                new = host.options(scheduling_strategy=where)
+                self._hosts.append(new.remote({**env, **own}, is_local, num_sharing))
             for h in self._hosts:
                 h.read.remote(reads)  # an import error surfaces when the module is needed
         except BaseException:
@@ -294,7 +305,7 @@ class RayGroup(WorkerGroup[W]):
         if logs is not None:
             logs.mkdir(exist_ok=True)
         files = [None if logs is None else logs.absolute() / f"{self.role}-{rank}.log" for rank in ranks]
-        is_own = not is_joined(self._config)
+        is_own = not self._config.is_joined
         processes = [h.process.remote(file, is_own) for h, file in zip(self._hosts, files, strict=True)]
         rendezvous = [self._hosts[0].rendezvous.remote()] if self.size > 1 else []
         self._processes = self._wait(processes, ranks, "starting", deadline)
@@ -345,6 +356,12 @@ class RayGroup(WorkerGroup[W]):
         left = self._watch(rank_of, doing, deadline, is_any=True, until=until)
         return [of for of in pending if not any(call in left for call in of.refs)]
 
+    def is_done(self, call: Pending[Any], within_s: float) -> bool:
+        """See WorkerGroup."""
+        of = cast("_Pending", call)
+        rank_of = dict(zip(of.refs, of.ranks, strict=True))
+        return not self._watch(rank_of, of.doing, of.deadline, until=time.monotonic() + within_s)
+
     def peers(self) -> list[Peer]:
         """The workers by rank, as workers of other groups call them."""
         return [Peer(self._name(rank), host, self._timeout_s) for rank, host in enumerate(self._hosts)]
@@ -366,9 +383,9 @@ class RayGroup(WorkerGroup[W]):
             ray.kill(host, no_restart=True)
         if self._listening.ident is not None:
             self._listening.join(_GRACE_S)  # it ends when all workers have
-            if self._listening.is_alive():  # a worker that is stopped (SIGSTOP) cannot exit by itself
-                here = ray.util.get_node_ip_address()
-                kill(process.pid for process in self._processes if process.node == here)
+            # A worker that is stopped (SIGSTOP) cannot exit by itself, and Ray kills it only after 5 s.
+            here = ray.util.get_node_ip_address()
+            kill(process.pid for process in self._processes if process.node == here)
             self._listens = False
             self._listening.join()
 
@@ -446,6 +463,13 @@ class RayGroup(WorkerGroup[W]):
                 ) from error
             loss = Loss(self, rank, error=error)
         group, rank = loss.group, loss.rank
+        if loss.said is None and (raylet := group._lost_raylet(loss)) is not None:
+            self.close()
+            raise WorkerError(
+                f"Ray's raylet died while {group._name(rank)} was {doing}",
+                f"{raylet}, and the workers on that machine ended with it; its logs are in the folder logs of Ray's session "
+                "(/tmp/ray/session_latest)",
+            )
         if loss.said is None:
             what, why = "died", group._end_of(loss)
         else:
@@ -467,6 +491,16 @@ class RayGroup(WorkerGroup[W]):
             how = f"it ran out of memory and was killed: {_LESS_MEMORY}"
         words = self._last_words(loss.rank)
         return f"{how} ({self._where(loss.rank)})" + (f"; last log lines: {words}" if words else "")
+
+    def _lost_raylet(self, loss: Loss) -> str | None:
+        """The raylet of a lost worker, if it has died itself; None if it runs, or if nothing is known of it."""
+        if not self._processes:
+            return None
+        process = self._processes[loss.rank]
+        is_here = process.node == ray.util.get_node_ip_address() and Path("/proc/self").exists()
+        if is_here and not is_running(process.raylet):
+            return f"pid {process.raylet} on {process.node} was killed or crashed"
+        return None
 
     def _name(self, rank: int) -> str:
         return f"{self.role} worker {rank} of {self.size}"
@@ -502,6 +536,10 @@ class _Added(WorkerGroup[W]):
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
         """See WorkerGroup."""
         return self._processes.wait_any(pending, within_s)
+
+    def is_done(self, call: Pending[Any], within_s: float) -> bool:
+        """See WorkerGroup."""
+        return self._processes.is_done(call, within_s)
 
     def add(self, name: str, factory: Factory[T]) -> WorkerGroup[T]:
         """See WorkerGroup."""

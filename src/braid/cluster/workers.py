@@ -38,7 +38,8 @@ class Place:
 
     `rendezvous` is the address (host, port) where the ranks meet: that of the socket `listener` of rank 0,
     which is open from before the ranks learn the address until rank 0's process exits. None for a single
-    worker. `workers` are those that the process holds already, by name."""
+    worker. `address` is that at which other machines of the cluster reach this one; None in a run without workers.
+    `workers` are those that the process holds already, by name."""
 
     rank: int
     size: int
@@ -47,6 +48,7 @@ class Place:
     node: int = 0
     devices: tuple[int, ...] = ()
     workers: Mapping[str, Any] = field(default_factory=dict)
+    address: str | None = None
 
 
 class Placement(Protocol):
@@ -143,6 +145,10 @@ class WorkerGroup(ABC, Generic[W]):
         have. Raises WorkerError."""
 
     @abstractmethod
+    def is_done(self, call: Pending[Any], within_s: float) -> bool:
+        """Whether all ranks have finished a call, after waiting for `within_s` seconds at most. Raises WorkerError."""
+
+    @abstractmethod
     def add(self, name: str, factory: Factory[T]) -> WorkerGroup[T]:
         """Create another worker in each process. Closing its group frees it and leaves the processes running."""
 
@@ -150,6 +156,19 @@ class WorkerGroup(ABC, Generic[W]):
     def close(self) -> None:
         """Stop the workers (one in this process by its `close`, if it has one) and their processes.
         Idempotent."""
+
+
+_GLANCE_S = 0.02
+
+
+def wait_for_all(calls: Sequence[tuple[WorkerGroup[Any], Pending[Any]]]) -> None:
+    """Wait for calls of several groups that exchange data with each other. The first failure ends the wait for all: those that
+    wait for the failed one would otherwise do so until their deadlines. Raises WorkerError."""
+    pending = list(calls)
+    while len(pending) > 1:
+        pending = [(group, call) for group, call in pending if not group.is_done(call, _GLANCE_S)]
+    for _, call in calls:
+        call.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +233,10 @@ class InProcessGroup(WorkerGroup[W]):
             return pending
         futures = {of.future: of for of in pending if isinstance(of, Started)}
         return [futures[of] for of in wait(futures, within_s, FIRST_COMPLETED).done]
+
+    def is_done(self, call: Pending[Any], within_s: float) -> bool:
+        """See WorkerGroup."""
+        return not isinstance(call, Started) or bool(wait([call.future], within_s).done)
 
     def add(self, name: str, factory: Factory[T], *, has_threads: bool = False) -> InProcessGroup[T]:
         """See WorkerGroup."""

@@ -133,6 +133,8 @@ class AlgorithmConfig(Section):
     ratio is above 1."""
     dual_clip: Annotated[float, Field(gt=1.0)] | Literal["off"] | None = None
     """Bound c > 1 on the ratio for negative advantages (dual-clip PPO); off for none."""
+    cispo_mask: bool | None = None
+    """cispo: exclude the tokens that PPO would clip from the loss, without changing its denominator."""
     sapo_tau_positive: PositiveFloat | None = None
     """sapo: temperature of the soft gate for positive advantages."""
     sapo_tau_negative: PositiveFloat | None = None
@@ -173,7 +175,8 @@ class AlgorithmConfig(Section):
     """Estimator of the KL divergence: from the log-probs of sampled tokens, or full, the exact sum over the
     vocabulary at each position, which needs the reference in the policy's processes (not with Megatron)."""
     kl_in: KlPlace | None = None
-    """Whether the KL penalty is added to the loss or subtracted from each token's reward."""
+    """Whether the KL penalty is added to the loss, or subtracted from each token's reward, from which advantages are
+    computed, or from each token's advantage: then it is not credited to earlier tokens, nor learned by a critic."""
     kl_clamp: PositiveFloat | Literal["off"] | None = None
     """Bound on the estimator's absolute value per token; off for none."""
     kl_target: PositiveFloat | Literal["off"] | None = None

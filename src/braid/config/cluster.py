@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
@@ -38,7 +39,8 @@ class ClusterConfig(Section):
     """Names of worker groups in messages and process titles; the role name by default."""
     env: dict[str, Annotated[str | None, BeforeValidator(_as_text)]] = Field(default_factory=dict)
     """Environment variables set in every worker, in the driver, and in its scoring processes; null leaves a
-    variable unchanged. A run's config.yaml stores `${oc.env:NAME,null}` instead of each value."""
+    variable unchanged. A run's config.yaml stores `${oc.env:NAME,null}` instead of a secret: a value whose name has the
+    word TOKEN, KEY, SECRET, PASSWORD, CREDENTIALS or AUTH in it, or a URL with a password."""
     buffer_processes: PositiveInt = 1
     """Processes that hold the rollout buffer, on the machines of the rollout workers in turn. More than one when its
     rows, such as images, need more memory than one machine has."""
@@ -46,6 +48,16 @@ class ClusterConfig(Section):
     """Timeout for starting all workers, in seconds."""
     call_timeout_s: PositiveFloat = 3600.0
     """Timeout of one call to a role, in seconds."""
+
+    @property
+    def ray_address(self) -> str:
+        """The Ray cluster to join; `local`, Ray's address for a new cluster on this machine, if the run starts its own."""
+        return self.address or os.environ.get("RAY_ADDRESS") or "local"
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether the Ray cluster exists independently of the run."""
+        return self.ray_address != "local"
 
     @property
     def variables(self) -> dict[str, str]:

@@ -134,7 +134,8 @@ class DataConfig(Section):
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt after templating, in tokens."""
     overlong: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
-    """What to do with prompts above max_prompt_tokens (always counted in metrics)."""
+    """What to do with prompts above max_prompt_tokens (always counted in metrics). truncate_right keeps what the chat template
+    writes after the last message, such as the beginning of the answer."""
     use_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: apply the tokenizer's chat template if it has one, or if the prompt is a list of chat
     messages."""

@@ -17,7 +17,7 @@ from .base import Section
 from .habits import HABITS
 from .schema import RunConfig
 from .shape import allowed, fields_of, is_list, kind_of, sections_of
-from .source import child, leaves, path_text
+from .source import child, is_within, leaves, path_text
 
 _ABSENT = object()
 MAX_HINTS = 50
@@ -137,6 +137,8 @@ def _meant(spot: _Spot, listed: set[type[Section]]) -> str:
     if others := [str(kind_of(s)) for s in spot.kinds if name in s.model_fields]:
         return f" for kind {kind_of(spot.section)}; available for kind {' and '.join(others)}"
     homes = sorted({path for path, _ in fields_of(RunConfig) if path.rpartition(".")[2] == name}, key=len)
+    section = spot.key.rpartition(".")[0]
+    homes = [path for path in homes if section and is_within(path, section)][:1] or homes
     if homes:
         return f" in this section, did you mean {' or '.join(homes[:2])}?"
     if spot.section in listed:

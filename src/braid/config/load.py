@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from omegaconf import OmegaConf
@@ -30,10 +30,19 @@ from .base import Section
 from .explain import explain, unlike_numbers
 from .resolvers import MAX_NUMBER, RESOLVERS, register_resolvers
 from .schema import RunConfig
-from .secrets import Reference, distinct, environment_values, hidden, plain_secrets, reference_for
-from .shape import section_for, sections_of
+from .secrets import (
+    Reference,
+    distinct,
+    environment_values,
+    hidden,
+    is_secret_variable,
+    plain_secrets,
+    reference_for,
+)
+from .shape import fields_of, section_for, sections_of
 from .source import (
     DEFAULT,
+    OVERRIDE,
     KeyPath,
     Written,
     apply_override,
@@ -73,14 +82,16 @@ class Loaded:
     kept: Mapping[str, str] = field(default_factory=dict, repr=False)
     references: Mapping[str, Any] = field(default_factory=dict, repr=False)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    foreign_keys: Mapping[str, str] | None = field(default=None, repr=False)
+    """Of a config in another framework's format: native key -> the key of the file that sets it."""
 
     def to_show(self) -> dict[str, Any]:
-        """The config as plain data without secrets: values from environment variables and those that
-        `cluster.env` sets are replaced by references."""
+        """The config as plain data without secrets: values from environment variables, and secrets
+        that `cluster.env` sets, are replaced by references."""
         data = map_values(plain_data(self.config), self.references.get)
         env = data["cluster"]["env"]
         for name, value in env.items():
-            if value is not None and not isinstance(value, Reference):
+            if value is not None and not isinstance(value, Reference) and is_secret_variable(name, value):
                 env[name] = Reference(f"${{oc.env:{name},null}}")
         return data
 
@@ -99,7 +110,35 @@ class Loaded:
         """Add the origin of its key to a problem, for callers that know keys but no origins."""
         origin = self.origin(problem.key)
         message = hidden(problem.message, distinct(self.secrets))
-        return replace(problem, message=message, origin=problem.origin if origin == DEFAULT else origin)
+        placed = replace(problem, message=message, origin=problem.origin if origin == DEFAULT else origin)
+        return placed if self.foreign_keys is None else in_keys_of_file(placed, self.foreign_keys)
+
+
+_KEY = re.compile(r"(?<![\w./-])([a-z_]\w*(?:\[\d+\])?(?:\.[a-z_]\w*(?:\[\d+\])?)+)(=[\w.\-]*[\w\-])?")
+"""A key of the config in a message, and the value that it is said to have or to need."""
+
+
+def in_keys_of_file(problem: Problem, foreign_keys: Mapping[str, str]) -> Problem:
+    """A problem of a config in another framework's format, in the keys of its file; those that it does not set are
+    keys of braid, which are written below `braid`."""
+
+    def key_of(native: str) -> str:
+        return next(
+            (own for name, own in foreign_keys.items() if is_within(name, native) or is_within(native, name)),
+            "",
+        )
+
+    def told(match: re.Match[str]) -> str:
+        native, value = match[1], match[2] or ""
+        if native.partition(".")[0] not in RunConfig.model_fields or native in foreign_keys.values():
+            return match[0]
+        own = key_of(native)
+        return f"{own} (braid.{native}{value})" if own else f"braid.{native}{value}"
+
+    if problem.key in foreign_keys.values() or problem.key.partition(".")[0] not in RunConfig.model_fields:
+        return problem
+    key = key_of(problem.key) or f"braid.{problem.key}"
+    return replace(problem, key=key, message=_KEY.sub(told, problem.message))
 
 
 def load_config(
@@ -119,6 +158,9 @@ def load_config(
     chosen = {"train.backend": backend, "rollout.engine": engine}
     for text in (*overrides, *(f"{key}={value}" for key, value in chosen.items() if value is not None)):
         apply_override(written, text)
+    if not written.tree and file is not None:
+        why = "the file is empty, or has only comments; a config has at least a model, as in examples/quickstart.yaml"
+        raise ConfigError([Problem("config", why, file.name)])
     written.tree = interpolate(written, with_defaults)
     return validate(written, file)
 
@@ -129,6 +171,7 @@ def validate(written: Written, file: Path | None) -> Loaded:
 
     Relative paths start from the folder of `file`, or from the working directory without one.
     """
+    _give_defaults(written)
     tree, config = written.tree, None
     missing = [path_text(path) for path, value in leaves(tree) if value == MANDATORY]
     complaints = [(name, f"required; set it on the command line: {name}=VALUE") for name in missing]
@@ -153,6 +196,21 @@ def validate(written: Written, file: Path | None) -> Loaded:
     origins = {name: given.get(name, DEFAULT) for name in names}
     base_dir = folder / (config.run.base_dir or "")
     return Loaded(config, origins, base_dir, file, references=written.references, secrets=written.secrets)
+
+
+def _give_defaults(written: Written) -> None:
+    """Remove the sections that the command line sets to null and that cannot be null: they get their defaults."""
+    fields = {
+        path: field for path, field in fields_of(RunConfig) if not field.is_required() and sections_of(field)
+    }
+    for path, value in list(leaves(written.tree)):
+        field = fields.get(re.sub(r"\[\d+\]", "[]", path_text(path)))
+        is_given = value is None and written.origin_of(path) == OVERRIDE
+        if is_given and field is not None and type(None) not in get_args(field.annotation):
+            above: Any = written.tree
+            for key in path[:-1]:
+                above = above[key]
+            del above[path[-1]]
 
 
 def to_yaml(loaded: Loaded) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from os.path import exists, isdir  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def _absolute(name: str, value: str, start: Path, kind: object) -> str:
     if _DATA.fullmatch(name) and kind == "file":
         return str(path)
     if _HUB_NAMES.fullmatch(name) or _DATA.fullmatch(name):
-        return str(path) if path.exists() or _is_surely_local(value, start) else value
+        return str(path) if exists(path) or _is_surely_local(value, start) else value
     return value
 
 
@@ -60,7 +61,7 @@ def _is_surely_local(value: str, start: Path) -> bool:
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", value):
         return True
     owner, slash, _ = value.partition("/")
-    return bool(slash) and (start / owner).is_dir()
+    return bool(slash) and isdir(start / owner)
 
 
 def _kind_at(node: Any, path: KeyPath) -> str | None:

@@ -24,8 +24,10 @@ class RunSection(Section):
     """Random seed of the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type. auto: CUDA if a GPU is present."""
-    num_threads: PositiveInt | None = None
-    """Number of torch CPU threads; torch's default when null."""
+    num_threads: PositiveInt | Literal["auto"] = "auto"
+    """CPU threads of each process that computes. auto: OMP_NUM_THREADS if it is set; otherwise the machine's cores, divided
+    among the run's processes there that compute at the same time. Trainers take turns with engines and simulators, except
+    in a pipeline."""
     max_rounds: PositiveInt | None = None
     """Number of rounds; if max_epochs is set too, the run ends at whichever comes first."""
     max_epochs: PositiveInt | None = None
@@ -49,6 +51,11 @@ class RunSection(Section):
     the engine, an environment, a service, or the network."""
     base_dir: str | None = None
     """Folder to which relative paths in the config file refer; the config file's folder when null."""
+
+    @field_validator("num_threads", mode="before")
+    @classmethod
+    def _auto_if_null(cls, num_threads: object) -> object:
+        return "auto" if num_threads is None else num_threads  # null, in older configs and checkpoints
 
     @field_validator("name")
     @classmethod

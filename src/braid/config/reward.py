@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -247,6 +248,13 @@ RewardPart = Annotated[
     | FunctionReward,
     Field(discriminator="kind"),
 ]
+
+
+def part_name(part: RewardPart) -> str:
+    """Name of a part in metrics: its configured name, else the name of its function or its kind."""
+    if isinstance(part, FunctionReward) and not part.name:
+        return re.split(r"[.:]", part.path)[-1] or part.kind
+    return part.name or part.kind
 
 
 class OverlongConfig(Section):

@@ -72,7 +72,8 @@ class NativeEngineConfig(Section):
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """Compile decode steps in fp32 with Numba, on CPUs under Linux; results differ by rounding. auto: if
+    """Compile decode steps; results differ by rounding. On GPUs of Llama, Qwen2 and Qwen3, with Triton (auto: wherever it is
+    installed). On CPUs under Linux in fp32, with Numba. auto there: if
     prompts_per_round * group_size * sampling.max_new_tokens * the number of parameters is at least 4e10, since the first
     compilation takes five seconds; the log has the choice."""
     prefix_caching: bool = True
@@ -216,4 +217,5 @@ class RolloutConfig(Section):
     retries: NonNegativeInt = 1
     """Retries of a trajectory whose environment or engine failed."""
     max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Fraction of invalid trajectories in a round above which the run ends with their reasons."""
+    """Fraction of invalid trajectories in a round, or of a source in an evaluation, above which the run fails with
+    their reasons."""

@@ -16,6 +16,8 @@ _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^${}]*)?\}")
 _NAMED = re.compile(
     r"(.*[_-])?(api[_-]?key|secret|password|authorization|(access|auth)[_-]?token)", re.IGNORECASE
 )
+_VARIABLE = re.compile(r"(?:^|_)(TOKENS?|KEYS?|AUTH|CREDENTIALS?)(?:_|$)|SECRET|PASSW|APIKEY", re.IGNORECASE)
+_LOGIN = re.compile(r"://[^/@\s]+@")
 _MIN_LENGTH = 4
 """Minimum length, in characters, of a secret that is replaced in texts that do not name its variable."""
 
@@ -24,6 +26,11 @@ class Reference(str):
     """An interpolation that stands for a value and is written out unquoted."""
 
     __slots__ = ()
+
+
+def is_secret_variable(name: str, value: str) -> bool:
+    """Whether an environment variable that a config sets is a secret: by its name, or as a URL with a password."""
+    return bool(_VARIABLE.search(name) or _LOGIN.search(value))
 
 
 def environment_values(texts: Iterable[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from os.path import isdir  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ OVERRIDE = "override"  # origin of values given on the command line
 MAX_DEPTH = 50  # of nested mappings and lists
 MAX_VALUES = 20_000  # keys and values in a file, with aliases expanded
 MAX_BYTES = 2**20  # of a file
-MAX_DIGITS = 308  # of an integer: larger ones do not fit in a float
+MAX_DIGITS, MAX_HEX_DIGITS = 308, 255  # of an integer: larger ones do not fit in a float
 _TOO_DEEP = f"more than {MAX_DEPTH} levels of nested mappings and lists"
+_ESCAPES = r"""between double quotes a backslash begins an escape: write it twice, "\\d", or use single quotes: '\d'"""
 KeyPath = tuple[str | int, ...]
 """Components of a key path: ("data", "train", 0)."""
 
@@ -122,7 +124,7 @@ def place(tree: dict[str, Any], path: KeyPath, value: Any) -> str | None:
 def read_file(path: Path) -> Written:
     """Read the mapping in a YAML file. Raises ConfigError if the file cannot be read or is not valid YAML;
     duplicate keys and unusable values are collected in `problems`."""
-    text = _text_of(path)
+    text = text_of(path)
     try:
         root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
@@ -131,6 +133,8 @@ def read_file(path: Path) -> Written:
         raise _error(_TOO_DEEP, path.name) from None
     except ValueError as error:  # raised by PyYAML for invalid characters
         raise _error(f"not valid YAML: {error}", path.name) from None
+    if isinstance(root, yaml.ScalarNode) and not root.value:  # a document without contents
+        root = None
     if root is not None and not isinstance(root, yaml.MappingNode):
         kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
         raise _error(f"the file contains {kind}; a config must be a mapping", f"{path.name}:1")
@@ -157,7 +161,8 @@ def apply_override(written: Written, text: str) -> None:
             problem = _TOO_DEEP
         except yaml.YAMLError as error:
             why = getattr(error, "problem", None) or "not valid YAML"
-            problem = f"cannot parse the value {value!r} ({why}); quote strings: '{key}=\"...\"'"
+            fix = _ESCAPES if "escape character" in why else f"quote strings: '{key}=\"...\"'"
+            problem = f"cannot parse the value {value} ({why}); {fix}"
     if problem:
         written.problems.append(Problem(name, problem, OVERRIDE))
         return
@@ -180,11 +185,15 @@ def plain_scalar(text: str) -> Any:
     """Parse an unquoted YAML scalar: null, a boolean, a number, or the text itself."""
     if text in _WORDS:
         return _WORDS[text]
-    if _INT.fullmatch(text) and len(text) <= MAX_DIGITS:  # longer ones are rejected in files
+    if _INT.fullmatch(text) and len(text) <= _max_digits(text):  # longer ones are rejected in files
         return int(text.replace("_", ""), 0 if text[:2] in ("0x", "0o") else 10)
     if _FLOAT.fullmatch(text) and not _INT.fullmatch(text):
         return float(text.replace("_", ""))
     return text
+
+
+def _max_digits(integer: str) -> int:
+    return MAX_HEX_DIGITS if integer.startswith("0x") else MAX_DIGITS
 
 
 _WORDS: dict[str, Any] = {
@@ -195,8 +204,8 @@ _WORDS: dict[str, Any] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), -math.inf),
     **dict.fromkeys((".nan", ".NaN", ".NAN"), math.nan),
 }
-_INT = re.compile(r"[-+]?[0-9][0-9_]*|0x[0-9a-fA-F]+|0o[0-7]+")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*|0x[0-9a-fA-F]+|0o[0-7]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(_[0-9]+)*(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _TEXT = "tag:yaml.org,2002:str"
 _TAGS = (_TEXT, "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map")
 
@@ -223,8 +232,8 @@ class _Builder:
             problem = f"the YAML tag {node.tag!r} is not supported; remove it"
         elif len(parents) == MAX_DEPTH:
             problem = _TOO_DEEP
-        elif is_plain and len(node.value) > MAX_DIGITS and _INT.fullmatch(node.value):
-            problem = f"an integer of {len(node.value):,} digits; at most {MAX_DIGITS} are allowed"
+        elif is_plain and len(node.value) > (most := _max_digits(node.value)) and _INT.fullmatch(node.value):
+            problem = f"an integer of {len(node.value):,} digits; at most {most} are allowed"
         else:
             parents = (*parents, node)
             if isinstance(node, yaml.MappingNode):
@@ -276,9 +285,10 @@ class _Builder:
         self._written.problems.append(Problem(path or ROOT, message, self._where(node)))
 
 
-def _text_of(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a config file. Raises ConfigError if it cannot be read."""
     here = "command line"
-    if path.is_dir():
+    if isdir(path):
         names = sorted(p.name for p in path.glob("*.y*ml"))
         have = f", such as {', '.join(names[:5])}" if names else ""
         raise _error(f"{path} is a folder; pass a .yaml file{have}", here)
@@ -301,7 +311,9 @@ def _syntax_error(error: yaml.YAMLError, file: str, text: str) -> ConfigError:
     context = getattr(error, "context", None)
     message = f"not valid YAML: {what}" + (f" ({context})" if context else "")
     line = "".join(text.splitlines()[mark.line : mark.line + 1]) if mark else ""
-    if "'\\t'" in message:
+    if "escape character" in message:
+        message += f"; {_ESCAPES}"
+    elif "'\\t'" in message:
         message += "; indent YAML with spaces, not tabs"
     elif "but found another document" in message:
         message += "; a config is a single document, remove the line ---"

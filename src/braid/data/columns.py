@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from braid import json_text
 from braid.errors import suggest
 
 
@@ -36,6 +36,6 @@ def parse_json(text: str) -> Any:
     if not text.lstrip().startswith(("{", "[")):
         return None
     try:
-        return json.loads(text)
+        return json_text.parse_json(text)
     except ValueError:
         return None

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from braid.errors import DataError
+from braid.json_text import parse_json, read_json
 from braid.report.video import read_video
 
 _STATE, _IMAGES = "observation.state", "observation.images."
@@ -76,7 +77,7 @@ def _episodes(folder: Path, key: str) -> Iterator[tuple[int, Demonstration]]:
             f"{key}={folder} is not a LeRobot data set: it lacks {'data' if read.is_file() else 'meta/info.json'}"
         )
     try:
-        info = json.loads(read.read_text())
+        info = read_json(read)
         features = info["features"]
         images = {name: of["dtype"] for name, of in features.items() if of["dtype"] in ("image", "video")}
         videos = _Videos(folder, info) if "video" in images.values() else None
@@ -145,7 +146,7 @@ _IN_VIDEO = ("chunk_index", "file_index", "from_timestamp")
 def _tasks(folder: Path, key: str) -> dict[int, str]:
     lines, table = folder / "meta" / "tasks.jsonl", folder / "meta" / "tasks.parquet"
     if lines.is_file():
-        rows = [json.loads(line) for line in lines.read_text().splitlines() if line]
+        rows = [parse_json(line) for line in lines.read_text().splitlines() if line]
     elif table.is_file():
         rows = pq.read_table(table).to_pylist()
     else:

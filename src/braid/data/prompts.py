@@ -6,25 +6,43 @@ Every error is a DataError that names the source, the row, and the config key to
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
-from braid.config.data import DataConfig, Source
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.config.data import DataConfig, Source, covers
 from braid.errors import DataError, suggest
 from braid.types import Message, Prompt
+from braid.users import encodable
 
+from . import checked
+from .chat_templates import searched_texts
 from .columns import parse_json
-from .sources import DataRow, SourceRows, read_sources
+from .rows import DataRow, Lazy
+from .sources import SourceRows, read_sources, said_if_slow
+from .token_bounds import token_bound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+LONG_CHARACTERS = 5_000_000
+"""Length of a text from which tokenizing it is announced."""
 TOKENIZER_BATCH = 1024
 """Texts tokenized per call: enough to use all cores, few enough to bound memory."""
+RECENT_PROMPTS = 4096
+"""Prompts that are kept after they were read."""
+NOTHING = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +54,145 @@ class SourceCounts:
     truncated: int = 0
 
 
+class Prompts(Lazy[Prompt]):
+    """The prompts of several sources, each made when it is read."""
+
+    def __init__(
+        self,
+        parts: Sequence[SourcePrompts | Sequence[Prompt]],
+        part_of: NDArray[np.int32] | None = None,
+        place_of: NDArray[np.int64] | None = None,
+    ) -> None:
+        """All prompts of `parts`, or those at `place_of` within `part_of`, both of shape [num_prompts]."""
+        sizes = [len(part) for part in parts]
+        self._parts = parts
+        self._part_of = (
+            np.repeat(np.arange(len(parts), dtype=np.int32), sizes) if part_of is None else part_of
+        )
+        self._place_of = np.concatenate([*map(np.arange, sizes), NOTHING]) if place_of is None else place_of
+        self._recent: dict[int, Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self._part_of)
+
+    def item(self, index: int) -> Prompt:
+        """See Lazy."""
+        if (prompt := self._recent.get(index)) is None:
+            if len(self._recent) >= RECENT_PROMPTS:
+                self._recent.clear()
+            part, place = int(self._part_of[index]), int(self._place_of[index])
+            prompt = self._recent[index] = self._parts[part][place]
+        return prompt
+
+    def __add__(self, other: Prompts) -> Prompts:
+        part_of = np.concatenate([self._part_of, other._part_of + len(self._parts)])
+        return Prompts(
+            [*self._parts, *other._parts], part_of, np.concatenate([self._place_of, other._place_of])
+        )
+
+    @property
+    def sources(self) -> NDArray[np.object_]:
+        """`Prompt.source` of each."""
+        out = np.empty(len(self), object)
+        for i, part in enumerate(self._parts):
+            of_part = self._part_of == i
+            names = part.sources if isinstance(part, SourcePrompts) else [prompt.source for prompt in part]
+            out[of_part] = np.array(names, object)[self._place_of[of_part]]
+        return out
+
+    def are_covered(self, sources: Sequence[str], named: Collection[str]) -> NDArray[np.bool_]:
+        """Whether a list `sources` includes the source of each, of shape [num_prompts]; see braid.config.data.covers."""
+        found = self.sources
+        of_name = {name: covers(sources, named, name) for name in set(found)}
+        return np.fromiter(map(of_name.__getitem__, found), bool, len(found))
+
+    def chosen(self, places: NDArray[np.bool_] | NDArray[np.int64]) -> Prompts:
+        """Those at an array of places, or for which an array of shape [num_prompts] is true."""
+        return Prompts(self._parts, self._part_of[places], self._place_of[places])
+
+    def places_by_source(self) -> dict[str, NDArray[np.int64]]:
+        """The places of the prompts of each `Prompt.source`, in the order of their first ones."""
+        if not len(self):
+            return {}
+        codes = dict[str, int]()
+        of_each = np.fromiter(
+            (codes.setdefault(name, len(codes)) for name in self.sources), np.int64, len(self)
+        )
+        ends = np.cumsum(np.bincount(of_each, minlength=len(codes)))
+        return dict(zip(codes, np.split(np.argsort(of_each, kind="stable"), ends[:-1]), strict=True))
+
+    def untokenized(self, *, messages: bool) -> Iterator[Prompt]:
+        """All prompts without tokens, and without messages unless they are asked for, which is quick for many rows."""
+        for i, part in enumerate(self._parts):
+            places = self._place_of[self._part_of == i]
+            if isinstance(part, SourcePrompts):
+                yield from part.untokenized(places, messages=messages)
+            else:
+                yield from (part[place] for place in places.tolist())
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the content; empty where that is unknown."""
+        parts = [part.fingerprint if isinstance(part, SourcePrompts) else "" for part in self._parts]
+        chosen = hashlib.blake2b(
+            self._part_of.tobytes() + self._place_of.tobytes(), digest_size=16
+        ).hexdigest()
+        return " ".join([*parts, chosen]) if all(parts) else ""
+
+
+@dataclass(frozen=True)
+class SourcePrompts(Lazy[Prompt]):
+    """The prompts of one source: its rows `kept`, with the names `names[codes]` of their sources."""
+
+    encoder: Encoder
+    kept: NDArray[np.int64]
+    codes: NDArray[np.int32]
+    names: NDArray[np.str_]
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def item(self, index: int) -> Prompt:
+        """See Lazy."""
+        (encoded,) = self.encoder([int(self.kept[index])])
+        source, number = self.encoder.source, encoded.index
+        fields = _fields(source, number, source.rows[number])
+        name = str(self.names[self.codes[index]])
+        return Prompt(f"{source.name}:{number}", name, encoded.token_ids, encoded.messages, fields)
+
+    def untokenized(self, places: NDArray[np.int64], *, messages: bool) -> Iterator[Prompt]:
+        """The prompts at ascending `places`, without tokens."""
+        source, names = self.encoder.source, self.names.tolist()
+        numbers = self.kept[places].tolist()
+        wanted = zip(numbers, self.codes[places].tolist(), strict=True)
+        are_all = len(numbers) == len(source.rows)
+        rows = source.rows if are_all else (source.rows[number] for number in numbers)
+        for (number, code), row in zip(wanted, rows, strict=True):
+            said = self.encoder.messages(number)[0] if messages else ()
+            yield Prompt(f"{source.name}:{number}", names[code], (), said, _fields(source, number, row))
+
+    @property
+    def sources(self) -> NDArray[np.object_]:
+        """`Prompt.source` of each."""
+        return self.names.astype(object)[self.codes]
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the rows and the settings of the source; empty where the rows are unknown."""
+        return self.encoder.source.fingerprint
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSet:
     """The prompts of several sources, in the order of the sources, and row counts by source name in the
     config."""
 
-    prompts: list[Prompt]
+    prompts: Prompts
     counts: dict[str, SourceCounts]
 
-    def by_source(self) -> dict[str, list[Prompt]]:
+    def by_source(self) -> dict[str, Prompts]:
         """The prompts grouped by `Prompt.source`."""
-        out: dict[str, list[Prompt]] = {}
-        for prompt in self.prompts:
-            out.setdefault(prompt.source, []).append(prompt)
-        return out
+        return {name: self.prompts.chosen(of) for name, of in self.prompts.places_by_source().items()}
 
 
 def load_prompts(
@@ -60,30 +203,60 @@ def load_prompts(
     base_dir: Path,
     role: Literal["train", "eval"],
 ) -> PromptSet:
-    """Read `sources` (the config's `data.train` or `data.eval`) and make a Prompt of every row that fits.
+    """Check all rows of `sources` (the config's `data.train` or `data.eval`). Those that fit become a Prompt when they
+    are drawn.
 
     `Prompt.uid` contains the source's name in the config; `Prompt.source` is the value of the `source_key`
     column, or that name if there is no `source_key`; `Prompt.fields` is the row, with the reference answer
     under `answer`. Relative paths start from `base_dir`.
     """
-    prompts: list[Prompt] = []
+    parts: list[SourcePrompts] = []
     counts: dict[str, SourceCounts] = {}
-    for source in read_sources(sources, base_dir=base_dir, key=f"data.{role}"):
-        encoded, counts[source.name] = encode(source, config, tokenizer)
-        for item in encoded:
-            name, fields = _source_name(source, item.index), _fields(source, item.index)
-            if role == "eval" and name == "all":
-                key = f"{source.key}.{'source_key' if source.config.source_key else 'name'}"
-                why = "the name 'all' is reserved for the result over all sources"
-                raise DataError(f"{source.key}: {why}; change {key}")
-            prompts.append(Prompt(f"{source.name}:{item.index}", name, item.token_ids, item.messages, fields))
-    return PromptSet(prompts, counts)
+    key = f"data.{role}"
+    with said_if_slow(key):
+        for source in read_sources(sources, base_dir=base_dir, key=key):
+            encoder = Encoder(source, config, tokenizer)
+            kept_as = checked.key_of(len(source.rows), role, source.fingerprint, encoder.fingerprint)
+            if (found := checked.recall(kept_as)) is None:
+                found = _checked(encoder, role)
+                checked.keep(kept_as, found)
+            kept, codes, names, of_rows = (
+                found["kept"],
+                found["codes"],
+                found["names"],
+                found["counts"].tolist(),
+            )
+            counts[source.name] = SourceCounts(*of_rows)
+            parts.append(SourcePrompts(encoder, kept, codes, names))
+    return PromptSet(Prompts(parts), counts)
 
 
-def _fields(source: SourceRows, index: int) -> DataRow:
-    row, key = source.rows[index], source.config.answer_key
+def _checked(encoder: Encoder, role: str) -> dict[str, NDArray[Any]]:
+    """The rows that fit, the names of their sources, and the counts."""
+    source = encoder.source
+    key, names = source.config.answer_key, dict[str, int]()
+    codes = np.zeros(len(source.rows), np.int32)
+
+    def check(index: int, row: DataRow, _: int) -> None:
+        if key is not None and key not in row:
+            _fields(source, index, row)
+        codes[index] = names.setdefault(_source_name(source, index), len(names))
+        if role == "eval" and "all" in names:
+            of = f"{source.key}.{'source_key' if source.config.source_key else 'name'}"
+            why = "the name 'all' is reserved for the result over all sources"
+            raise DataError(f"{source.key}: {why}; change {of}")
+
+    kept, counts = encoder.fitting(check)
+    numbers = np.array([counts.rows, counts.dropped_overlong, counts.truncated])
+    return {"kept": kept, "codes": codes[kept], "names": np.array(list(names)), "counts": numbers}
+
+
+def _fields(source: SourceRows, index: int, row: DataRow) -> DataRow:
+    key = source.config.answer_key
     if key is None:
         return row
+    if key in row:
+        return {**row, "answer": row[key]}
     no_answer = "set it to null if there is no answer"
     return {**row, "answer": source.cell(index, "answer_key", key, or_else=no_answer)}
 
@@ -112,22 +285,242 @@ class Encoded:
     is_templated: bool
 
 
-def encode(
-    source: SourceRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[list[Encoded], SourceCounts]:
-    """Apply templates to a source's rows and tokenize them; overlong prompts are handled as `config.overlong`
+class Encoder:
+    """From a source's rows to tokenized prompts: applies templates, and handles overlong prompts as `config.overlong`
     says."""
-    messages, texts, is_templated, used = [], [], [], _template_columns(source)
-    for index in range(len(source.rows)):
-        of_row, is_chat = _messages(source, index, used)
-        use_template = _use_chat_template(source, index, is_chat, config, tokenizer)
-        text = render(source, index, of_row, config, tokenizer) if use_template else of_row[-1]["content"]
-        messages.append(of_row)
-        texts.append(text)
-        is_templated.append(use_template)
-    token_ids = _tokenize(texts, is_templated, tokenizer)
-    items = map(Encoded, range(len(messages)), messages, token_ids, is_templated)
-    return _fit(source, config, list(items))
+
+    def __init__(self, source: SourceRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.source, self._config, self._tokenizer = source, config, tokenizer
+        self._used = _template_columns(source)
+        self._drop_end = _appends_end(tokenizer)
+        self.bound = token_bound(tokenizer)
+        self._templated_plain: bool | None = None
+        template = tokenizer.chat_template
+        self._searched = searched_texts(template) if isinstance(template, str) and self.bound else None
+        self._written: dict[tuple[str, ...], tuple[int, int] | None] = {}
+        """By the roles of messages: how often the chat template writes a content, and a bound of the rest."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the settings and the tokenizer; empty for a tokenizer in Python."""
+        if not hasattr(self._tokenizer, "backend_tokenizer"):
+            return ""
+        config = self._config.model_dump_json(include={"max_prompt_tokens", "overlong", "use_chat_template"})
+        kwargs, template = self._config.chat_template_kwargs, self._tokenizer.chat_template
+        backend: Any = self._tokenizer.backend_tokenizer
+        special = self._tokenizer.special_tokens_map  # templates write them
+        libraries = [version(name) for name in ("transformers", "tokenizers", "jinja2")]
+        return f"{config} {kwargs} {template} {special} {libraries} {backend.to_str()}"
+
+    def messages(self, index: int) -> tuple[tuple[Message, ...], bool]:
+        """A row's prompt as chat messages, and whether the chat template applies."""
+        messages, is_chat = _messages(self.source, index, self._used)
+        return messages, _use_chat_template(self.source, index, is_chat, self._config, self._tokenizer)
+
+    def __call__(self, indices: Sequence[int]) -> list[Encoded]:
+        """The prompts of rows that fit."""
+        limit, rule = self._config.max_prompt_tokens, self._config.overlong
+        messages, are_templated = zip(*map(self.messages, indices), strict=True)
+        texts = list(map(self._text, indices, messages, are_templated))
+        out = []
+        for i, token_ids in enumerate(self._tokenize(texts, are_templated)):
+            if len(token_ids) > limit and rule in ("drop", "error"):
+                raise DataError(
+                    f"{self.source.where(indices[i])}: the prompt has {len(token_ids)} tokens, but fitted into "
+                    f"data.max_prompt_tokens ({limit}) when the data was checked; if the chat template writes the date, "
+                    "raise data.max_prompt_tokens, or set data.overlong to truncate_left or truncate_right"
+                )
+            if len(token_ids) > limit:
+                token_ids = self._cut(indices[i], messages[i], texts[i], token_ids, are_templated[i])
+            out.append(Encoded(indices[i], messages[i], token_ids, are_templated[i]))
+        return out
+
+    def _cut(
+        self,
+        index: int,
+        messages: Sequence[Message],
+        text: str,
+        token_ids: tuple[int, ...],
+        is_templated: bool,
+    ) -> tuple[int, ...]:
+        """The first or last data.max_prompt_tokens tokens of a prompt that has more. What the chat template writes after the
+        last message, such as the beginning of the answer, is kept: without it the policy would continue the question. Raises
+        DataError if it cannot be told apart or does not fit."""
+        limit = self._config.max_prompt_tokens
+        if self._config.overlong == "truncate_left":
+            return token_ids[-limit:]
+        if not is_templated:
+            return token_ids[:limit]
+        content = messages[-1]["content"].strip()
+        _, found, end = text.rpartition(content) if content else ("", "", "")
+        if not found:
+            raise DataError(
+                f"{self.source.where(index)}: the chat template changes the last message, so where its end begins is unknown "
+                "and data.overlong=truncate_right might cut it off; set it to truncate_left or drop"
+            )
+        (end_ids,) = self._tokenize([end], [True]) if end else ((),)
+        if len(end_ids) >= limit:
+            raise DataError(
+                f"{self.source.where(index)}: the chat template writes {len(end_ids)} tokens after the message, and "
+                f"data.max_prompt_tokens={limit} leaves no others; raise it"
+            )
+        return token_ids[: limit - len(end_ids)] + end_ids
+
+    def fitting(self, check: Callable[[int, DataRow, int], None]) -> tuple[NDArray[np.int64], SourceCounts]:
+        """Check all rows, and return the indices of those that give a prompt, of shape [num_prompts]; `check` is
+        called with the index of each of these, its row, and how many tokens its prompt has at most. Prompts that are
+        certainly short enough are not tokenized."""
+        source, limit, rule = self.source, self._config.max_prompt_tokens, self._config.overlong
+        is_kept = np.ones(len(source.rows), bool)
+        lengths: list[tuple[int, int]] = []  # of the overlong prompts, with their indices
+        waiting: list[tuple[int, DataRow, str, bool]] = []  # index, row, text, and whether it is templated
+
+        def measure() -> None:
+            ids = self._tokenize([of[2] for of in waiting], [of[3] for of in waiting])
+            for (index, row, text, is_templated), token_ids in zip(waiting, ids, strict=True):
+                if not token_ids:
+                    raise DataError(f"{source.where(index)}: the prompt has no tokens")
+                if len(token_ids) > limit:
+                    lengths.append((len(token_ids), index))
+                    if rule == "truncate_right":
+                        self._cut(index, self.messages(index)[0], text, token_ids, is_templated)
+                    is_kept[index] = rule != "drop"
+                if is_kept[index]:
+                    check(index, row, min(len(token_ids), limit))
+            waiting.clear()
+
+        for index, row in enumerate(source.rows):
+            measured = self._bounded_or_text(index, row)
+            if isinstance(measured, int):
+                check(index, row, measured)
+                continue
+            text, is_templated = measured
+            if len(text) > LONG_CHARACTERS:
+                logger.warning(
+                    "%s: the prompt has %s characters; tokenizing them may take a minute",
+                    source.where(index),
+                    f"{len(text):,}",
+                )
+            waiting.append((index, row, text, is_templated))
+            if len(waiting) == TOKENIZER_BATCH:
+                measure()
+        measure()
+        self._refuse(lengths, len(source.rows))
+        kept = np.flatnonzero(is_kept)
+        if rule == "drop":
+            return kept, SourceCounts(len(source.rows), dropped_overlong=len(lengths))
+        return kept, SourceCounts(len(source.rows), truncated=len(lengths))
+
+    def _refuse(self, lengths: Sequence[tuple[int, int]], num_rows: int) -> None:
+        """Raise DataError if prompts of these (length, index) must not be too long."""
+        limit, rule = self._config.max_prompt_tokens, self._config.overlong
+        if not lengths:
+            return
+        longest = max(lengths)[0]
+        if rule == "error":
+            first, index = min(lengths, key=itemgetter(1))
+            raise DataError(
+                f"{self.source.where(index)}: the prompt has {first} tokens, but data.max_prompt_tokens is {limit} "
+                f"({len(lengths)} of {num_rows} prompts are too long; the longest has {longest}); raise it, or set "
+                "data.overlong to drop, truncate_left or truncate_right"
+            )
+        if rule == "drop" and len(lengths) == num_rows:
+            raise DataError(
+                f"{self.source.key} ({self.source.name}): all prompts are too long: the shortest has {min(lengths)[0]} tokens, "
+                f"the longest {longest}, but data.max_prompt_tokens is {limit}; raise it, or set data.overlong to "
+                "truncate_left or truncate_right"
+            )
+
+    def _bounded_or_text(self, index: int, row: DataRow) -> int | tuple[str, bool]:
+        """An upper bound of the tokens of a row's prompt, if they certainly fit; else the text to tokenize, and whether it
+        comes from the chat template."""
+        limit, most = self._config.max_prompt_tokens, self.most_tokens(index, row)
+        if most is not None and most <= limit:
+            return most
+        messages, is_templated = self.messages(index)
+        text = self._text(index, messages, is_templated)
+        if self.bound and text and (most := self.bound.most(text)) <= limit:
+            return most
+        return text, is_templated
+
+    def most_tokens(self, index: int, row: DataRow) -> int | None:
+        """An upper bound of the tokens of a row's prompt, which then has at least one; None if none is known without
+        applying the chat template."""
+        config = self.source.config
+        if self.bound is None:
+            return None
+        value = row.get(config.prompt_key)
+        if type(value) is str and value and config.template == "{prompt}" and value.lstrip()[:1] != "[":
+            if self._templated_plain is None:
+                self._templated_plain = self.messages(index)[1]
+            if not self._templated_plain:
+                return self.bound.most(value)
+            contents, roles = (value,), ("user",)
+            if config.system:
+                contents, roles = (config.system, value), ("system", "user")
+        else:
+            messages, is_templated = self.messages(index)
+            contents = tuple(message["content"] for message in messages)
+            roles = tuple(message["role"] for message in messages)
+            if not is_templated:
+                return self.bound.most(contents[-1])
+        if self._searched is None:
+            return None
+        for content in contents:
+            if not content or content.isspace() or any(text in content for text in self._searched):
+                return None
+        if roles not in self._written:
+            self._text(index, *self.messages(index))  # its error, if the template refuses these messages
+            self._written[roles] = self._template_adds(index, roles, self._searched)
+        if (found := self._written[roles]) is None:
+            return None
+        times, added = found
+        return times * sum(map(self.bound.most, contents)) + added
+
+    def _template_adds(
+        self, index: int, roles: Sequence[str], searched: Collection[str]
+    ) -> tuple[int, int] | None:
+        """How often the chat template at most writes a content of messages with these roles, and an upper bound of
+        the tokens of the rest; None if it does not write contents as they are."""
+        assert self.bound is not None, "only bounds need it"
+        contents = [f'content {number} \\"<é>' for number in range(len(roles))]
+        messages = tuple(
+            Message(role=role, content=content) for role, content in zip(roles, contents, strict=True)
+        )
+        if any(text in content for text in searched for content in contents):
+            return None
+        try:
+            text = self._text(index, messages, True)
+        except DataError:
+            return None
+        times = [text.count(content) for content in contents]
+        for content in contents:
+            text = text.replace(content, "")
+        return (max(times), self.bound.most(text)) if min(times) else None
+
+    def _text(self, index: int, messages: tuple[Message, ...], is_templated: bool) -> str:
+        if is_templated:
+            return render(self.source, index, messages, self._config, self._tokenizer)
+        return messages[-1]["content"]
+
+    def _tokenize(self, texts: Sequence[str], are_templated: Sequence[bool]) -> list[tuple[int, ...]]:
+        """Tokenize texts. Plain ones get the tokenizer's leading special tokens, but no end token, because the policy
+        continues them; templated ones already contain their special tokens."""
+        out: list[tuple[int, ...]] = [()] * len(texts)
+        for templated in (False, True):
+            chosen = [i for i, flag in enumerate(are_templated) if flag is templated]
+            if not chosen:
+                continue
+            ids = self._tokenizer(
+                [encodable(texts[i]) for i in chosen],
+                add_special_tokens=not templated,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )["input_ids"]
+            for i, of_text in zip(chosen, ids, strict=True):  # pyright: ignore[reportArgumentType]
+                out[i] = tuple(of_text[:-1] if self._drop_end and not templated else of_text)
+        return out
 
 
 def _messages(source: SourceRows, index: int, used: Sequence[str]) -> tuple[tuple[Message, ...], bool]:
@@ -148,7 +541,7 @@ def _messages(source: SourceRows, index: int, used: Sequence[str]) -> tuple[tupl
                 pass
             case _:
                 shape = "which is not a chat message {role: string, content: string}"
-                raise DataError(f"{where}: column {column!r} contains {message!r}, {shape}")
+                raise DataError(f"{where}: column {column!r} contains {message!r:.200}, {shape}")
     if not value or value[-1]["role"] == "assistant":
         fault = "must not end with an assistant message" if value else "are empty"
         raise DataError(
@@ -183,7 +576,7 @@ def _fill_template(source: SourceRows, index: int, value: Any, used: Sequence[st
     if "prompt" in used and not isinstance(value, str):
         column = f"column {config.prompt_key!r} ({source.key}.prompt_key)"
         rule = "but a prompt must be a string or a list of chat messages"
-        raise DataError(f"{where}: {column} contains {value!r}, {rule}")
+        raise DataError(f"{where}: {column} contains {value!r:.200}, {rule}")
     columns = {**source.rows[index], "prompt": value}
     try:
         text = config.template.format_map(columns)
@@ -248,57 +641,7 @@ def render(
         ) from error
 
 
-def _tokenize(
-    texts: Sequence[str], is_templated: Sequence[bool], tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[int, ...]]:
-    """Tokenize `texts`. Plain texts get the tokenizer's leading special tokens, but no end token, because the
-    policy continues them; templated texts already contain their special tokens."""
-    out: list[tuple[int, ...]] = [()] * len(texts)
-    drop_end = _appends_end(tokenizer)
-    for templated in (False, True):
-        chosen = [i for i, flag in enumerate(is_templated) if flag is templated]
-        for start in range(0, len(chosen), TOKENIZER_BATCH):
-            part = chosen[start : start + TOKENIZER_BATCH]
-            ids = tokenizer(
-                [texts[i] for i in part],
-                add_special_tokens=not templated,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )["input_ids"]
-            for i, of_text in zip(part, ids, strict=True):  # pyright: ignore[reportArgumentType]
-                out[i] = tuple(of_text[:-1] if drop_end and not templated else of_text)
-    return out
-
-
 def _appends_end(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer appends an end token to every text."""
     ends = [tokenizer("1", add_special_tokens=special)["input_ids"][-1:] for special in (True, False)]
     return ends[0] == [tokenizer.eos_token_id] != ends[1]
-
-
-def _fit(source: SourceRows, config: DataConfig, items: list[Encoded]) -> tuple[list[Encoded], SourceCounts]:
-    limit, rule = config.max_prompt_tokens, config.overlong
-    lengths = [len(item.token_ids) for item in items]
-    if min(lengths) == 0:
-        raise DataError(f"{source.where(lengths.index(0))}: the prompt has no tokens")
-    overlong = sum(length > limit for length in lengths)
-    if overlong and rule == "error":
-        first = next(i for i, length in enumerate(lengths) if length > limit)
-        raise DataError(
-            f"{source.where(first)}: the prompt has {lengths[first]} tokens, but data.max_prompt_tokens is {limit} "
-            f"({overlong} of {len(items)} prompts are too long; the longest has {max(lengths)}); raise it, or set "
-            "data.overlong to drop, truncate_left or truncate_right"
-        )
-    if rule == "drop":
-        if overlong == len(items):
-            raise DataError(
-                f"{source.key} ({source.name}): all prompts are too long: the shortest has {min(lengths)} tokens, the "
-                f"longest {max(lengths)}, but data.max_prompt_tokens is {limit}; raise it, or set data.overlong to "
-                "truncate_left or truncate_right"
-            )
-        fitting = [item for item in items if len(item.token_ids) <= limit]
-        return fitting, SourceCounts(rows=len(items), dropped_overlong=overlong)
-    kept = slice(-limit, None) if rule == "truncate_left" else slice(limit)
-    cut = [replace(item, token_ids=item.token_ids[kept]) for item in items]
-    return cut, SourceCounts(rows=len(items), truncated=overlong)

@@ -66,7 +66,9 @@ class MixedSampler(PromptSampler):
     """Draws from groups of indices in proportion to their shares: after n draws, each group's count is within
     one or two of its share of n. Each group has its own epochs."""
 
-    def __init__(self, groups: Sequence[tuple[Sequence[int], float]], *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, groups: Sequence[tuple[Sequence[int] | NDArray[np.int64], float]], *, seed: int, shuffle: bool
+    ) -> None:
         """`groups` are (indices, share); groups with a share of 0 are never drawn from."""
         super().__init__(sum(len(indices) for indices, _ in groups), seed=seed, shuffle=shuffle)
         self._groups = [(indices, share) for indices, share in groups if share > 0]
@@ -81,7 +83,7 @@ class MixedSampler(PromptSampler):
                 for s, (_, share) in zip(self._samplers, self._groups, strict=True)
             ]
             chosen = due.index(min(due))
-            taken.append(self._groups[chosen][0][self._samplers[chosen].take(1)[0]])
+            taken.append(int(self._groups[chosen][0][self._samplers[chosen].take(1)[0]]))
         self.num_drawn += k
         return taken
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from braid.config.data import DataConfig, Source
 from braid.errors import DataError, ModelError
 from braid.functions import load_function
 from braid.types import Message
+from braid.users import described, encodable, is_the_users
 
+from . import checked
 from .columns import parse_json
-from .prompts import Encoded, SourceCounts, encode, render
-from .sources import SourceRows, read_sources
+from .messages import RULE, read_messages, read_tools
+from .prompts import TOKENIZER_BATCH, Encoder, SourceCounts, render
+from .rows import Chained, DataRow, Lazy
+from .sources import SourceRows, read_sources, said_if_slow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,8 +54,11 @@ class ExampleSet:
     """The examples of several sources, in the order of the sources, and row counts by source name in the
     config."""
 
-    examples: list[Example]
+    examples: Sequence[Example]
     counts: dict[str, SourceCounts]
+
+
+NO_EXAMPLES = ExampleSet((), {})
 
 
 def load_examples(
@@ -60,7 +71,7 @@ def load_examples(
     max_positions: int | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> ExampleSet:
-    """Read `sources` (the config's `sft.data`) and make an Example of every row that fits.
+    """Check all rows of `sources` (the config's `sft.data`). Those that fit become an Example when they are drawn.
 
     Prompts are processed as in reinforcement learning. Each response, or each piece of a response that
     contains replies, is tokenized separately, as in sampling. Prompt and response together must fit into the
@@ -72,32 +83,177 @@ def load_examples(
         raise DataError(
             "the tokenizer has no end token, which responses must end with; set model.tokenizer to one with an eos_token"
         )
-    examples: list[Example] = []
+    parts: list[SourceExamples] = []
     counts: dict[str, SourceCounts] = {}
-    for source in read_sources(sources, base_dir=base_dir, key="sft.data"):
-        if source.config.messages_key is not None:
-            made = [_conversation(source, index, conversation) for index in range(len(source.rows))]
-            fitting = _fitting(source, made, config, max_positions)
-            counts[source.name] = SourceCounts(len(made), dropped_overlong=len(made) - len(fitting))
-            examples += fitting
-            continue
-        encoded, of_prompts = encode(source, config, tokenizer)
-        responses = _responses(source, [item.index for item in encoded], base_dir)
-        texts = [text for pieces in responses for text, _ in pieces]
-        tokenized: Any = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    with said_if_slow("sft.data"):
+        for source in read_sources(sources, base_dir=base_dir, key="sft.data"):
+            maker: ConversationMaker | ResponseMaker
+            if source.config.messages_key is not None:
+                maker = ConversationMaker(source, conversation)
+            else:
+                maker = ResponseMaker(
+                    Encoder(source, config, tokenizer), config, tokenizer, end_token_ids, base_dir
+                )
+            key = checked.key_of(
+                len(source.rows), "sft", source.fingerprint, maker.fingerprint, f"{max_positions}"
+            )
+            if (found := checked.recall(key)) is None:
+                found = _checked(source, maker, config, max_positions)
+                checked.keep(key, found)
+            counts[source.name] = SourceCounts(*found["counts"].tolist())
+            parts.append(SourceExamples(maker, found["kept"]))
+    return ExampleSet(Chained(parts), counts)
+
+
+class SourceExamples(Lazy[Example]):
+    """The examples of the rows `kept` of one source."""
+
+    def __init__(self, maker: ConversationMaker | ResponseMaker, kept: NDArray[np.int64]) -> None:
+        self._maker, self._kept = maker, kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def item(self, index: int) -> Example:
+        """See Lazy."""
+        (example,) = self._maker.examples([int(self._kept[index])])
+        return example
+
+
+def _checked(
+    source: SourceRows, maker: ConversationMaker | ResponseMaker, config: DataConfig, limit: int | None
+) -> dict[str, NDArray[Any]]:
+    """The rows whose examples fit into the model's context of `limit` tokens, and the counts. Raises DataError if none
+    fits, or, under data.overlong=error, if any does not."""
+    fitting, unsure, counts = maker.fitting(limit)
+    num, overlong = len(fitting) + len(unsure), list[int]()
+    for start in range(0, len(unsure), TOKENIZER_BATCH):
+        batch = unsure[start : start + TOKENIZER_BATCH]
+        for index, example in zip(batch, maker.examples(batch), strict=True):
+            length = len(example.prompt_ids) + len(example.response_ids)
+            if limit is None or length <= limit:
+                fitting.append(index)
+            else:
+                overlong.append(length)
+    if overlong and (config.overlong == "error" or len(overlong) == num):
+        raise DataError(
+            f"{source.key} ({source.name}): {len(overlong)} of {num} examples exceed the model's {limit} positions; "
+            f"the longest has {max(overlong)} tokens (prompt and response); remove them, or use a model with a longer context"
+            + ("; data.overlong=drop drops them" if len(overlong) < num else "")
+        )
+    numbers = np.array([counts.rows, counts.dropped_overlong + len(overlong), counts.truncated])
+    return {"kept": np.array(sorted(fitting), np.int64), "counts": numbers}
+
+
+class ConversationMaker:
+    """Examples of whole conversations."""
+
+    fingerprint = ""
+
+    def __init__(self, source: SourceRows, conversation: Conversation | None) -> None:
+        self._source, self._conversation = source, conversation
+
+    def fitting(self, _: int | None) -> tuple[list[int], Sequence[int], SourceCounts]:
+        """No rows that certainly fit, and all rows: each is checked when it is tokenized."""
+        num = len(self._source.rows)
+        return [], range(num), SourceCounts(num)
+
+    def examples(self, indices: Sequence[int]) -> list[Example]:
+        """The examples of rows."""
+        return [_conversation(self._source, index, self._conversation) for index in indices]
+
+
+class ResponseMaker:
+    """Examples of prompts and responses in columns, or with responses from a function."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        end_token_ids: Sequence[int],
+        base_dir: Path,
+    ) -> None:
+        source = encoder.source
+        path, key = source.config.response_function, f"{source.key}.response_function"
+        self._encoder, self._config, self._tokenizer = encoder, config, tokenizer
+        self._write = load_function(path, base_dir=base_dir, key=key) if path else None
+        self._end_token_ids = end_token_ids
+        self.fingerprint = "" if path else encoder.fingerprint
+
+    def fitting(self, limit: int | None) -> tuple[list[int], Sequence[int], SourceCounts]:
+        """Check all rows. Of those whose prompts fit, return the ones whose examples certainly fit into `limit` tokens,
+        and the others."""
+        fitting, unsure, bound = list[int](), list[int](), self._encoder.bound
+
+        def check(index: int, row: DataRow, most: int) -> None:
+            pieces = self._pieces(index, row)
+            if limit is None or (bound and most + sum(bound.most(text) for text, _ in pieces) < limit):
+                fitting.append(index)
+            else:
+                unsure.append(index)
+
+        _, counts = self._encoder.fitting(check)
+        return fitting, unsure, counts
+
+    def examples(self, indices: Sequence[int]) -> list[Example]:
+        """The examples of rows."""
+        responses = [self._pieces(index, self._encoder.source.rows[index]) for index in indices]
+        texts = [encodable(text) for pieces in responses for text, _ in pieces]
+        tokenized: Any = self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         ids = iter(tokenized)
-        chat_end = _chat_end(source, encoded, config, tokenizer, end_token_ids)
-        made: list[Example] = []
-        for item, pieces in zip(encoded, responses, strict=True):
+        made = []
+        for item, pieces in zip(self._encoder(indices), responses, strict=True):
             response = [(token, is_policy) for _, is_policy in pieces for token in next(ids)]
-            end = chat_end if item.is_templated and chat_end is not None else end_id
+            end = (
+                self._chat_end
+                if item.is_templated and self._chat_end is not None
+                else self._tokenizer.eos_token_id
+            )
             response_ids, mask = zip(*response, (end, True), strict=True)
             made.append(Example(item.token_ids, response_ids, mask))
-        fitting = _fitting(source, made, config, max_positions)
-        dropped = of_prompts.dropped_overlong + len(made) - len(fitting)
-        counts[source.name] = replace(of_prompts, dropped_overlong=dropped)
-        examples += fitting
-    return ExampleSet(examples, counts)
+        return made
+
+    @cached_property
+    def _chat_end(self) -> int | None:
+        """The first of the end tokens that the chat template writes after a response; None if it writes none."""
+        encoder, source = self._encoder, self._encoder.source
+        of_rows = (encoder.messages(index) for index in range(len(source.rows)))
+        first = next((messages for messages, is_templated in of_rows if is_templated), None)
+        if first is None:
+            return None
+        response = "a response"
+        try:
+            messages: tuple[Message, ...] = (*first, {"role": "assistant", "content": response})
+            text = render(source, 0, messages, self._config, self._tokenizer, asks=False)
+        except DataError:  # a template of prompts alone
+            return None
+        _, found, after = text.rpartition(response)
+        ids: Any = self._tokenizer(after if found else "", add_special_tokens=False)["input_ids"]
+        return next((token for token in ids if token in self._end_token_ids), None)
+
+    def _pieces(self, index: int, row: DataRow) -> Sequence[Piece]:
+        """The response of a row, from its column or the function; the plan ensures that one of them is set."""
+        source, write = self._encoder.source, self._write
+        column, path = source.config.response_key, source.config.response_function
+        if write is None:
+            response = row[column] if column in row else source.cell(index, "response_key", str(column))
+        else:
+            try:
+                response = write(row)
+            except BaseException as error:
+                if not is_the_users(error):
+                    raise
+                why = f"{path} raised {described(error)}"
+                raise DataError(f"{source.where(index)}: {why}") from error
+        if isinstance(response, str):
+            return [(response, True)]
+        if write and _are_pieces(response):
+            return response
+        origin = f"{path} returned" if write else f"column {column!r} contains"
+        or_pieces = " or a list of (text, is_policy)" if write else ""
+        why = f"{origin} {response!r}, but a response must be a string{or_pieces}"
+        raise DataError(f"{source.where(index)}: {why}")
 
 
 def _conversation(source: SourceRows, index: int, conversation: Conversation | None) -> Example:
@@ -109,77 +265,18 @@ def _conversation(source: SourceRows, index: int, conversation: Conversation | N
         for key, name in (("messages_key", columns.messages_key), ("tools_key", columns.tools_key))
     )
     messages, tools = (parse_json(of) if isinstance(of, str) else of for of in (messages, tools))
-    if not (isinstance(messages, list) and any(m.get("role") == "assistant" for m in messages[1:])):
-        rule = "a conversation must be a list of messages {role, content}, with an answer of role assistant after the first"
-        raise DataError(f"{where}: column {columns.messages_key!r} contains {messages!r}; {rule}")
     try:
-        prompt_ids, ids, mask = conversation(messages, tools or [])
+        tools = read_tools(tools)
+        messages = read_messages(messages, tools)
+    except ValueError as error:
+        raise DataError(f"{where}: column {columns.messages_key!r}: {error}") from error
+    if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[1:]):
+        raise DataError(f"{where}: column {columns.messages_key!r}: {messages!r:.200}; {RULE}")
+    try:
+        prompt_ids, ids, mask = conversation(messages, tools)
     except ModelError as error:
         raise DataError(f"{where}: {error}") from error
     return Example(tuple(prompt_ids), tuple(ids), tuple(mask))
-
-
-def _chat_end(
-    source: SourceRows,
-    encoded: Sequence[Encoded],
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    end_token_ids: Sequence[int],
-) -> int | None:
-    """The first of `end_token_ids` that the chat template writes after a response; None if it writes none."""
-    first = next((item for item in encoded if item.is_templated), None)
-    if first is None:
-        return None
-    response = "a response"
-    try:
-        messages: tuple[Message, ...] = (*first.messages, {"role": "assistant", "content": response})
-        text = render(source, first.index, messages, config, tokenizer, asks=False)
-    except DataError:  # a template of prompts alone
-        return None
-    _, found, after = text.rpartition(response)
-    ids: Any = tokenizer(after if found else "", add_special_tokens=False)["input_ids"]
-    return next((token for token in ids if token in end_token_ids), None)
-
-
-def _fitting(
-    source: SourceRows, examples: list[Example], config: DataConfig, limit: int | None
-) -> list[Example]:
-    """The examples that fit into the model's context of `limit` tokens. Raises DataError if none fits, or,
-    under data.overlong=error, if any does not."""
-    lengths = [len(example.prompt_ids) + len(example.response_ids) for example in examples]
-    num_overlong = 0 if limit is None else sum(length > limit for length in lengths)
-    if num_overlong and (config.overlong == "error" or num_overlong == len(examples)):
-        raise DataError(
-            f"{source.key} ({source.name}): {num_overlong} of {len(examples)} examples exceed the model's {limit} positions; "
-            f"the longest has {max(lengths)} tokens (prompt and response); remove them, or use a model with a longer context"
-            + ("; data.overlong=drop drops them" if num_overlong < len(examples) else "")
-        )
-    return [e for e, n in zip(examples, lengths, strict=True) if limit is None or n <= limit]
-
-
-def _responses(source: SourceRows, indices: Sequence[int], base_dir: Path) -> list[Sequence[Piece]]:
-    """The response of each row, from its column or its function; the plan ensures that one of them is set."""
-    column, path = source.config.response_key, source.config.response_function
-    write = load_function(path, base_dir=base_dir, key=f"{source.key}.response_function") if path else None
-    responses: list[Sequence[Piece]] = []
-    for index in indices:
-        where = source.where(index)
-        if write is None:
-            response = source.cell(index, "response_key", str(column))
-        else:
-            try:
-                response = write(source.rows[index])
-            except Exception as error:
-                raise DataError(f"{where}: {path} raised {type(error).__name__}: {error}") from error
-        if isinstance(response, str):
-            responses.append([(response, True)])
-        elif write and _are_pieces(response):
-            responses.append(response)
-        else:
-            origin = f"{path} returned" if write else f"column {column!r} contains"
-            or_pieces = " or a list of (text, is_policy)" if write else ""
-            raise DataError(f"{where}: {origin} {response!r}, but a response must be a string{or_pieces}")
-    return responses
 
 
 def _are_pieces(response: Any) -> bool:

@@ -43,20 +43,69 @@ def main() -> None:
 
 
 def _confine(limits: dict[str, Any]) -> None:
-    """Set the resource limits and, with `user`, switch to that user permanently. Without a sandbox, also
+    """Set the resource limits, give up root, and install the filter of system calls. Without a sandbox, also
     arrange to be killed when the parent ends (Linux)."""
-    if limits["is_bare"] and sys.platform == "linux":
-        __import__("ctypes").CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     for name, value in limits["resources"].items():
         kind = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-    if limits["user"]:
-        os.setgroups([])
-        os.setgid(limits["user"])
-        os.setuid(limits["user"])
     os.dup2(os.open("/dev/null", os.O_RDWR), 2)
+    if sys.platform != "linux":
+        _become(limits["user"])
+        return
+    ctypes = __import__("ctypes")
+    libc = ctypes.CDLL(None, use_errno=True)
+    if os.geteuid() == 0:
+        _give_up_root(libc, limits["user"], limits["needed"])
+    if limits["is_bare"]:
+        libc.prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL; a change of user would reset it
+    if limits["filter"]:
+        code = bytes.fromhex(limits["filter"])
+        steps = ctypes.create_string_buffer(code)
+
+        class Program(ctypes.Structure):
+            _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_void_p))
+
+        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+        filter_ = Program(len(code) // 8, ctypes.addressof(steps))
+        if libc.prctl(22, 2, ctypes.byref(filter_), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+            raise OSError(ctypes.get_errno(), "cannot install the filter of system calls")
+
+
+def _become(user: int) -> None:
+    if user:
+        os.setgroups([])
+        os.setgid(user)
+        os.setuid(user)
+
+
+def _can_list(folder: str) -> bool:
+    try:  # not os.access, which is wrong under sandlock
+        os.listdir(folder)
+        return True
+    except OSError:
+        return False
+
+
+def _give_up_root(libc: Any, user: int, needed: list[str]) -> None:
+    """Switch to the user permanently, without any capability. Only if that user cannot reach the `needed` files, such
+    as a Python in /root, the capability to read files (CAP_DAC_READ_SEARCH) is kept."""
+    ctypes = __import__("ctypes")
+    if user:
+        os.setgroups([])
+        os.setegid(user)
+        os.seteuid(user)
+        can_read = all(_can_list(path) for path in needed)
+        os.seteuid(0)
+        libc.prctl(8, 0 if can_read else 1, 0, 0, 0)  # PR_SET_KEEPCAPS
+        _become(user)
+    else:
+        can_read = True
+    kept = 0 if can_read else 1 << 2
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3
+    if libc.capset(header, (ctypes.c_uint32 * 6)(kept, kept)):
+        raise OSError(ctypes.get_errno(), "cannot drop the capabilities of root")
 
 
 def _read(count: int) -> bytes:
@@ -251,6 +300,28 @@ class Unsupported(Exception):
     """The tests cannot be run across two processes, for any program."""
 
 
+def _is_control(names: list[str]) -> bool:
+    """Whether an exception, given the names in its MRO, could end a loop or the tests in silence instead of failing
+    them: `all(map(f, ...))` is True if `f` raises StopIteration."""
+    return "Exception" not in names or "StopIteration" in names or "StopAsyncIteration" in names
+
+
+def _strict(iterate: Any) -> Any:
+    """A generator in place of `map` or the like, which take a StopIteration of their function for the end; here it is
+    an error. The tests' own `next(g)` of the program's generator raises one."""
+
+    def iterator(function: Any, *items: Any) -> Any:
+        def called(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except StopIteration as error:
+                raise RuntimeError("StopIteration") from error
+
+        yield from iterate(called if callable(function) else function, *items)
+
+    return iterator
+
+
 class Answer:
     """The tests' client for the program's process."""
 
@@ -266,17 +337,33 @@ class Answer:
         self.channel.say(message)
         reply = self.channel.hear()
         while "call" in reply:
-            function = self.functions[reply["call"]]
-            called = function(*decode(reply["args"], self.known), **decode(reply["kwargs"], self.known))
+            called = self.call(reply)
             self.channel.say({"value": encode(called, self.export)})
             reply = self.channel.hear()
         sys.stdout.write(str(reply["printed"]))
         if "raised" in reply:
+            if _is_control(reply["raised"]) and not (do == "next" and reply["raised"][0] == "StopIteration"):
+                self.fail()
             raise self.exception(reply["raised"])(*decode(reply["args"], self.known))
         for arg, left in zip(args, reply["args"]):  # noqa: B905  # the program may say too few
             if left is not None:
                 _in_place(arg, decode(left, self.known))
         return decode(reply["value"], self.known)
+
+    def call(self, request: Any) -> Any:
+        """Call a function of the tests for the program."""
+        args, kwargs = decode(request["args"], self.known), decode(request["kwargs"], self.known)
+        try:
+            return self.functions[request["call"]](*args, **kwargs)
+        except BaseException as error:
+            if _is_control([of.__name__ for of in type(error).__mro__]):
+                self.fail()
+            raise
+
+    def fail(self) -> None:
+        """End the tests at once, whatever they catch."""
+        self.channel.write(b"failed")
+        os._exit(0)
 
     def export(self, value: Any) -> Any:
         if isinstance(value, Remote):
@@ -310,7 +397,7 @@ class Answer:
 
     def exception(self, names: list[str]) -> type[Exception]:
         """Local class for an exception class of the program, given the names in its MRO: the built-in of that
-        name, else a new class with the same name and bases. Exceptions that exit, such as SystemExit, become
+        name, else a new class with the same name and bases. Classes that no `except Exception` catches become
         RuntimeError."""
         name = names[0] if names else "Exception"
         found = getattr(builtins, name, None)
@@ -409,7 +496,7 @@ class Names(dict):
     in the program."""
 
     def __init__(self, answer: Answer, modules: set[str]) -> None:
-        super().__init__(__name__="tests")
+        super().__init__(__name__="tests", map=_strict(map), filter=_strict(filter))
         self._answer, self._modules = answer, modules
 
     def __missing__(self, name):
@@ -424,7 +511,11 @@ class Names(dict):
 
 def run_tests(text: str) -> None:
     """Run the tests and write the verdict as one line."""
+    import itertools
+
     channel = Channel()
+    for name in ("starmap", "filterfalse", "takewhile", "dropwhile"):
+        setattr(itertools, name, _strict(getattr(itertools, name)))
     try:
         code = compile(text, "tests.py", "exec")
         answer = Answer(channel)

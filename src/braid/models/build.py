@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from braid.config.model import BuildSpec
 
@@ -17,9 +25,22 @@ def build_model(
 ) -> PreTrainedModel:
     """Build a model with the architecture and sizes of `spec` on the CPU. A seed gives the same weights on
     every machine."""
-    config = AutoConfig.for_model(
-        spec.architecture,
+    config = config_of(
+        spec,
         vocab_size=-(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+
+
+def config_of(spec: BuildSpec, **of_tokens: Any) -> PreTrainedConfig:
+    """transformers' config of the model, with the sizes and ids of its tokenizer in `of_tokens`."""
+    return AutoConfig.for_model(
+        spec.architecture,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_hidden_layers=spec.num_layers,
@@ -28,14 +49,9 @@ def build_model(
         head_dim=spec.head_dim,
         max_position_embeddings=spec.max_positions,
         tie_word_embeddings=spec.tie_embeddings,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
         **_attention_scale(spec),
+        **of_tokens,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
 
 
 def _attention_scale(spec: BuildSpec) -> dict[str, int]:

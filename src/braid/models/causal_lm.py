@@ -21,6 +21,7 @@ from . import attention
 from .attention import AttentionContext
 from .base import Output, TrainableModel
 from .batch import PackedBatch
+from .experts import use_grouped_experts
 from .flops import Flops, flops_of
 from .kernels import AttentionKind, packed_attention
 from .logprobs import DEFAULT_CHUNK_BYTES, Head, TiledLogits, token_logprobs
@@ -71,6 +72,7 @@ class CausalLM(TrainableModel):
         self._logit_scale = _logit_scale(self.config)
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         use_packed_attention(model)
+        use_grouped_experts(model)
         _use_sparse_embedding_gradient(model, head)
 
     @property

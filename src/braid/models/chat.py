@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braid.errors import ModelError
 from braid.types import Action, Message, StopReason
+from braid.users import encodable
 
 from .tokenizer import leading_tokens, whole_text
 from .tool_calls import ToolFormat, ToolSchema, detect_format, parse_calls
@@ -72,7 +74,7 @@ class ChatFormat:
 
         @lru_cache(maxsize=256)  # the trajectories of a group open alike, and games have few replies
         def encoded(text: str) -> list[int]:
-            parts = (part for part in text.split(_MARK) if part)
+            parts = (part for part in encodable(text).split(_MARK) if part)
             ids = [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
             if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids and not self._has_warned:
                 self._has_warned = True
@@ -143,8 +145,10 @@ class ChatFormat:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
     ) -> tuple[list[int], list[int], list[bool]]:
         """A conversation to imitate, with answers of the role `assistant`: tokens of the prompt, those after it, and
-        which of these the policy writes. Raises ModelError if the template does not show an answer where the policy
-        would write it."""
+        which of these the policy writes: not those of answers whose `weight` is 0. Raises ModelError if the template
+        does not show an answer where the policy would write it."""
+        imitated = [message.get("weight") != 0 for message in messages]
+        messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         first: Any = messages[: answers[0]]
         prompt, ids, mask = self.opening(first, tools), list[int](), list[bool]()
@@ -153,7 +157,7 @@ class ChatFormat:
             written = self._written(messages[: i + 1], replies, tools)
             read = self.delta(replies, tools, written) if following < len(messages) else []
             ids += [*written, *read]
-            mask += [True] * len(written) + [False] * len(read)
+            mask += [imitated[i]] * len(written) + [False] * len(read)
         return prompt, ids, mask
 
     def _written(
@@ -281,7 +285,7 @@ class ChatFormat:
         kept = list(ids[:-1] if ids and ids[-1] in self._ends else ids)
         if "</think>" not in self._text(kept):
             return [], kept
-        end = next(i for i in range(1, len(kept) + 1) if "</think>" in self._text(kept[:i]))
+        end = bisect_left(range(len(kept)), True, key=lambda i: "</think>" in self._text(kept[:i]))
         while end < len(kept) and not self._text(kept[end : end + 1]).strip("\n"):
             end += 1
         return kept[:end], kept[end:]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from braid.errors import CheckpointError
+from braid.errors import CheckpointError, disk_fix
 
 from .causal_lm import CausalLM
 from .loading import save_pretrained
@@ -42,7 +42,7 @@ def export_with(save: Callable[[Path], None], folder: Path) -> None:
             beside.rename(folder)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the model folder {folder}: {error.strerror or error}; free disk space or choose another folder"
+            f"cannot write the model folder {folder}: {error.strerror or error}; {disk_fix(error)}, or choose another folder"
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)

@@ -3,16 +3,16 @@ name the config key."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
+from os.path import exists, isdir, isfile  # False for names that no file can have
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from huggingface_hub import model_info, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 
+from braid import json_text
 from braid.errors import ModelError, suggest
 
 if TYPE_CHECKING:
@@ -22,16 +22,13 @@ _T = TypeVar("_T")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _HUB_TIMEOUT_S = 10.0
-_UNREADABLE = (
-    OSError,
-    ValueError,
-    KeyError,
-    ImportError,
-    RuntimeError,
-    SafetensorError,
-    StrictDataclassError,
+_JSON_FILES = (
+    "config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "adapter_config.json",
 )
-"""Exceptions that transformers raises for unusable folders."""
+"""Files of a model folder that must be JSON objects."""
 
 
 def expand(path: str) -> str:
@@ -43,14 +40,17 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
     """Raise ModelError if the folder is missing or is not a model folder. For a hub name, raise if the model
     does not exist."""
     folder = Path(path)
-    if folder.is_file():
+    if isfile(folder):
         raise ModelError(f"{key}={path} is a file; set it to the folder that contains it")
-    if not folder.is_dir():
+    if not isdir(folder):
         if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
             _check_hub_name(path, key)
             return
         beside = [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise ModelError(f"{key}={path}: no such folder{suggest(folder.name, beside)}")
+    for name in _JSON_FILES:
+        if (folder / name).is_file():
+            read_json(folder / name, f"{key}={path}")
     if not needs_weights:
         return
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
@@ -67,19 +67,15 @@ def local_folder(path: str, key: str) -> Path:
     """A model folder, downloaded if `path` is a hub name. Raises ModelError if it lacks config.json or weights."""
     check_folder(expand(path), key, needs_weights=True)
     folder = Path(expand(path))
-    return folder if folder.is_dir() else Path(snapshot_download(path))
+    return folder if isdir(folder) else Path(snapshot_download(path))
 
 
 def read_json(file: Path, key: str) -> dict[str, Any]:
     """A JSON object. Raises ModelError, naming config key `key`."""
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(values, dict):
-            return values
-        error: object = "it is not an object"
-    except (OSError, ValueError) as caught:
-        error = caught
-    raise ModelError(f"{key}: {file} cannot be read: {error}")
+        return json_text.read_json(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{key}: {file} cannot be read: {error}") from error
 
 
 def _check_hub_name(name: str, key: str) -> None:
@@ -102,12 +98,12 @@ def read(path: str, key: str, kind: str, load: Callable[..., _T], **options: Any
     """Call transformers' `load` for a folder or hub name. Raises ModelError if it is not a readable `kind`."""
     try:
         return load(path, **options)
-    except _UNREADABLE as error:
+    except Exception as error:  # transformers and its libraries raise many types for unusable folders
         lines = str(error).strip().split("\n")
         reason = lines[-1 if isinstance(error, StrictDataclassError) else 0].strip() or type(error).__name__
         hint = (
             ""
-            if Path(path).exists()
+            if exists(path)
             else "; this is not a local folder: set it to one, or to a hub name while online"
         )
         raise ModelError(f"cannot load {key}={path} as a {kind}: {reason}{hint}") from error
@@ -130,7 +126,7 @@ def read_tokenizer(path: str, key: str, trust_remote_code: bool, **options: Any)
     transformers."""
     check_folder(path, key, needs_weights=False)
     folder = Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if isdir(folder) and not any(isfile(folder / name) for name in _TOKENIZER_FILES):
         raise ModelError(
             f"{key}={path} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
             f"set {key.rpartition('.')[0]}.tokenizer to a folder or hub name"

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from .gpu import has_kernels
 from .linear import Linear
 
 _CHUNK_ELEMENTS = 1 << 17
@@ -45,6 +46,10 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
+        if gate.is_cuda and has_kernels(gate.device) and gate.dtype != torch.float64:
+            from .gpu.kernels import SwiGLU  # imports Triton
+
+            return self.down_proj(SwiGLU.apply(gate, up))
         if not torch.is_grad_enabled():
             return self.down_proj(F.silu(gate).mul_(up))
         if _is_fused(gate):

@@ -18,6 +18,8 @@ from .linear import linear, uses_onednn
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _MIN_COLUMNS = 256
 """Minimum tile width: narrower tiles make matrix products slow, so tokens are split first."""
+_ALIGNED_COLUMNS = 128
+"""On GPUs the width of tiles is a multiple: products with rows of other lengths take kernels of a fraction of the rate."""
 _CPU_TILE_BYTES = 8 * 2**20
 """Maximum tile size on CPUs: larger tiles do not fit the caches, and their memory is returned to the kernel
 after each use (1.4 times slower at 64 MiB)."""
@@ -132,7 +134,10 @@ class _Rule:
         because the gradient of `weight` is read and written once per slice of tokens."""
         most = self.chunk_bytes if states.is_cuda else min(self.chunk_bytes, _CPU_TILE_BYTES)
         room, num_tokens = max(1, most // item_bytes), len(states)
-        width = min(vocab, room, max(_MIN_COLUMNS, room // max(1, num_tokens)))
+        width = max(_MIN_COLUMNS, room // max(1, num_tokens))
+        if states.is_cuda:
+            width -= width % _ALIGNED_COLUMNS
+        width = min(vocab, room, width)
         return _slices(num_tokens, room // width), _slices(vocab, width)
 
 

@@ -103,6 +103,7 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
     model, rows = lm.model, _random_rows(lm, longest)
     with _plain_attention(model):
         plain = _plain_logprobs(model, rows)
+        _check_numbers(model, plain)
         rounding = _rounding(model, rows, plain).mean().item()
     error = _errors(check.logprobs(lm, rows), plain).mean().item()
     allowed = _OF_MEAN * rounding + _LEAST
@@ -135,6 +136,7 @@ class PlainLogprobs:
             return cls(arrays, np.zeros(0, np.float32), 0.0)
         with _plain_attention(model):
             plain = _plain_logprobs(model, rows)
+            _check_numbers(model, plain)
             if dtype is None or torch.finfo(dtype).eps <= torch.finfo(model.dtype).eps:
                 error = _rounding(model, rows, plain)
             else:
@@ -154,6 +156,25 @@ class PlainLogprobs:
                 f"train.backend={backend} gives different log-probs than the model's own forward pass: by {error:.2g} nats on "
                 f"average, where rounding explains {allowed:.2g}; set dtypes in its options to null, or choose another backend"
             )
+
+
+def _check_numbers(model: PreTrainedModel, plain: Sequence[Tensor]) -> None:
+    """Raise ModelError if the model's own log-probs are NaN, and say whether its weights are the cause."""
+    if not any(part.isnan().any() for part in plain):
+        return
+    weights = dict(model.named_parameters())
+    bad = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    kind, path = type(model).__name__, model.name_or_path
+    of = f"{kind}{f' in {path}' if path else ''}"
+    if bad:
+        raise ModelError(
+            f"{len(bad)} of the {len(weights)} weights of {of} contain NaN or infinity, among them {bad[0]}: the file is damaged, or "
+            "its training diverged; use an intact copy or an earlier checkpoint"
+        )
+    raise ModelError(
+        f"the log-probs of {of} in its own forward pass are NaN, although its weights are finite: it overflows in "
+        f"{str(model.dtype).removeprefix('torch.')}; set its dtype to fp32 (model.dtype) or to a type with a wider range"
+    )
 
 
 class _NotBuiltError(Exception):

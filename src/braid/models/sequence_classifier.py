@@ -13,6 +13,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 from braid.config.reward import ModelReward
 from braid.errors import ModelError, RewardError
 from braid.types import Message
+from braid.users import encodable
 
 from .folders import expand, read_chat_template, read_model, read_tokenizer
 from .loading import TORCH_DTYPES
@@ -98,7 +99,9 @@ class SequenceClassifier:
             raise RewardError(
                 f"the reward model's chat template rejects the roles {roles}: {error}"
             ) from error
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+        ids: list[int] = self._tokenizer(encodable(text), add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]  # pyright: ignore[reportAssignmentType]
         if not ids:
             raise RewardError("the reward model's chat template gives no tokens for the conversation")
         limit = self._max_tokens

@@ -6,12 +6,13 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from jsonschema import Draft202012Validator
-
 from braid.errors import suggest
+from braid.json_text import parse_json
 from braid.types import CallStatus, ToolCall
 
 ToolSchema = Mapping[str, Any]
@@ -36,7 +37,7 @@ _Read = tuple[str, Any]
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise _Malformed("bad_json", f"the tool call is not valid JSON: {error}") from error
 
@@ -61,7 +62,7 @@ def _llama(body: str, schemas: Schemas) -> list[_Read]:  # noqa: ARG001
 
 
 def _mistral(body: str, schemas: Schemas) -> list[_Read]:  # noqa: ARG001
-    if (found := re.match(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(\{.*)", body, re.DOTALL)) is not None:
+    if (found := _MISTRAL_CALL.match(body)) is not None:
         return [(found[1], _json(found[2]))]
     read = _json(body)
     return [_named(one) for one in (read if isinstance(read, list) else [read])]
@@ -78,31 +79,57 @@ def _harmony(body: str, schemas: Schemas) -> list[_Read]:  # noqa: ARG001
     return [(re.split(r"[\s<]", name, maxsplit=1)[0], _json(arguments))]
 
 
-def _pythonic(body: str, schemas: Schemas) -> list[_Read]:  # noqa: ARG001
+def _pythonic(body: str, schemas: Schemas) -> list[_Read | _Malformed]:
     """Calls written as a Python list of calls with keyword arguments: [search(query="x"), now()]."""
     try:
-        calls = ast.parse(body.strip(), mode="eval").body
-        listed = calls.elts if isinstance(calls, ast.List) else [calls]
+        with warnings.catch_warnings(action="ignore"):  # of the parser, on the policy's text
+            parsed = ast.parse(body.strip(), mode="eval").body
         return [
-            (ast.unparse(call.func), {k.arg: ast.literal_eval(k.value) for k in call.keywords})
-            for call in listed
-            if isinstance(call, ast.Call)
+            _python_call(call, schemas)
+            for call in (parsed.elts if isinstance(parsed, ast.List) else [parsed])
         ]
-    except (SyntaxError, ValueError) as error:
-        raise _Malformed("bad_json", f"the tool call is not a list of Python calls: {error}") from error
+    except (
+        SyntaxError,
+        ValueError,
+        TypeError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # MemoryError: nested too deeply
+        why = str(error) or "nested too deeply"
+        raise _Malformed("bad_json", f"the tool call is not a list of Python calls: {why}") from error
+
+
+def _python_call(call: ast.expr, schemas: Schemas) -> _Read | _Malformed:
+    if not isinstance(call, ast.Call):
+        raise ValueError("an entry is no call")
+    if any(keyword.arg is None for keyword in call.keywords):
+        raise ValueError("** is not supported; write arguments as name=value")
+    name = ast.unparse(call.func)
+    if call.args:
+        first = next(iter(schemas.get(name, {}).get("properties", {})), "name")
+        return _Malformed(
+            "bad_arguments",
+            f"wrong arguments of {_shown(name)}: a positional argument; write arguments as name=value, such as {first}=...",
+        )
+    values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    return name, parse_json(
+        json.dumps(values)
+    )  # tuples become lists; sets, bytes and the like raise TypeError
 
 
 def _xml(body: str, schemas: Schemas) -> list[_Read]:
-    found = re.match(r"\s*<function=([^>\n]+)>(.*?)(?:</function>\s*)?$", body, re.DOTALL)
+    found = re.match(r"<function=([^<>\n]+)>", body)
     if found is None:
         raise _Malformed("bad_json", "the tool call has no <function=name>")
-    pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", found[2], re.DOTALL)
+    closed = body[: body.rfind("</parameter>") + len("</parameter>")]
+    pairs = re.findall(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", closed, re.DOTALL)
     return [(found[1], _typed(pairs, schemas.get(found[1], {})))]
 
 
 def _glm(body: str, schemas: Schemas) -> list[_Read]:
-    name = re.split(r"\n|<arg_key>", body.strip(), maxsplit=1)[0].strip()
-    pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
+    name = re.split(r"\n|<arg_key>", body, maxsplit=1)[0].strip()
+    closed = body[: body.rfind("</arg_value>") + len("</arg_value>")]
+    pairs = re.findall(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)</arg_value>", closed, re.DOTALL)
     return [(name, _typed(pairs, schemas.get(name, {})))]
 
 
@@ -112,27 +139,59 @@ def _typed(pairs: Sequence[tuple[str, str]], schema: Mapping[str, Any]) -> dict[
     for key, text in pairs:
         is_text = schema.get("properties", {}).get(key, {}).get("type") == "string"
         try:
-            out[key] = text if is_text else json.loads(text)
+            out[key] = text if is_text else parse_json(text)
         except ValueError:
             out[key] = text
     return out
 
 
-_FORMATS: dict[ToolFormat, tuple[str, Callable[[str, Schemas], list[_Read]]]] = {
-    "hermes": (r"<tool_call>\s*(?P<body>.*?)\s*(?:</tool_call>|\Z)", _hermes),
-    "qwen_xml": (r"<tool_call>\s*(?P<body>.*?)\s*(?:</tool_call>|\Z)", _xml),
-    "glm": (r"<tool_call>\s*(?P<body>.*?)\s*(?:</tool_call>|\Z)", _glm),
-    "llama": (r"\A\s*(?:<\|python_tag\|>)?\s*(?P<body>\{\s*\"name\".*)\Z", _llama),
-    "pythonic": (r"<\|tool_call_start\|>(?P<body>.*?)(?:<\|tool_call_end\|>|\Z)", _pythonic),
-    "mistral": (r"\[TOOL_CALLS\]\s*(?P<body>.*?)(?=\[TOOL_CALLS\]|\Z)", _mistral),
-    "deepseek": (
-        r"<｜tool▁call▁begin｜>(?P<body>.*?)(?:<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|\Z)",
-        _deepseek,
+@dataclass(frozen=True, slots=True)
+class _Format:
+    """How a model family writes calls: patterns of a call's start and end, and the function that reads the body between
+    them. An end marker within `quoted`, a string of the body, does not end the call."""
+
+    start: str
+    end: str
+    read: Callable[[str, Schemas], Sequence[_Read | _Malformed]]
+    quoted: str = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+    unquoted: str = r'["\\]'
+    """What is malformed outside of strings."""
+
+    def tokens(self) -> re.Pattern[str]:
+        """Strings, the end of a call, and what shows that the call is malformed."""
+        return re.compile(
+            f"{self.quoted}|(?P<end>{self.end})|(?P<stop>{self.unquoted}|{self.start})", re.DOTALL
+        )
+
+
+def _tagged(name: str) -> tuple[str, str]:
+    """`quoted` and `unquoted` of values between tags."""
+    start = f"<{name}[=>]"
+    return rf"{start}(?:(?!{start}).)*?</{name}>", start
+
+
+_FORMATS: dict[ToolFormat, _Format] = {
+    "hermes": _Format(r"<tool_call>", r"</tool_call>", _hermes),
+    "qwen_xml": _Format(r"<tool_call>", r"</tool_call>", _xml, *_tagged("parameter")),
+    "glm": _Format(r"<tool_call>", r"</tool_call>", _glm, *_tagged("arg_value")),
+    "llama": _Format(r"\A\s*(?:<\|python_tag\|>\s*)?(?=\{\s*\"name\")", r"\Z", _llama),
+    "pythonic": _Format(
+        r"<\|tool_call_start\|>",
+        r"<\|tool_call_end\|>",
+        _pythonic,
+        r'"[^"\\]*(?:\\.[^"\\]*)*"|\'[^\'\\]*(?:\\.[^\'\\]*)*\'',
+        r"[\"'\\]",
     ),
-    "harmony": (r"to=functions\.(?P<body>.*?)(?:<\|call\|>|\Z)", _harmony),
+    "mistral": _Format(r"\[TOOL_CALLS\]", r"(?=\[TOOL_CALLS\])", _mistral),
+    "deepseek": _Format(
+        r"<｜tool▁call▁begin｜>", r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?", _deepseek
+    ),
+    "harmony": _Format(r"to=functions\.", r"<\|call\|>", _harmony),
 }
-"""Pattern of a call, with its body, and the function that reads the body. `tag` is treated apart: its pattern depends
-on the tools."""
+"""`tag` is treated apart: its pattern depends on the tools."""
+_MISTRAL_CALL = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(\{.*)", re.DOTALL)
+_SHOWN_CHARACTERS = 200
+"""Length to which the policy's text is quoted in errors."""
 
 _DETECTED: tuple[tuple[str, ToolFormat], ...] = (
     ("<function=", "qwen_xml"),
@@ -165,11 +224,12 @@ def parse_calls(
     if not schemas:
         return text, ()
     calls: list[ToolCall] = []
-    rest, end = "", 0
+    rest, end = list[str](), 0
     for start, stop, name, read in _found(text, schemas, of):
-        rest, end = rest + text[end:start], stop
+        rest.append(text[end:start])
         calls += (_checked(one, name, schemas, new_id()) for one in read)
-    return (rest + text[end:]).strip() if calls else text, tuple(calls)
+        end = stop
+    return ("".join([*rest, text[end:]]).strip() if calls else text), tuple(calls)
 
 
 def _found(
@@ -186,23 +246,36 @@ def _found(
                 [(match[1], _tag_arguments(match[2], schemas[match[1]]))],
             )
         return
-    pattern, reader = _FORMATS[of]
-    for match in re.finditer(pattern, text, re.DOTALL):
-        try:
-            read: Sequence[_Read | _Malformed] = reader(match["body"], schemas)
-        except _Malformed as problem:
-            read = [problem]
-        yield match.start(), match.end(), "", read
+    form, end = _FORMATS[of], 0
+    opening, ending, tokens = re.compile(form.start), re.compile(f"{form.end}|\\Z"), form.tokens()
+    while (start := opening.search(text, end)) is not None:
+        first = ending.search(text, start.end())
+        assert first is not None, "the end of the text matches"
+        read: Sequence[_Read | _Malformed] = []
+        for stop, after in filter(None, (_end(text, start.end(), tokens), first.span())):
+            end = after
+            try:
+                read = form.read(text[start.end() : stop].strip(), schemas)
+                break
+            except _Malformed as problem:
+                read = [problem]
+        yield start.start(), end, "", read
+
+
+def _end(text: str, start: int, tokens: re.Pattern[str]) -> tuple[int, int] | None:
+    """Where the call whose body begins at `start` ends, and where the text goes on, passing over end markers in
+    strings; None if the body is malformed."""
+    for token in tokens.finditer(text, start):
+        if token.lastgroup is not None:
+            return token.span() if token.lastgroup == "end" else None
+    return len(text), len(text)
 
 
 def _tag_arguments(text: str, schema: Mapping[str, Any]) -> Any:
     required = schema.get("required", [])
-    if len(required) == 1 and schema["properties"][required[0]].get("type") == "string":
+    if len(required) == 1 and schema.get("properties", {}).get(required[0], {}).get("type") == "string":
         return {required[0]: text}
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    return text
 
 
 def _checked(read: _Read | _Malformed, name: str, schemas: Schemas, id: str) -> ToolCall:
@@ -210,17 +283,15 @@ def _checked(read: _Read | _Malformed, name: str, schemas: Schemas, id: str) -> 
         return ToolCall(name, {}, id, read.status, str(read))
     name, arguments = read
     if name not in schemas:
-        near = suggest(name, schemas)
+        name = name.encode(errors="replace").decode()  # JSON can contain lone surrogates
+        near = suggest(name[:_SHOWN_CHARACTERS], schemas)
+        known = ", ".join(schemas)
         return ToolCall(
-            name,
-            {},
-            id,
-            "unknown_tool",
-            f"there is no tool {name!r}{near}; the tools are {', '.join(schemas)}",
+            name, {}, id, "unknown_tool", f"there is no tool {_shown(name)!r}{near}; the tools are {known}"
         )
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         except ValueError as error:
             return ToolCall(name, {}, id, "bad_json", f"the arguments of {name} are not valid JSON: {error}")
     if not isinstance(arguments, dict):
@@ -228,9 +299,25 @@ def _checked(read: _Read | _Malformed, name: str, schemas: Schemas, id: str) -> 
         return ToolCall(
             name, {}, id, "not_an_object", f"the arguments of {name} must be a JSON object, not {kind}"
         )
-    problem = next(iter(Draft202012Validator(schemas[name]).iter_errors(arguments)), None)
-    unknown = sorted(arguments.keys() - schemas[name].get("properties", arguments).keys())
-    if problem is None and not unknown:
+    why = _wrong(arguments, schemas[name])
+    if why is None:
         return ToolCall(name, arguments, id)
-    why = f"unknown argument {unknown[0]!r}" if problem is None else problem.message
-    return ToolCall(name, arguments, id, "bad_arguments", f"wrong arguments of {name}: {why}")
+    return ToolCall(name, arguments, id, "bad_arguments", f"wrong arguments of {name}: {_shown(why)}")
+
+
+def _wrong(arguments: dict[str, Any], schema: Mapping[str, Any]) -> str | None:
+    """What is wrong with the arguments; None if they fit the schema."""
+    from jsonschema import Draft202012Validator  # imported here, because most runs have no tools
+
+    try:
+        problem = next(iter(Draft202012Validator(schema).iter_errors(arguments)), None)
+    except (RecursionError, ArithmeticError, ValueError) as error:  # deep nesting, numbers outside of floats
+        return f"the tool's schema cannot be applied to them ({type(error).__name__})"
+    if problem is not None:
+        return problem.message
+    unknown = sorted(arguments.keys() - schema.get("properties", arguments).keys())
+    return f"unknown argument {unknown[0]!r}" if unknown else None
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

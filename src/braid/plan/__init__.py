@@ -3,7 +3,7 @@ torch."""
 
 from .lengths import longest_row, rotary_problem
 from .plan import Memory, Plan, Verb
-from .resolve import derive, merge_recipe, resolve
+from .resolve import default_verb, derive, merge_recipe, resolve
 from .sizes import policy_size
 from .unused import unused_keys, why_unused
 
@@ -11,6 +11,7 @@ __all__ = [
     "Memory",
     "Plan",
     "Verb",
+    "default_verb",
     "derive",
     "longest_row",
     "merge_recipe",

@@ -14,6 +14,7 @@ from braid.config.reward import ModelReward
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 
+from .machine import count_gpus, memory_bytes
 from .parallel import served_engine
 from .placement import format_numbers, parse_placement
 from .plan import Plan
@@ -58,6 +59,67 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         why = "flash_attention_2 needs bf16 or fp16, but this run computes in fp32"
         yield "model.attention", f"{why}; set model.dtype or train.autocast to bf16, or model.attention=auto"
     yield from _missing_devices(config, plan)
+
+
+def machine_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    """(key, message) of every package, GPU and kernel that the run needs and this machine lacks. Not an error for commands that
+    only inspect a config. Of a cluster that the run joins, only packages are checked: its machines may have GPUs."""
+    yield from missing_packages(config, plan)
+    if plan.layout.mode != "in_process" and config.cluster.is_joined:
+        return
+    memory = memory_bytes()
+    if plan.round_bytes is not None and plan.round_bytes[0] > memory:
+        why = f"a round of {plan.trajectories_per_round:,} trajectories takes at least {plan.round_bytes[0] / 2**30:.3g} GiB"
+        fix = "lower it or rollout.group_size, and raise run.max_rounds"
+        yield (
+            "rollout.prompts_per_round",
+            f"{why}, but this machine has {memory / 2**30:.3g} GiB of memory; {fix}",
+        )
+    num_gpus = count_gpus()
+    if not num_gpus:
+        for key, what, fix in _needs_gpu(config, plan):
+            yield key, f"{what} needs a GPU, and this machine has none; {fix}"
+    devices = {device for role in plan.layout.roles for device in role.devices}
+    if plan.layout.has_gpus and plan.layout.mode != "in_process" and max(devices, default=0) >= num_gpus:
+        why = f"device {max(devices)} is used, but this machine has {num_gpus} GPUs (0 to {num_gpus - 1})"
+        yield "cluster.placement", f"{why}; use those, or run on a cluster (cluster.address)"
+    engine = served_engine(config)
+    is_on_cpu = not num_gpus or config.run.device == "cpu"
+    if config.rollout.engine == "vllm" and engine is not None and not engine.servers and is_on_cpu:
+        yield from _head_size_problems(config, plan)
+
+
+def _needs_gpu(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """Key, value and remedy of each setting of the run that needs a GPU."""
+    if config.run.device == "cuda":
+        yield "run.device", "cuda", "set it to cpu or auto"
+    for key, train in train_sections(config, plan):
+        if train.backend == "megatron":
+            yield f"{key}.backend", "megatron", "set it to fsdp2, fsdp or deepspeed"
+        if train.liger_kernels:
+            yield f"{key}.liger_kernels", "Liger", "set it to false (same results up to rounding)"
+    if config.model.attention == "flash_attention_2":
+        yield "model.attention", "flash_attention_2", "set it to auto"
+    engine = served_engine(config)
+    if config.rollout.engine == "sglang" and engine is not None and not engine.servers:
+        yield "rollout.engine", "sglang", "set rollout.sglang.servers, or set it to native"
+    if isinstance(config.env, ManiskillEnv) and config.env.on_gpu:
+        yield "env.on_gpu", "a scene of ManiSkill on the GPU", "set it to false"
+
+
+VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads for which vLLM has kernels on CPUs (vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32)."""
+
+
+def _head_size_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+    if plan.model_size is None or plan.model_size.is_latent:
+        return
+    if (size := plan.model_size.head_dim) in VLLM_CPU_HEAD_SIZES:
+        return
+    key = "model.path" if config.model.build is None else "model.build.head_dim"
+    sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
+    why = f"the model's attention heads have size {size}, and vLLM on CPUs has kernels for {sizes} only"
+    yield key, f"{why}; use a model with one of these, or set rollout.engine=native"
 
 
 def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -19,12 +19,13 @@ from braid.config.schema import RunConfig
 from . import advantages, available
 from .layout import RoleLayout
 from .lengths import rotary_problems
+from .machine import memory_bytes
 from .parallel import TRAINING_ROLES, copy_devices, section_of
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 from .rewards import reward_problems
 from .sizes import kv_budget_tokens
-from .unused import has_own_tasks, has_tokens, is_of_text, set_keys, unused_keys
+from .unused import ONLY_EVALUATES, has_own_tasks, has_tokens, is_of_text, set_keys, unused_keys
 
 Finding = tuple[str, str]
 """The key that should be changed, and what is wrong."""
@@ -218,8 +219,8 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if plan.old_logprobs in ("current", "interpolated"):
         which = f"log-probs before the update, which {plan.old_logprobs} does not compute"
         fix = f"{which}; set it to auto, recompute or behavior"
-        if recipe.kl_in == "reward" and recipe.kl_coef > 0 and not recipe.full_kl_in:
-            yield "algorithm.old_logprobs", f"KL in the reward needs {fix}"
+        if recipe.has_kl_before_update and not recipe.full_kl_in:
+            yield "algorithm.old_logprobs", f"KL in the {recipe.kl_in} needs {fix}"
         if recipe.policy_loss in CHOOSING_LOSSES:
             yield "algorithm.old_logprobs", f"{loss} selects tokens by their {fix}"
     if recipe.logprob_level != "token" and is_of_text(config):
@@ -357,6 +358,14 @@ def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if more and key != "reference.train":
             why = f"{prompts} prompts in {train.steps_per_pass} mini-batches: some have {few} prompts"
             yield f"{key}.steps_per_pass", f"{why} and some {few + 1}"
+    if plan.round_bytes is not None:
+        (least, most), memory = plan.round_bytes, memory_bytes()
+        if least > memory / 4 or most > memory:
+            yield (
+                "rollout.prompts_per_round",
+                f"a round of {plan.trajectories_per_round:,} trajectories takes {least / 2**30:.3g} to {most / 2**30:.3g} GiB of "
+                f"memory, and this machine has {memory / 2**30:.3g} GiB; smaller rounds learn from newer answers",
+            )
     if plan.old_logprobs == "current" and (steps := plan.steps_per_round) > 1:
         why = f"with current all ratios are 1, so there is no clipping over the {steps} steps of a round"
         yield "algorithm.old_logprobs", why
@@ -424,8 +433,9 @@ def _suspicious_ranks(config: RunConfig, of: RoleLayout) -> Iterator[Finding]:
 def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Keys with a non-default value that are unused in this run."""
     for key, why in unused_keys(config, plan).items():
-        for given in set_keys(config, key):
-            yield given, f"has no effect: {why}"
+        if why != ONLY_EVALUATES:  # obvious, so no warning
+            for given in set_keys(config, key):
+                yield given, f"has no effect: {why}"
 
 
 _WARNINGS: tuple[_Check, ...] = (

@@ -6,13 +6,14 @@ Gemma's <end_of_turn> or Llama 3's <|eot_id|>, in addition to the tokenizer's EO
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
+from os.path import isdir, isfile  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
 from braid.config.model import ModelConfig
 from braid.config.rollout import SamplingConfig
+from braid.json_text import read_json
 
 
 def tokens_of_files(find: Callable[[str], Path | None]) -> tuple[str, tuple[int, ...]]:
@@ -26,10 +27,10 @@ def tokens_of_files(find: Callable[[str], Path | None]) -> tuple[str, tuple[int,
         if (file := find(name)) is None:
             continue
         try:
-            values = json.loads(file.read_text("utf-8"))
-            named = values.get("eos_token_id")
-            if named is None and name == "config.json":
-                named = (values.get("text_config") or {}).get("eos_token_id")
+            values = read_json(file)
+            named, text = values.get("eos_token_id"), values.get("text_config")
+            if named is None and name == "config.json" and isinstance(text, dict):
+                named = text.get("eos_token_id")
             ids = [] if named is None else named if isinstance(named, list) else [named]
             if any(type(number) is not int or number < 0 for number in ids):
                 raise ValueError(f"eos_token_id is {named!r}, but must be a token id or a list of them")
@@ -46,7 +47,7 @@ def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] |
         return {}
     folder = None if model.path is None else Path(model.path).expanduser()
     tokenizer = folder if model.tokenizer is None else Path(model.tokenizer).expanduser()
-    if any(path is not None and not path.is_dir() for path in (folder, tokenizer)):
+    if any(path is not None and not isdir(path) for path in (folder, tokenizer)):
         return None
     named: list[tuple[int | str, str]] = []
     texts = {1: "<eos>"} if tokenizer is None else _special_tokens(tokenizer)
@@ -60,7 +61,7 @@ def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] |
         named += [] if own is None else [(ids.get(own, own), "tokenizer_config.json")]
     if model.eos_token_id is None and folder is not None:
         try:
-            file, more = tokens_of_files(lambda name: path if (path := folder / name).is_file() else None)
+            file, more = tokens_of_files(lambda name: path if isfile(path := folder / name) else None)
         except ValueError:
             file, more = "", ()  # reported when the tokenizer is loaded
         named += [(number, file) for number in more]
@@ -91,6 +92,6 @@ def _content(token: Any) -> str | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text("utf-8"))
+        return read_json(file)
     except (OSError, ValueError):
         return {}

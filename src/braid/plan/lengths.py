@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from braid.config.env import ChatEnv, SimulatorEnv
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
+from braid.json_text import read_json
 
 from .plan import Plan
 from .sizes import policy_size
@@ -79,7 +79,7 @@ def rotary_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     }
     for key, path in paths.items():
         try:
-            model = json.loads((Path(path or "").expanduser() / "config.json").read_text("utf-8"))
+            model = read_json(Path(path or "").expanduser() / "config.json")
             message = rotary_problem(model, longest_row(config))
         except (OSError, ValueError, AttributeError, TypeError):
             continue  # no local folder, or not a model's: reported when it is loaded

@@ -19,6 +19,16 @@ def cpu_info(field: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
+def memory_bytes() -> int:
+    """Memory of this machine, or of its container (cgroup v2) if that has less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical
+
+
 def count_gpus() -> int:
     """Number of NVIDIA GPUs available to a new process: those of CUDA_VISIBLE_DEVICES if it is set, up to the
     first invalid entry (https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#env-vars), else all

@@ -38,7 +38,7 @@ class Plan:
     are learned by a separate critic (`needs_critic`) or by a value head of the policy. `planned_rounds` and the planned
     steps are None while they depend on an unknown number of training prompts, and 0 for commands other than
     train. Steps are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `memory`
-    is empty if the model's size is unknown.
+    is empty if the model's size is unknown. `round_bytes` is the least and the most host memory of a round's trajectories.
     """
 
     verb: Verb
@@ -62,6 +62,7 @@ class Plan:
     eval_max_trajectory_tokens: int | None
     max_tokens_per_round: int | None
     max_tokens_per_step: int | None
+    round_bytes: tuple[int, int] | None
     kv_bytes_per_token: int | None
     kv_budget_bytes: int | None
     max_concurrent: int | None

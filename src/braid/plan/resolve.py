@@ -35,6 +35,7 @@ from .sizes import (
     kv_budget_tokens,
     may_compile,
     policy_size,
+    round_bytes,
     samples_lower,
     size_of_folder,
 )
@@ -61,6 +62,13 @@ def resolve(
         raise ConfigError([Problem(key, message, origin_of(key)) for key, message in problems])
     warnings = [Problem(key, message, origin_of(key)) for key, message in find_warnings(config, plan)]
     return replace(plan, warnings=tuple(warnings))
+
+
+def default_verb(config: RunConfig) -> Verb:
+    """The command that a config is for: an evaluation, supervised fine-tuning alone, or training."""
+    if config.run.eval_only:
+        return "eval"
+    return "sft" if config.sft and not config.data.train else "train"
 
 
 def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
@@ -147,6 +155,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         eval_max_trajectory_tokens=eval_total,
         max_tokens_per_round=None if total is None else trajectories * total,
         max_tokens_per_step=None if total is None else rows_per_step * total,
+        round_bytes=round_bytes(config, trajectories, output) if verb == "train" else None,
         kv_bytes_per_token=kv_per_token,
         kv_budget_bytes=None if kv_per_token is None or kv_budget is None else kv_budget * kv_per_token,
         max_concurrent=None
@@ -197,12 +206,12 @@ def _policy_rounds(config: RunConfig, recipe: Recipe, rounds: int) -> int:
 
 def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> OldLogprobs:
     """auto: `current` in a round of one step, unless something needs log-probs before the step: KL in the
-    reward, a correction for the sampler, or a loss that selects tokens by them."""
+    reward or advantage, a correction for the sampler, or a loss that selects tokens by them."""
     chosen = config.algorithm.old_logprobs
     if chosen != "auto":
         return chosen
     is_needed = (
-        (recipe.kl_coef > 0 and recipe.kl_in == "reward" and not recipe.full_kl_in)
+        (recipe.has_kl_before_update and not recipe.full_kl_in)
         or bool(recipe.corrections)
         or recipe.policy_loss in CHOOSING_LOSSES
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from braid.config.data import REST, MixShare, covers, source_name
-from braid.config.reward import JudgeReward, RewardPart
+from braid.config.env import AgentEnvConfig, ProgramEnv, SimulatorEnv
+from braid.config.reward import JudgeReward, RewardPart, part_name
 from braid.config.schema import RunConfig
 from braid.errors import suggest
 
@@ -20,7 +21,15 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             {source_name(source) for source in of} for of in (config.data.train, config.data.eval)
         )
         yield from source_problems(config.reward.parts, trained, evaluated, config.data.mix)
+        yield from weight_problems(config, {*trained, *evaluated})
         yield from mix_problems(config.data.mix, trained)
+    else:
+        yield from weight_problems(config, ())
+    names: dict[str, int] = {}
+    for i, part in enumerate(config.reward.parts):
+        if (first := names.setdefault(part_name(part), i)) != i:
+            why = f"reward.parts[{first}] is also named {part_name(part)!r}, and metrics are by name"
+            yield f"reward.parts[{i}].name", f"{why}; choose another name"
     limit = None if plan.model_size is None else plan.model_size.max_positions
     for i, part in enumerate(config.reward.parts):
         if not isinstance(part, JudgeReward) or part.url != "policy":
@@ -29,6 +38,23 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             why = f"{part.max_tokens} tokens for the reply leave no room for the question"
             fix = f"the policy accepts {limit} tokens in total; lower it below {limit}"
             yield f"reward.parts[{i}].max_tokens", f"{why}: {fix}"
+
+
+def weight_problems(config: RunConfig, sources: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(key, message) of sources whose reward is always 0, since only parts of weight 0 score them. Agent
+    environments may return rewards themselves."""
+    parts = config.reward.parts
+    if isinstance(config.env, AgentEnvConfig | ProgramEnv | SimulatorEnv) or not parts:
+        return
+    if not any(part.weight for part in parts):
+        yield "reward.parts", "every weight is 0, so every reward would be 0; set the weight of a part"
+        return
+    named = {name for part in parts for name in part.sources}
+    for source in sorted(sources):
+        scoring = [part for part in parts if covers(part.sources, named, source)]
+        if scoring and not any(part.weight for part in scoring):
+            why = f"only parts of weight 0 score the source {source!r}, so its rewards would all be 0"
+            yield "reward.parts", f"{why}; set the weight of one, or score the source with another part"
 
 
 def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from braid.config.env import SimulatorEnv
 from braid.config.model import BuildSpec
 from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.config.schema import RunConfig
+from braid.json_text import read_json
 
 from .machine import cpu_info
 
@@ -29,6 +29,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _LEAST_COMPILED = 4e10
 """Tokens of a round, at most, times parameters: two seconds of sampling, of which compiled steps save half. To compile them
 takes five seconds once, and as much for attention in training."""
+_TRAJECTORY_BYTES, _TOKEN_BYTES = 5700, 64
+"""Host memory of a trajectory until its round ends, and of each token that it samples (its id and log-prob as Python numbers).
+Measured as the growth of a run in one process: rounds of 12,800 and 64,000 trajectories of one token, and 12,800 of 64."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per number of each dtype."""
 
@@ -37,7 +40,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 class ModelSize:
     """Sizes of a language model. `num_experts` is per layer (0 without experts). `head_parameters` counts an
     output head that is not tied to the embedding. `linear` maps the name of each linear layer (q_proj, ...)
-    to its inputs plus outputs, summed over the layers: the parameters of a rank-1 adapter."""
+    to its inputs plus outputs, summed over the layers: the parameters of a rank-1 adapter. `is_latent`: keys and values are
+    compressed (multi-head latent attention), so that `head_dim` is not the size that engines store."""
 
     parameters: int
     head_parameters: int
@@ -49,6 +53,7 @@ class ModelSize:
     head_dim: int
     max_positions: int | None
     linear: Mapping[str, int]
+    is_latent: bool = False
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
         """Number of parameters of the adapters that `lora` describes, or of those in its folder."""
@@ -115,7 +120,7 @@ def size_of_folder(folder: str | Path | None) -> ModelSize | None:
     if folder is None:
         return None
     try:
-        config = json.loads((Path(folder) / "config.json").read_text("utf-8"))
+        config = read_json(Path(folder) / "config.json")
         shapes = _tensor_shapes(Path(folder))
         text: Mapping[str, Any] = config.get("text_config", config)
         heads, hidden = text["num_attention_heads"], text["hidden_size"]
@@ -131,6 +136,7 @@ def size_of_folder(folder: str | Path | None) -> ModelSize | None:
             head_dim=text.get("head_dim") or hidden // heads,
             max_positions=text.get("max_position_embeddings"),
             linear=_linear(shapes),
+            is_latent="kv_lora_rank" in text,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
@@ -212,6 +218,17 @@ def _is_compiling(config: RunConfig, num_parameters: int | None) -> bool:
     if (choice := config.rollout.native.compile) != "auto":
         return choice == "always"
     return num_parameters is not None and is_worth_compiling(config, num_parameters)
+
+
+def round_bytes(
+    config: RunConfig, num_trajectories: int, max_output_tokens: int | None
+) -> tuple[int, int] | None:
+    """Least and most host memory of a round's trajectories, if the longest has `max_output_tokens`; None for simulators, whose
+    observations vary."""
+    if isinstance(config.env, SimulatorEnv):
+        return None
+    least = num_trajectories * _TRAJECTORY_BYTES
+    return least, least + num_trajectories * (max_output_tokens or 0) * _TOKEN_BYTES
 
 
 def kv_budget_tokens(config: RunConfig, *, has_gpus: bool) -> int | None:

@@ -34,7 +34,8 @@ def unused_keys(config: RunConfig, plan: Plan) -> dict[str, str]:
     """Unused key or section -> the reason, whether or not it is set. `key[]` stands for all items of a
     list."""
     reasons: dict[str, str] = {}
-    for rule in _RULES:
+    rules = (*_RULES, _evaluation) if plan.verb == "eval" else _RULES
+    for rule in rules:
         for why, patterns in rule(config, plan):
             for key in (key for pattern in patterns.split() for key in _keys(pattern)):
                 reasons.setdefault(key, why)
@@ -157,6 +158,19 @@ def _sections(config: RunConfig, key: str = "@") -> list[str]:
 def _value(config: RunConfig, plan: Plan, path: str) -> Any:
     section, _, name = path.rpartition(".")
     return getattr(plan.recipe if section == "algorithm" else attrgetter(section)(config), name)
+
+
+ONLY_EVALUATES = "an evaluation trains nothing"
+
+
+def _evaluation(_: RunConfig, __: Plan) -> _Unused:
+    yield (
+        ONLY_EVALUATES,
+        "run.{max_rounds,max_epochs,max_restarts} rollout.{prompts_per_round,group_size,filter.*} algorithm.* reference.* "
+        "critic.{path,train.*,warmup_rounds,normalize_values} checkpoint.{every_rounds,every_s,at_end,keep} eval.{every_rounds,before,at_end} data.train[].* data.{shuffle,seed,mix} "
+        "train.{optimizer.*,steps_per_pass,passes_per_round,shuffle,max_grad_norm,micro_batch_rows,micro_batch_tokens} "
+        "train.{infer_batch_rows,infer_batch_tokens,grad_scaler.*,gradient_checkpointing} sft.*",
+    )
 
 
 def _always(_: RunConfig, __: Plan) -> _Unused:
@@ -351,7 +365,7 @@ def _engines(config: RunConfig, plan: Plan) -> _Unused:
         keys = "rollout.{check_weights,check_weights_dir}"
         yield "weights sent to other processes are always verified by fingerprints on arrival", keys
     dtype = engine_dtype(config, plan.num_parameters, has_gpus=plan.layout.has_gpus)
-    if plan.layout.has_gpus or dtype != "fp32":
+    if dtype != "fp32" and not plan.layout.has_gpus:
         yield "only decoding in fp32 on CPUs is compiled by Numba", "rollout.native.compile"
     is_shared = config.model.mlp is not None or (is_in_place and dtype == config.model.dtype)
     if is_shared and not plan.needs_critic and not plan.needs_reference:

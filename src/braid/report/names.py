@@ -47,7 +47,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/shaped_mean", "", "Mean of the same rewards as training sees them (reward.truncated, overlong, scale, shift, clip)."),
     Metric("reward/greedy_mean", "", "Mean reward of the greedy answers that are the baseline (remax)."),
     Metric("reward/same_in_group_fraction", "", "Share of groups whose valid trajectories all have the same training reward, so that their advantages are zero."),
-    Metric("reward/kl", "nats", "Mean KL of policy from reference per token, where it is subtracted from the reward; before the coefficient."),
+    Metric("reward/kl", "nats", "Mean KL of policy from reference per token, where it is subtracted from the reward or the advantage; before the coefficient."),
     Metric("algorithm/kl_coef", "", "KL coefficient of the round, if adapted by kl_target."),
     Metric("reward/source/<source>", "", "Mean reward on one source."),
     Metric("reward/part/<part>", "", "Mean score of one reward part, before its weight."),
@@ -62,6 +62,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout/output_length_mean", "tokens", "Mean tokens that the policy wrote in a trajectory."),
     Metric("rollout/output_length_max", "tokens", "Most tokens that the policy wrote in a trajectory."),
     Metric("rollout/truncated_fraction", "", "Share of valid trajectories that a limit of length, turns or time ended."),
+    Metric("rollout/invalid_fraction", "", "Share of trajectories that are invalid: in no mean and no baseline."),
     Metric("rollout/turns_mean", "", "Mean turns of the policy in a trajectory."),
     Metric("env/step_s", "s", "Mean time that the environment took in a trajectory to reply to all turns."),
     Metric("env/reply_p<k>_s", "s", "Percentile (50, 90, 99) of the time that one reply of the environment took."),
@@ -96,7 +97,7 @@ METRICS: tuple[Metric, ...] = (
     # policy
     Metric("policy/loss", "", "The policy's loss, KL and entropy terms included."),
     Metric("policy/entropy", "nats", "Mean entropy of the distribution sampled from, per token."),
-    Metric("policy/kl", "nats", "Mean KL of the policy from the reference, per token, by the config's estimator; with full in the reward only reward/kl."),
+    Metric("policy/kl", "nats", "Mean KL of the policy from the reference, per token, by the config's estimator; with full in the reward or the advantage only reward/kl."),
     Metric("policy/approx_kl", "nats", "Mean KL of the policy from itself before the round's first step (k3)."),
     Metric("policy/ratio_mean", "", "Mean probability ratio of the policy to itself before the round's first step."),
     Metric("policy/ratio_max", "", "Maximum such ratio."),
@@ -137,6 +138,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<source>/pass@<k>", "", "Chance that at least one of k answers to a prompt passes (unbiased estimate)."),
     Metric("eval/<source>/num", "", "Prompts evaluated."),
     Metric("eval/<source>/invalid", "", "Trajectories of the evaluation that are invalid."),
+    Metric("eval/<source>/invalid_fraction", "", "Their share."),
     # performance
     Metric("train/tokens_per_s", "tokens/s", "Tokens trained on per second of update, including prompts and repeated passes."),
     Metric("flops/rollout_per_s", "FLOP/s", "Model operations of sampling per second of rollout (train.count_flops; formula in braid/models/flops.py)."),

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from rich.console import RenderableType
 
-from braid.errors import ReportError, WorkerError
+from braid.errors import ReportError, WorkerError, disk_fix
 from braid.types import Group, Row
 
 from .batches import write_batch
@@ -149,7 +149,9 @@ class Reporter:
         try:
             write(path)
         except OSError as error:
-            logger.warning("cannot store %s: cannot write %s: %s", what, path, error.strerror)
+            logger.warning(
+                "cannot store %s: cannot write %s: %s; %s", what, path, error.strerror, disk_fix(error)
+            )
 
     def tell_evaluated(self, checkpoint: Path | None) -> None:
         """Report which checkpoint is evaluated, also in the summary. None: the model of the config."""

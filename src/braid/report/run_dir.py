@@ -9,7 +9,6 @@ sinks.jsonl writes metrics.jsonl.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 import re
@@ -20,7 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from braid.errors import ConfigError, Problem, ReportError
+from braid.errors import ConfigError, Problem, ReportError, disk_fix
+from braid.json_text import parse_json
 
 from .files import lock, to_json, write_atomically
 
@@ -142,7 +142,9 @@ class RunDir:
         try:
             write_atomically(path, [text], is_private=path != self.metrics)
         except OSError as error:
-            raise ReportError(f"cannot write {path}: {error.strerror}; the file is unchanged") from error
+            raise ReportError(
+                f"cannot write {path}: {error.strerror}; the file is unchanged; {disk_fix(error)}"
+            ) from error
 
 
 def holds_run(path: Path) -> bool:
@@ -152,8 +154,8 @@ def holds_run(path: Path) -> bool:
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
+        record = parse_json(line)
+    except ValueError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("round"), int):
         logger.warning("skipped an invalid line of metrics.jsonl: %.60r", line)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from braid.errors import RewardError
-from braid.types import Message, Trajectory
+from braid.types import Message, Prompt, Trajectory
 
 Later = Callable[[], Awaitable[object]]
 """Async function that returns a score; called again for each retry."""
@@ -66,9 +66,9 @@ class Services:
     generate: Generate | None = None
 
 
-def references_of(trajectory: Trajectory) -> list[str]:
+def references_of(prompt: Prompt) -> list[str]:
     """The reference answers, any of which is correct. Raises RewardError if there is none."""
-    answer = trajectory.prompt.fields.get("answer")
+    answer = prompt.fields.get("answer")
     if answer is None or answer == []:
         raise RewardError(
             "the prompt has no reference answer; set answer_key of its source to the right column, or complete the data"
@@ -82,9 +82,9 @@ def task_of(trajectory: Trajectory) -> str:
     return messages[-1]["content"] if messages else ""
 
 
-def column_of(trajectory: Trajectory, name: str, *, key: str) -> Any:
+def column_of(prompt: Prompt, name: str, *, key: str) -> Any:
     """The prompt's column `name`. Raises RewardError if it is missing, pointing to the config key `key`."""
-    fields = trajectory.prompt.fields
+    fields = prompt.fields
     if name not in fields:
         raise RewardError(
             f"the prompt has no column {name!r}; set {key} to one of {', '.join(map(str, fields))}"

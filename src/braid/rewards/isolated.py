@@ -20,6 +20,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from braid.generators import reasoning_gym
+from braid.users import described
+
 from .programs import load_code
 
 MEMORY_BYTES = 4 * 2**30
@@ -27,8 +30,11 @@ MEMORY_BYTES = 4 * 2**30
 GRACE_S = 1.0
 """The process ends itself this long after a call's time limit, unless the client has killed it before."""
 
-MARKED_NUMBER = re.compile(r"####[ \t]*\$?([-+]?[\d,]*\.?\d+(?:/\d+)?)\.?[ \t]*$", re.MULTILINE)
-"""An answer in the format of GSM8K, at the end of a line; does not match a heading such as `#### 1. Idea`."""
+MARKED_NUMBER = re.compile(
+    r"####[ \t]*+\$?([-+]?(?:[\d,]*+\.\d++|[\d,]*+(?<=\d))(?:/\d++)?)\.?[ \t]*+$", re.MULTILINE
+)
+"""An answer in the format of GSM8K, at the end of a line; does not match a heading such as `#### 1. Idea`. Possessive, so
+that a megabyte of digits takes no longer to reject than to read."""
 
 
 def load_math() -> Callable[[str, Sequence[str]], float]:
@@ -71,8 +77,7 @@ def _readings(reference: str, parse: Callable[..., list[Any]]) -> list[Any]:
 
 
 def load_reasoning_gym() -> Callable[..., float]:
-    import reasoning_gym  # noqa: F401  # now, so that no call's time limit includes it
-
+    reasoning_gym()  # now, so that no call's time limit includes its import
     return score_by_generator
 
 
@@ -83,8 +88,7 @@ def score_by_generator(
     generator: str, params: dict[str, Any], answer: str | None, entry: Mapping[str, Any]
 ) -> float:
     """Score of the answer by the own scorer of reasoning-gym's generator."""
-    from reasoning_gym.factory import create_dataset
-
+    create_dataset = reasoning_gym(generator).create_dataset
     key = (generator, repr(params))
     if key not in _DATASETS:
         _DATASETS[key] = create_dataset(generator, size=1, seed=0, **params)
@@ -126,7 +130,7 @@ def _tried(function: Callable[[], Any]) -> tuple[Any, str | None]:
     try:
         return function(), None
     except Exception as error:
-        return None, f"{type(error).__name__}: {error}"
+        return None, described(error)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from hashlib import sha256
 from itertools import count
+from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from random import Random
 from string import Formatter
@@ -88,7 +90,7 @@ def read_template(prompt: str, base_dir: Path, *, key: str) -> str:
     missing file, an invalid template, or one without {response}."""
     if prompt.endswith((".txt", ".md")) and "\n" not in prompt:
         file = base_dir / Path(prompt).expanduser()
-        if not file.is_file():
+        if not isfile(file):
             near = suggest(file.name, [p.name for p in file.parent.glob("*")])
             raise ConfigError([Problem(key, f"{prompt!r}: no such file: {file}{near}", "config")])
         prompt = file.read_text(encoding="utf-8")
@@ -114,7 +116,7 @@ def fill_template(template: str, trajectory: Trajectory, *, key: str) -> str:
     columns.pop("answer", None)
     for name in _names(template):
         if name == "answer":
-            columns[name] = " or ".join(references_of(trajectory))
+            columns[name] = " or ".join(references_of(trajectory.prompt))
         elif name not in columns:
             known = [*(column for column in columns if column != "answer"), "answer"]
             raise RewardError(
@@ -145,6 +147,8 @@ def score_reader(config: JudgeReward, timeout_s: float, *, key: str) -> Callable
             score = scores[found.casefold()] if scores and found else float(found or "")
         except (KeyError, ValueError):
             raise RewardError(f"the judge's reply has no score: {_shown(reply)}") from None
+        if not math.isfinite(score):
+            raise RewardError(f"the judge's score is not a finite number: {_shown(reply)}")
         if config.range is None:
             return score
         low, high = config.range

@@ -26,6 +26,7 @@ from braid.config.reward import (
 )
 from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
+from braid.generators import reasoning_gym
 from braid.isolation.sandbox import START_LIMIT_S, Isolation, find_isolation
 from braid.types import Trajectory
 
@@ -102,7 +103,7 @@ def _without_service(key: str, what: str) -> ConfigError:
 
 def _math(processes: ScoringProcesses, timeout_s: float, trajectory: Trajectory) -> Later:
     """1 if math-verify finds the answer equal to a reference."""
-    return partial(processes.run, (trajectory.answer_text, references_of(trajectory)), timeout_s)
+    return partial(processes.run, (trajectory.answer_text, references_of(trajectory.prompt)), timeout_s)
 
 
 def _code(
@@ -115,7 +116,7 @@ def _code(
 ) -> float | Later:
     """Result of the code in the response on the row's tests; see programs.py. 0 without code."""
     try:
-        tests = read_tests(column_of(trajectory, config.tests_key, key=f"{key}.tests_key"))
+        tests = read_tests(column_of(trajectory.prompt, config.tests_key, key=f"{key}.tests_key"))
     except ValueError as error:
         raise RewardError(f"column {config.tests_key!r}: {error}") from error
     code = extract(trajectory.answer_text)
@@ -150,10 +151,10 @@ def _reasoning_gym(
 
 @cache
 def _compares_text(generator: str) -> bool:
+    datasets = reasoning_gym().DATASETS
     from reasoning_gym.dataset import ProceduralDataset
-    from reasoning_gym.factory import DATASETS
 
-    inherits = DATASETS[generator][0].score_answer is ProceduralDataset.score_answer
+    inherits = datasets[generator][0].score_answer is ProceduralDataset.score_answer
     return inherits or generator in TEXT_COMPARING
 
 

@@ -8,12 +8,12 @@ never in the program's process.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from braid.isolation.sandbox import Confined, Isolation, Limits, adopt_orphans, kill_children
+from braid.json_text import parse_json
 
 MAX_OUTPUT_BYTES = 1 << 20
 """A program that prints more than this fails the test."""
@@ -28,11 +28,11 @@ def read_tests(value: Any) -> list[Test]:
     """Parse the tests in a column: text with assertions, a list of such texts or of {input, output}, a dict
     {inputs, outputs} of two lists, or any of these as JSON text. Raises ValueError for anything else."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        value = json.loads(value)
+        value = parse_json(value)
     match value:
         case str() if value.strip():
             return [(value, "", "")]
-        case {"inputs": inputs, "outputs": outputs} if len(inputs) == len(outputs) > 0:
+        case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs) > 0:
             return [_test({"input": i, "output": o}) for i, o in zip(inputs, outputs, strict=True)]
         case [_, *_]:
             return [_test(item) for item in value]

@@ -45,7 +45,7 @@ def compile_pattern(pattern: str, *, key: str, flags: int = 0) -> regex.Pattern[
     """Compile the value of the config key `key`. Raises ConfigError if it is not a regular expression."""
     try:
         return regex.compile(pattern, flags)
-    except regex.error as error:
+    except (regex.error, RecursionError, OverflowError, MemoryError) as error:
         raise ConfigError(
             [Problem(key, f"invalid regular expression {pattern!r}: {error}", "config")]
         ) from error
@@ -64,7 +64,7 @@ def exact(config: ExactReward, extract: Extract) -> Score:
         return text.casefold() if config.ignore_case else text
 
     def score(trajectory: Trajectory) -> float:
-        answer, references = extract(trajectory.answer_text), references_of(trajectory)
+        answer, references = extract(trajectory.answer_text), references_of(trajectory.prompt)
         return float(answer is not None and plain(answer) in map(plain, references))
 
     return score
@@ -106,7 +106,7 @@ def choice(config: ChoiceReward) -> Score:
         return match["letter"].upper()
 
     def score(trajectory: Trajectory) -> float:
-        letters = {letter_of(reference) for reference in references_of(trajectory)}
+        letters = {letter_of(reference) for reference in references_of(trajectory.prompt)}
         for form in (boxed, named, alone):
             if found := form.findall(trajectory.answer_text):
                 is_right, is_boxed = found[-1].upper() in letters, form is boxed

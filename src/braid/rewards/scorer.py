@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -20,16 +18,18 @@ from pathlib import Path
 from braid.config.data import covers
 from braid.config.reward import (
     CodeReward,
-    FunctionReward,
     JudgeReward,
     MathReward,
     ReasoningGymReward,
     RewardConfig,
     RewardPart,
+    part_name,
 )
+from braid.cores import num_cores
 from braid.errors import ConfigError, Problem, RewardError
 from braid.report.metrics import Metrics
 from braid.types import Trajectory
+from braid.users import finite_number
 
 from .base import Part, Services
 from .classifier import ModelPart
@@ -75,13 +75,6 @@ def build_scorer(
     return Scorer(parts, concurrency=config.concurrency)
 
 
-def part_name(part: RewardPart) -> str:
-    """Name of a part in metrics: its configured name, else the name of its function or its kind."""
-    if isinstance(part, FunctionReward) and not part.name:
-        return re.split(r"[.:]", part.path)[-1] or part.kind
-    return part.name or part.kind
-
-
 def _limits(part: RewardPart, config: RewardConfig) -> tuple[int, int, bool]:
     """(retries, max_calls, is_shared) of a part. A greedy policy as judge is not retried, as its reply would
     be the same."""
@@ -90,7 +83,7 @@ def _limits(part: RewardPart, config: RewardConfig) -> tuple[int, int, bool]:
             is_certain = part.url == "policy" and part.temperature == 0
             return 0 if is_certain else part.retries, part.concurrency or config.concurrency, False
         case MathReward() | ReasoningGymReward() | CodeReward():
-            return config.retries, min(config.concurrency, os.cpu_count() or 1), True
+            return config.retries, min(config.concurrency, num_cores()), True
         case _:
             return config.retries, config.concurrency, True
 
@@ -214,12 +207,7 @@ def env_reward(trajectory: Trajectory) -> float:
 def as_score(value: object) -> float:
     """Convert a part's value (a number, boolean, or NumPy or torch scalar) to a float. Raises RewardError for
     other types and for values that are not finite."""
-    if not hasattr(value, "__float__") or getattr(value, "ndim", 0):
-        raise RewardError(f"returned {value!r} ({type(value).__name__}), not a number")
     try:
-        score = float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RewardError(f"returned {value!r} ({type(value).__name__}): {error}") from error
-    if not math.isfinite(score):
-        raise RewardError(f"returned {score}, not a finite number")
-    return score
+        return finite_number(value, "returned")
+    except ValueError as error:
+        raise RewardError(str(error)) from error

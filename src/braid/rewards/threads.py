@@ -7,16 +7,15 @@ exit does not wait for it. When too many calls of a function are stuck, further 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
-from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
 from braid.errors import RewardError
 from braid.isolation import threads
 from braid.report.streams import REWARD_THREADS
+from braid.users import described
 
 T = TypeVar("T")
 
@@ -28,8 +27,10 @@ def start(function: Callable[[], T]) -> Future[T]:
     """Call the function in a separate thread. The future fails with RewardError if it raises."""
 
     def call() -> T:
-        with _as_reward_error():
+        try:
             return function()
+        except BaseException as error:
+            raise _as_reward_error(error) from error
 
     return threads.start(call)
 
@@ -51,20 +52,10 @@ async def within(future: Future[T], timeout_s: float, limit: str | None = None) 
         raise RewardError("the call was cancelled") from None
 
 
-@contextmanager
-def _as_reward_error() -> Iterator[None]:
-    """Turn any exception, also one that would end the thread or the run, into a RewardError with the line that
-    raised it."""
-    try:
-        yield
-    except (RewardError, asyncio.CancelledError):
-        raise
-    except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        where = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})" if trace else ""
-        raise RewardError(f"{type(error).__name__}: {error}{where}") from error
+def _as_reward_error(error: BaseException) -> BaseException:
+    """A RewardError for any exception, also for one that would end the thread or the run; cancellation stays."""
+    is_own = isinstance(error, RewardError | asyncio.CancelledError)
+    return error if is_own else RewardError(described(error))
 
 
 class CallThreads:
@@ -129,8 +120,10 @@ class LoopThread:
 
 
 async def _call(function: Callable[[], Awaitable[object]]) -> object:
-    with _as_reward_error():
+    try:
         return await function()
+    except BaseException as error:
+        raise _as_reward_error(error) from error
 
 
 def _started_loop() -> asyncio.AbstractEventLoop:

@@ -9,6 +9,7 @@ rows       the rollout buffer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from braid.config.env import SimulatorEnv
 from braid.config.load import Loaded, to_yaml
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
+from braid.data.worked import NO_EXAMPLES
 from braid.functions import GIVEN
 from braid.plan import Plan
 from braid.report.reporter import Reporter
@@ -52,6 +54,8 @@ def build(
     reporter: Reporter,
     store: CheckpointStore,
     cluster: RayCluster | None = None,
+    *,
+    is_restart: bool = False,
 ) -> Parts:
     """Build all parts of a run, in their initial state; `inputs` of a text run. `cluster` is used if it is open and
     has no workers yet. If building fails, all processes are stopped."""
@@ -59,7 +63,13 @@ def build(
     if plan.layout.mode == "in_process":
         where = OneProcess(loaded.config, has_threads=plan.is_pipelined)
     else:
-        where = cluster if cluster and cluster.is_open else RayCluster.open(loaded.config, plan.layout)
+        where = (
+            cluster
+            if cluster and cluster.is_open
+            else RayCluster.open(
+                loaded.config, plan.layout, is_pipelined=plan.is_pipelined, is_restart=is_restart
+            )
+        )
     try:
         parts = _build(loaded, plan, inputs, reporter, store, where)
     except BaseException:
@@ -126,7 +136,8 @@ def _build(
         "config": config,
         "plan": plan,
         "base_dir": loaded.base_dir,
-        "inputs": inputs,
+        "inputs": inputs
+        and replace(inputs, examples=NO_EXAMPLES),  # their functions may not exist in workers
         "run_dir": run_dir,
     }
     groups = cluster.make(

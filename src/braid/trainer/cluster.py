@@ -13,6 +13,7 @@ with each other and with the driver, so this file imports no large library itsel
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +25,17 @@ from typing import TYPE_CHECKING, Any, cast
 from braid.cluster.environment import THREADS, environment
 from braid.cluster.interrupts import interrupts_held
 from braid.cluster.workers import Factory, InProcessGroup, Place, T, WorkerGroup
+from braid.config.cluster import Role
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, Problem
 from braid.plan import Verb, resolve
-from braid.plan.available import missing_packages
 from braid.plan.layout import Layout, RoleLayout, Worker
+from braid.plan.threads import num_sharing
+
+from .runnable import run_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,17 +61,17 @@ _RANKS_READ = ("braid.training.worker", "braid.models.selfcheck", "braid.models.
 @contextmanager
 def launched(loaded: Loaded, verb: Verb) -> Iterator[RayCluster | None]:
     """Start the processes of a run on workers and stop them at the end of the block at the latest. Yields
-    None for a run in one process. Raises ConfigError if a package that they need is missing."""
+    None for a run in one process. Raises ConfigError, before anything starts, if this machine cannot run it."""
     loaded = with_absolute_paths(loaded)
     config = loaded.config
     plan = resolve(config, verb=verb, origin_of=loaded.origin)
     if plan.layout.mode == "in_process":
         yield None
         return
-    if missing := [Problem(key, why, loaded.origin(key)) for key, why in missing_packages(config, plan)]:
-        raise ConfigError(missing)
     with environment(config.cluster.variables):
-        cluster = RayCluster.open(config, plan.layout)
+        if problems := run_problems(config, plan):
+            raise ConfigError([loaded.placed(problem) for problem in problems])
+        cluster = RayCluster.open(config, plan.layout, is_pipelined=plan.is_pipelined)
         try:
             yield cluster
         finally:
@@ -160,10 +164,12 @@ class RayCluster(Cluster):
         self.machines: Machines | None = None
 
     @classmethod
-    def open(cls, config: RunConfig, layout: Layout) -> RayCluster:
+    def open(
+        cls, config: RunConfig, layout: Layout, *, is_pipelined: bool, is_restart: bool = False
+    ) -> RayCluster:
         """Connect to a cluster, or start a large enough one on this machine; then start the processes of the
-        layout at their placement. `make` waits for them. Raises ConfigError if the cluster lacks the
-        resources that the layout needs."""
+        layout at their placement. `make` waits for them. A restart waits for machines that the cluster has lost. Raises
+        ConfigError if the cluster lacks the resources that the layout needs."""
         from braid.cluster.ray import Machines, RayGroup, connect, num_cluster_gpus
 
         finds_none = config.run.device == "auto" and not layout.has_gpus
@@ -185,7 +191,9 @@ class RayCluster(Cluster):
                         )
                     ]
                 )
-            machines = Machines(config.cluster, _num_gpus(config, layout), layout.devices_per_node)
+            machines = Machines(
+                config.cluster, _num_gpus(config, layout), layout.devices_per_node, is_restart=is_restart
+            )
             cluster.machines = machines
             for name, of in workers.items():
                 reads = [_READS[name]] if name in _READS else _RANKS_READ
@@ -196,6 +204,7 @@ class RayCluster(Cluster):
                     machines=machines,
                     reads=reads,
                     env=environment_of(config, name),
+                    sharing=[_num_sharing(config, layout, name, worker, is_pipelined) for worker in of],
                 )
         except BaseException:
             cluster.leave()
@@ -257,15 +266,27 @@ def _rank(place: Place, *, config: RunConfig) -> Rank:
 
 def environment_of(config: RunConfig, name: str) -> dict[str, str | None]:
     """Environment variables of a group's processes, unless set in cluster.env."""
-    if name == "rollout":  # engines in child processes inherit them, and choose their number of threads
-        return {"OMP_NUM_THREADS": None, "MKL_NUM_THREADS": None}
-    if name in (ROWS, "env"):
+    if name == ROWS:
         return {**THREADS}
+    asked = config.run.num_threads
+    threads = os.environ.get("OMP_NUM_THREADS") if asked == "auto" else str(asked)
+    env = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": None,
+    }  # None: its share of the cores. Child processes inherit it
+    if name in ("rollout", "env"):
+        return env
     train = train_config(config, cast("TrainingRole", name))
-    env = {**THREADS, "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    env |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if train.backend == "megatron" and train.megatron.tensor_parallel > 1:
         env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # orders collectives before the products that overlap them
     return env
+
+
+def _num_sharing(config: RunConfig, layout: Layout, name: str, worker: Worker, is_pipelined: bool) -> int:
+    """Number of processes with which a worker of a group shares its machine's cores."""
+    role = cast("Role", "rollout" if name == ROWS else name)
+    return num_sharing(config, layout, role, worker.node, is_pipelined=is_pipelined)
 
 
 def _on_one_device(config: RunConfig, layout: Layout) -> RunConfig:

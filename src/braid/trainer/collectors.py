@@ -69,8 +69,6 @@ def make_collector(
     device, is_local = device_of(config), plan.layout.mode == "in_process"
     policy: Any = place.workers.get("policy")
     check, link = None, None
-    if not is_local:
-        torch.set_num_threads(config.run.num_threads or 1)
     if inputs is None:
         if is_local:
             policy.keep_weights()
@@ -177,6 +175,8 @@ def native_engine(
 
 def _compiles(config: RunConfig, size: int, *, has_gpus: bool) -> bool:
     """Whether decode steps are compiled: the same for every process and every resume of a run."""
+    if has_gpus:  # by Triton, where the decoder knows the model's layers
+        return config.rollout.native.compile != "never"
     if not can_compile(config, size, has_gpus=has_gpus):
         return False
     is_long = may_compile(config, size, has_gpus=has_gpus)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -26,6 +27,7 @@ from braid.config.load import Loaded, load_config, to_yaml
 from braid.config.paths import with_absolute_paths
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
+from braid.cores import num_cores
 from braid.errors import (
     CheckpointError,
     ConfigError,
@@ -39,7 +41,8 @@ from braid.errors import (
 )
 from braid.models.base import copy_weights
 from braid.models.tokenizer import load_tokenizer
-from braid.plan import Verb, longest_row, resolve
+from braid.plan import Plan, Verb, longest_row, resolve
+from braid.plan.threads import num_sharing, thread_counts
 from braid.report.reporter import Reporter
 from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Sink, Tracker
@@ -195,7 +198,7 @@ def _run(
     config = loaded.config
     keep_freed_memory()
     disable_progress_bar()
-    if config.run.num_threads is not None:
+    if config.run.num_threads != "auto":
         torch.set_num_threads(config.run.num_threads)
     with environment(config.cluster.variables), stop_signals() as stop:
         return _run_in_folder(loaded, verb, loop, cluster, stop, sinks)
@@ -232,6 +235,7 @@ def _run_in_folder(
         else:
             _compare(loaded, store, run_dir)
         run_dir.describe(to_yaml(loaded), hidden(plan.to_json(), distinct(loaded.secrets)), loaded.kept)
+        _divide_cores(config, plan)
         console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
         sinks = [*build_sinks(run_dir, **_sink_settings(loaded, run_dir.path.name)), *sinks]
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
@@ -247,6 +251,18 @@ def _run_in_folder(
             missed = _missed(config, reporter, verb)
             reporter.finish("not_learned" if missed else "finished", missed)
     return Outcome(run_dir.path, missed is None)
+
+
+def _divide_cores(config: RunConfig, plan: Plan) -> None:
+    """Of several processes, log the numbers of CPU threads; in this one, torch has at most its share of the cores, unless the
+    user has set the number. Workers have theirs from the start (cluster.ray)."""
+    sharing = num_sharing(config, plan.layout, "policy", 0, is_pipelined=plan.is_pipelined)
+    if plan.layout.mode != "in_process" or sharing > 1:
+        logger.info("CPU threads: %s (%s)", *thread_counts(config, plan))
+    share = max(1, num_cores() // sharing)
+    is_ours = config.run.num_threads == "auto" and "OMP_NUM_THREADS" not in os.environ
+    if is_ours and plan.layout.mode == "in_process" and torch.get_num_threads() > share:
+        torch.set_num_threads(share)
 
 
 def _sink_settings(loaded: Loaded, name: str) -> dict[str, Any]:
@@ -323,7 +339,7 @@ def _keep_trying(
     config: RunConfig,
     reporter: Reporter,
     store: CheckpointStore,
-    new_parts: Callable[[], Parts],
+    new_parts: Callable[..., Parts],
     loop: Callable[[Parts], None],
 ) -> None:
     """Run the loop. After a transient failure, restart it with new parts from the newest checkpoint, up to
@@ -332,7 +348,7 @@ def _keep_trying(
     for restart in itertools.count(1):
         try:
             with reporter.phase("build"):
-                parts = new_parts()
+                parts = new_parts(is_restart=restart > 1)
             with closing(parts), settled():
                 if which != "none":
                     _resume(parts, which)
@@ -407,9 +423,15 @@ def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed |
     first, last = (of.get("all", {}).get(name, math.nan) for of in (reporter.first_eval, reporter.last_eval))
     problems = []
     if target.min_final is not None and not last >= target.min_final:
-        problems.append(f"final {name} is {last:.3f}, below eval.target.min_final={target.min_final:g}")
+        problems.append(
+            f"there is no final {name}: no answer of the evaluation is valid, or none was made"
+            if math.isnan(last)
+            else f"final {name} is {last:.3f}, below eval.target.min_final={target.min_final:g}"
+        )
     if verb != "eval" and target.min_gain is not None and not last - first >= target.min_gain:
         problems.append(
-            f"{name} rose from {first:.3f} to {last:.3f}, by less than eval.target.min_gain={target.min_gain:g}"
+            f"the gain in {name} is unknown, since the first or the last evaluation has no valid answer or was not made"
+            if math.isnan(last - first)
+            else f"{name} rose from {first:.3f} to {last:.3f}, by less than eval.target.min_gain={target.min_gain:g}"
         )
     return TargetMissed("; ".join(problems)) if problems else None

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def program_of(env: ProgramEnv, base_dir: Path) -> Program:
     if isinstance(env.program, str):
         return partial(run_function, load_function(env.program, base_dir=base_dir, key="env.program"))
     name = env.program[0]
-    if shutil.which(name) is None and not (base_dir / name).is_file():
+    if shutil.which(name) is None and not isfile(base_dir / name):
         problem = f"no such command: {name!r}; install it, or write its path, relative to {base_dir}"
         raise ConfigError([Problem("env.program", problem, "config")])
     return partial(run_command, env.program, base_dir)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from braid.training.backend import TrainingBackend
@@ -12,17 +11,18 @@ from braid.types import Group
 from .parts import Parts
 
 
-@contextmanager
-def device_freed(parts: Parts) -> Iterator[None]:
-    """During the block (sampling and scoring), keep in host memory what train.offload names; at all other
-    times engines that share devices with models sleep."""
-    models = parts.models.values()
-    for model in models:
+def start_sampling(parts: Parts) -> None:
+    """Until `end_sampling`, keep in host memory what train.offload names; at all other times engines that share devices
+    with models sleep."""
+    for model in parts.models.values():
         model.ranks.call(TrainingBackend.to_host)
     parts.rollouts.wake()
-    yield  # no cleanup after an error: the run ends or rebuilds its parts
+
+
+def end_sampling(parts: Parts) -> None:
+    """See start_sampling. Not called after an error: the run ends or rebuilds its parts."""
     parts.rollouts.sleep()
-    for model in models:
+    for model in parts.models.values():
         model.ranks.call(TrainingBackend.to_device)
 
 

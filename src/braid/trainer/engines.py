@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from braid.cluster.watchdog import folder_prefix
@@ -82,12 +83,17 @@ def make_engine(
             engine = VllmEngine(
                 engine_arguments(rollout.vllm, on_gpu=device_of(config).type == "cuda", **model),
                 name=f"vLLM engine {number}",
-                environment=environment(rollout.vllm),
+                environment={**_threads(), **environment(rollout.vllm)},
                 detokenizes=rollout.vllm.detokenize,
                 **process,
             )
         undo.pop_all()  # the engine owns the folder from here on
         return engine
+
+
+def _threads() -> dict[str, str]:
+    """As many CPU threads for an engine's processes as this one has."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": f"{torch.get_num_threads()}"}
 
 
 def start_engines(

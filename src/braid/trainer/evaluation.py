@@ -16,12 +16,14 @@ from braid.types import Group, Trajectory
 from . import costs
 from .keys import EVAL_KEY
 from .parts import Parts
+from .validity import check_valid
 
 _log = logging.getLogger(__name__)
 
 
 def evaluate(parts: Parts, *, is_due: bool) -> None:
-    """Record mean@n and pass@k of each evaluation source; every evaluation uses the same random numbers."""
+    """Record mean@n and pass@k of each evaluation source; every evaluation uses the same random numbers. Raises
+    RolloutError, once the samples are stored, if too many trajectories of a source are invalid."""
     if not is_due or not parts.eval_prompts:
         return
     with parts.timed("evaluate"):
@@ -31,6 +33,9 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
         parts.reporter.store_samples(name, parts.rollouts.whole("eval", groups), ())
     if isinstance(parts.config.env, SimulatorEnv) and parts.config.env.video.save:
         show_films(parts, parts.config.env, "eval", groups)
+    for source in parts.eval_prompts:
+        of_source = [t for group in groups if group.prompt.source == source for t in group.trajectories]
+        check_valid(parts, of_source, f"the evaluation on {source!r} after round {parts.progress.round}")
     for source, values in results.items():
         for name, value in values.items():
             parts.metrics.mean(f"eval/{source}/{name}", value)
@@ -56,15 +61,16 @@ def show_films(parts: Parts, env: SimulatorEnv, use: Use, groups: Sequence[Group
 def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
     """Results by source, and the groups in sampling order, on which the results do not depend."""
     config = parts.config.eval
-    prompts = [p for source in parts.eval_prompts.values() for p in source]
-    order = np.arange(len(prompts))
+    order = np.arange(sum(map(len, parts.eval_prompts.values())))
     if config.shuffle:
         np.random.default_rng((parts.config.run.seed, EVAL_KEY)).shuffle(order)
     numbers = order.tolist()
-    parts.rollouts.forget("eval")
-    with costs.device_freed(parts), parts.stop.cuttable():
+    with parts.stop.cuttable():
+        parts.rollouts.forget("eval")
+        costs.start_sampling(parts)
         keys = [(EVAL_KEY, 0, number) for number in numbers]
         groups, _ = parts.rollouts.collect("eval", numbers, config.samples_per_prompt, keys)
+        costs.end_sampling(parts)
     in_order = [groups[place] for place in np.argsort(order)]
     by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
     for group in in_order:
@@ -91,6 +97,7 @@ def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: flo
         out[f"pass@{k}"] = float(np.mean(chances)) if chances else float("nan")
     out["num"] = float(len(groups))
     out["invalid"] = float(sum(len(g.trajectories) - len(g.valid) for g in groups))
+    out["invalid_fraction"] = out["invalid"] / max(1, sum(len(g.trajectories) for g in groups))
     return out
 
 

@@ -77,7 +77,7 @@ class GroupsInFlight:
         metrics.merge(self._costs)
         now_s = time.perf_counter()
         metrics.add("time/rollout_s", now_s - self._since_s - metrics.value("pipeline/rollout_wait_s"))
-        steps.check_valid(parts, sampled)
+        steps.check_round(parts, sampled)
         steps.report_sampling(parts, selection, sampled)
         version = parts.progress.round - 1
         lags = Counter[int]()

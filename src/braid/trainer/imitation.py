@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import evaluation, roles, saving, steps
+from . import evaluation, saving, steps
 from .parts import Parts
 
 
@@ -34,5 +34,5 @@ def run(parts: Parts) -> None:
 def _evaluate(parts: Parts, *, is_due: bool) -> None:
     """Evaluate if due. Weights are synced only here, since nothing else samples."""
     if is_due and parts.eval_prompts:
-        roles.sync_weights(parts)
+        saving.sync_weights(parts)
         evaluation.evaluate(parts, is_due=True)

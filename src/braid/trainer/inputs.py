@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from braid.config.data import covers
 from braid.config.env import (
     AgentEnvConfig,
     EnvConfig,
@@ -23,7 +22,7 @@ from braid.config.env import (
 )
 from braid.config.load import Loaded
 from braid.config.schema import RunConfig
-from braid.data.prompts import PromptSet, load_prompts
+from braid.data.prompts import NOTHING, Prompts, PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
 from braid.data.worked import ExampleSet, load_examples
 from braid.envs.agents.build import kind_of
@@ -31,7 +30,7 @@ from braid.envs.simulators.base import EpisodeRules, reset_prompts
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
 from braid.plan import Verb, policy_size
-from braid.plan.rewards import mix_problems, source_problems
+from braid.plan.rewards import mix_problems, source_problems, weight_problems
 from braid.plan.unused import has_own_tasks
 from braid.rollout.collector import Use
 from braid.types import Prompt
@@ -59,10 +58,10 @@ class TextInputs:
         return whole_text(self.tokenizer, ids)
 
     @property
-    def prompts(self) -> dict[Use, list[Prompt]]:
+    def prompts(self) -> dict[Use, Sequence[Prompt]]:
         """Prompts by use, in the order of their indices."""
-        in_order = [prompt for of in self.eval.by_source().values() for prompt in of]
-        return {"train": self.train.prompts, "eval": in_order}
+        places = np.concatenate([NOTHING, *self.eval.prompts.places_by_source().values()])
+        return {"train": self.train.prompts, "eval": self.eval.prompts.chosen(places)}
 
 
 def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
@@ -112,7 +111,7 @@ def _own_tasks(env: EnvConfig) -> dict[str, PromptSet]:
         ends = np.cumsum([0.0, *(of[i] for of in shares.values())])
         counts = np.diff(np.rint(count * ends / ends[-1]).astype(int)).tolist()
         of_kinds = (reset_prompts(kind, num) for kind, num in zip(shares, counts, strict=True))
-        prompts[use] = PromptSet([prompt for of_kind in of_kinds for prompt in of_kind], {})
+        prompts[use] = PromptSet(Prompts(list(of_kinds)), {})
     return prompts
 
 
@@ -186,16 +185,18 @@ def rules_of(env: SimulatorEnv) -> EpisodeRules:
 def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
     """Raise ConfigError if reward parts or data.mix name sources that the data does not have. Needs all data
     to have been read."""
-    trained, evaluated = ({prompt.source for prompt in of.prompts} for of in (inputs.train, inputs.eval))
+    trained, evaluated = (set(of.prompts.sources) for of in (inputs.train, inputs.eval))
     data = loaded.config.data
     by_row = any(source.source_key is not None for source in (*data.train, *data.eval))
     found = [
         *source_problems(loaded.config.reward.parts, trained, evaluated, data.mix, by_row=by_row),
         *mix_problems(data.mix, trained),
+        *weight_problems(loaded.config, trained | evaluated),
     ]
     env = loaded.config.env
     if isinstance(env, AgentEnvConfig) and env.mix:
-        kinds = {kind_of(prompt, env.mix_key) for of in (inputs.train, inputs.eval) for prompt in of.prompts}
+        prompts = (inputs.train.prompts + inputs.eval.prompts).untokenized(messages=False)
+        kinds = {kind_of(prompt, env.mix_key) for prompt in prompts}
         if unknown := sorted(kinds - set(env.mix)):
             why = f"the data has prompts for the environment {unknown[0]!r}, which is not in env.mix"
             found.append(("env.mix", f"{why} ({', '.join(env.mix)})"))
@@ -203,7 +204,7 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
         raise ConfigError([loaded.placed(Problem(key, message)) for key, message in found])
 
 
-def prompt_sampler(config: RunConfig, num_prompts: int, prompts: Sequence[Prompt] = ()) -> PromptSampler:
+def prompt_sampler(config: RunConfig, num_prompts: int, prompts: Prompts | None = None) -> PromptSampler:
     """The sampling order of `num_prompts` prompts, by the shares of data.mix if set."""
     seed = config.run.seed if config.data.seed is None else config.data.seed
     mix = [(of.sources, of.share) for of in config.data.mix]
@@ -212,8 +213,5 @@ def prompt_sampler(config: RunConfig, num_prompts: int, prompts: Sequence[Prompt
     if not mix or not prompts:
         return PromptSampler(num_prompts, seed=seed, shuffle=config.data.shuffle)
     named = {name for sources, _ in mix for name in sources}
-    groups = [
-        ([i for i, prompt in enumerate(prompts) if covers(sources, named, prompt.source)], share)
-        for sources, share in mix
-    ]
+    groups = [(np.flatnonzero(prompts.are_covered(sources, named)), share) for sources, share in mix]
     return MixedSampler(groups, seed=seed, shuffle=config.data.shuffle)

@@ -18,7 +18,7 @@ differ in the parts, not in the loop.
 
 from __future__ import annotations
 
-from . import roles, saving, steps
+from . import saving, steps
 from .parts import Parts
 
 
@@ -42,4 +42,4 @@ def _train_round(parts: Parts) -> None:
         parts.stop.check_time(parts.update_s)
     with steps.timed_update(parts):
         steps.train(parts, selection)
-        roles.sync_weights(parts)
+        saving.sync_weights(parts)

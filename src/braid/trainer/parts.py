@@ -89,6 +89,7 @@ class Parts:
     the policy's log-probs before the update, if it has separate devices for that. `about` is stored in checkpoints: the run's id, and its config as text.
     `saved` is the progress in the newest checkpoint that this run wrote or was restored from, `update_s` the
     time that the last round took after its rollout. `pipeline` decides on the order of the pipelined loop.
+    `warned_invalid`: share of the trajectories that a reason had made invalid when it was last warned of.
     """
 
     config: RunConfig
@@ -116,6 +117,7 @@ class Parts:
     saved: dict[str, Any] = field(default_factory=dict)
     update_s: float | None = None
     pipeline: Pipeline | None = None
+    warned_invalid: dict[str, float] = field(default_factory=dict)
     watch: LearningWatch = field(init=False)
 
     def __post_init__(self) -> None:

@@ -16,7 +16,7 @@ pipeline.py decides on the order and bounds the lag; this file executes its deci
 
 from __future__ import annotations
 
-from . import roles, saving, steps
+from . import saving, steps
 from .groups import GroupsInFlight
 from .parts import Parts
 from .pipeline import Drop, Finish, Submit, Sync, Train
@@ -43,7 +43,7 @@ def run(parts: Parts) -> None:
                 case Train(kept, dropped):
                     groups.start_update(kept, dropped)
                 case Sync(_, when):
-                    roles.sync_weights(parts, "drain" if when == "finish" else "interrupt")
+                    saving.sync_weights(parts, "drain" if when == "finish" else "interrupt")
                     pipeline.synced()
                     steps.finish_round(parts)
                 case Finish(is_complete):

@@ -6,14 +6,14 @@ this.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from braid.cluster.environment import environment
-from braid.config.data import covers
 from braid.config.env import ProgramEnv
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
@@ -28,14 +28,12 @@ from braid.config.reward import (
     ReasoningGymReward,
     RewardPart,
 )
-from braid.config.schema import RunConfig
-from braid.errors import ConfigError, ModelError, Problem, RewardError
-from braid.models.folders import check_folder, expand
+from braid.data import checked
+from braid.data.prompts import Prompts
+from braid.errors import ConfigError, Problem, RewardError
 from braid.plan import Plan, Verb, resolve
-from braid.plan.available import missing_packages
 from braid.report.streams import reward_prints_in
 from braid.rewards.base import Later, Part, Score, Services, column_of, references_of
-from braid.rewards.judge import fill_template, read_template
 from braid.rewards.parts import build_part
 from braid.rewards.programs import read_tests
 from braid.rewards.scorer import as_score
@@ -43,6 +41,7 @@ from braid.types import Prompt, Segment, Trajectory, Turn
 
 from .conversations import env_maker, external_key, program_of
 from .inputs import TextInputs, check_sources, read_inputs
+from .runnable import run_problems
 
 _MAX_EXAMPLES = 4
 """Most prompts on which a reward function is tried until it returns a score."""
@@ -64,10 +63,9 @@ def _num_prompts(inputs: TextInputs | None, verb: Verb) -> int | None:
 
 
 def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
-    """Raise ConfigError with all problems of packages, model folders and rewards."""
+    """Raise ConfigError with all problems of packages, devices, models and rewards."""
     config = loaded.config
-    problems = [Problem(key, why) for key, why in missing_packages(config, plan)]
-    problems += _missing_folders(config, plan)
+    problems = run_problems(config, plan)
     if inputs is not None and plan.verb != "sft":
         if isinstance(config.env, ProgramEnv):
             if external_key(config.env) is None:
@@ -76,10 +74,10 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
             env_maker(config, loaded.base_dir)
         if plan.verb == "train":
             check_sources(loaded, inputs)
-        prompts = (*inputs.train.prompts, *inputs.eval.prompts)
+        prompts = inputs.train.prompts + inputs.eval.prompts
         named = {source for part in config.reward.parts for source in part.sources}
         for i, part in enumerate(config.reward.parts):
-            covered = [p for p in prompts if covers(part.sources, named, p.source)]
+            covered = prompts.chosen(prompts.are_covered(part.sources, named))
             if covered:
                 with reward_prints_in(None):
                     problems += _part_problems(loaded, i, covered, inputs.tokenizer)
@@ -87,32 +85,12 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
         raise ConfigError([loaded.placed(problem) for problem in problems])
 
 
-def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
-    """Missing model folders of roles other than the policy, whose folder is checked when the tokenizer is
-    loaded."""
-    folders = {
-        "critic.path": config.critic.path if plan.needs_critic else None,
-        "reference.path": config.reference.path if plan.needs_reference else None,
-    }
-    if plan.verb != "sft":
-        parts = enumerate(config.reward.parts)
-        folders |= {
-            f"reward.parts[{i}].path": part.path for i, part in parts if isinstance(part, ModelReward)
-        }
-    for key, path in folders.items():
-        try:
-            if path is not None:
-                check_folder(expand(path), key, needs_weights=True)
-        except ModelError as error:
-            yield Problem(key, str(error))
-
-
 async def _no_policy(*_: object, **__: object) -> str:
     raise AssertionError("judges are not called before a run")
 
 
 def _part_problems(
-    loaded: Loaded, number: int, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    loaded: Loaded, number: int, prompts: Prompts, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Problem]:
     config, base_dir, key = loaded.config, loaded.base_dir, f"reward.parts[{number}]"
     part, services = config.reward.parts[number], Services({}, _no_policy)
@@ -132,50 +110,63 @@ def _part_problems(
         built.close()
 
 
-def _unscorable(part: RewardPart, key: str, prompts: Sequence[Prompt], base_dir: Path) -> Iterator[Problem]:
-    """Prompts that lack the columns that the part reads, as one problem."""
-
-    def read(prompt: Prompt) -> None:
-        trajectory = Trajectory(prompt, 0)
-        match part:
-            case MathReward() | ExactReward() | ChoiceReward():
-                references_of(trajectory)
-            case CodeReward():
-                column_of(trajectory, part.tests_key, key=f"{key}.tests_key")
-            case ReasoningGymReward():
-                if "reasoning_gym" not in prompt.fields:
-                    raise RewardError(
-                        f"source {prompt.source!r} is not procedural; list only procedural sources in {key}.sources"
-                    )
-            case JudgeReward():
-                template = read_template(part.prompt, base_dir, key=f"{key}.prompt")
-                fill_template(template, trajectory, key=f"{key}.prompt")
-            case _:
-                pass
-
-    failed = []
-    for prompt in prompts:
+def _unscorable(part: RewardPart, key: str, prompts: Prompts, base_dir: Path) -> Iterator[Problem]:
+    """Prompts that lack the columns that the part reads, as one problem. Data that have passed are not read again."""
+    is_judge = isinstance(part, JudgeReward)  # its template may be in a file
+    known = "" if is_judge else checked.key_of(len(prompts), prompts.fingerprint, key, part.model_dump_json())
+    read = _reader(part, key, base_dir)
+    if read is None or checked.recall(known) is not None:
+        return
+    first, num_failed = "", 0
+    for prompt in prompts.untokenized(messages=is_judge):
         try:
             read(prompt)
         except RewardError as error:
-            failed.append((prompt, error))
-    if failed:
-        (first, why), count = failed[0], len(failed)
+            first = first or f"{prompt.uid}: {error}"
+            num_failed += 1
+    if num_failed:
         yield Problem(
-            key,
-            f"{part.kind} cannot score {count:,} of {len(prompts):,} prompts; first: {first.uid}: {why}",
+            key, f"{part.kind} cannot score {num_failed:,} of {len(prompts):,} prompts; first: {first}"
         )
-    elif isinstance(part, CodeReward):
+        return
+    if isinstance(part, CodeReward):
         try:
             read_tests(prompts[0].fields[part.tests_key])
         except ValueError as error:
             yield Problem(f"{key}.tests_key", f"column {part.tests_key!r} of {prompts[0].uid}: {error}")
+            return
+    checked.keep(known, {})
+
+
+def _reader(part: RewardPart, key: str, base_dir: Path) -> Callable[[Prompt], object] | None:
+    """What the part reads of a prompt, raising RewardError if it is not there; None if it reads nothing."""
+    match part:
+        case MathReward() | ExactReward() | ChoiceReward():
+            return references_of
+        case CodeReward():
+            return partial(column_of, name=part.tests_key, key=f"{key}.tests_key")
+        case ReasoningGymReward():
+
+            def read(prompt: Prompt) -> None:
+                if "reasoning_gym" not in prompt.fields:
+                    raise RewardError(
+                        f"source {prompt.source!r} is not procedural; list only procedural sources in {key}.sources"
+                    )
+
+            return read
+        case JudgeReward():
+            from braid.rewards.judge import fill_template, read_template  # needs httpx2
+
+            template = read_template(part.prompt, base_dir, key=f"{key}.prompt")
+            return lambda prompt: fill_template(template, Trajectory(prompt, 0), key=f"{key}.prompt")
+        case _:
+            return None
 
 
 def _failed_call(
     score: Score,
     key: str,
-    prompts: Sequence[Prompt],
+    prompts: Prompts,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Iterator[Problem]:
     """Call the function on an example, a prompt answered with its reference. If it raises, other prompts are
@@ -204,7 +195,7 @@ async def _call(later: float | Later) -> object:
 def _example(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
     """A single-turn trajectory whose answer is the reference, or empty if there is none."""
     try:
-        text = references_of(Trajectory(prompt, 0))[0]
+        text = references_of(prompt)[0]
     except RewardError:
         text = ""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]

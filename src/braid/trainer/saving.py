@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from braid.cluster.interrupts import RoundCut
+from braid.config.env import AgentEnvConfig
+from braid.rollout.engine import NewWeights
+from braid.training.backend import TrainingBackend
 from braid.training.group import ModelGroup
 
 from . import roles
@@ -19,6 +22,9 @@ from .pipeline import start_of
 from .supervised import Supervised
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_S = 8.0
+"""Seconds in which idle ranks answer; those that do not are not waited for when the run has been asked to stop."""
 
 
 def save(parts: Parts, *, is_due: bool) -> None:
@@ -80,11 +86,39 @@ def given_up_when_late(parts: Parts) -> Iterator[None]:
         _end(parts, at)
 
 
+def sync_weights(parts: Parts, when: NewWeights = "drain") -> None:
+    """Sync the policy's weights as roles.sync_weights does. If the run has been asked to stop and the sync cannot finish in
+    the remaining time, save the state before it and end the run."""
+    try:
+        with parts.stop.cuttable():
+            roles.sync_weights(parts, when)
+    except RoundCut:
+        if not _ranks_answer(parts):
+            parts.rollouts.close()  # ranks that wait for an engine then fail, within 5 s on another machine
+        _end(parts, counters(parts))
+
+
 def _end(parts: Parts, at: Mapping[str, Any]) -> NoReturn:
     """Write a checkpoint as `_save` does, unless there is one of `at` already, and end the run."""
     if at["progress"] != parts.saved:
-        _save(parts, at)
+        if _ranks_answer(parts):
+            _save(parts, at)
+        else:
+            logger.warning(
+                "round %d is not saved: a worker has not answered for %g s",
+                at["progress"]["round"],
+                _ANSWER_S,
+            )
     parts.stop.end()
+
+
+def _ranks_answer(parts: Parts) -> bool:
+    """Whether all ranks of the models to save answer a call: one that is stopped, or waits for another process that is,
+    does not."""
+    models = _saved_models(parts).values()
+    calls = [(model.ranks, model.ranks.start(TrainingBackend.data_place)) for model in models]
+    until_s = time.monotonic() + _ANSWER_S
+    return all(ranks.is_done(call, max(0.0, until_s - time.monotonic())) for ranks, call in calls)
 
 
 def counters(parts: Parts) -> dict[str, Any]:
@@ -112,7 +146,9 @@ def _write_state(
     """Have the models' workers write to `folder`. Returns the rest of the state that `restore` needs for a
     bit-exact resume, and the files written."""
     state: dict[str, object] = dict(at)
-    state["opponent"] = parts.rollouts.opponent_state()
+    env = parts.config.env
+    has_opponent = isinstance(env, AgentEnvConfig) and env.opponents is not None
+    state["opponent"] = parts.rollouts.opponent_state() if has_opponent else None
     files: dict[str, dict[str, object]] = {}
     for role, model in _saved_models(parts).items():
         state[role], written = model.save(folder / role)

@@ -17,6 +17,7 @@ from braid.models.tokenizer import plain_text
 from braid.rewards.base import Services
 from braid.rollout.engine import Request, RolloutEngine, Sampling
 from braid.types import Message
+from braid.users import encodable
 
 from .inputs import TextInputs
 from .keys import JUDGE_KEY
@@ -85,5 +86,7 @@ class PolicyJudge:
                 raise RewardError(
                     f"the policy's chat template rejects the judge's messages: {error}", is_final=True
                 ) from error
-        ids: Any = self._tokenizer(text, add_special_tokens=not has_template, verbose=False)["input_ids"]
+        ids: Any = self._tokenizer(encodable(text), add_special_tokens=not has_template, verbose=False)[
+            "input_ids"
+        ]
         return tuple(ids)

@@ -19,7 +19,7 @@ from braid.algorithms.kl import steered_coefficient
 from braid.config.env import AgentEnvConfig, ChatEnv, SimulatorEnv
 from braid.config.train import TrainConfig
 from braid.envs.agents.build import kind_of
-from braid.errors import RolloutError, TrainingError
+from braid.errors import TrainingError
 from braid.models.base import Output
 from braid.report.metrics import Metrics
 from braid.report.outputs import log_outputs
@@ -34,8 +34,9 @@ from . import costs, roles
 from .evaluation import evaluate, show_films
 from .keys import BATCH_KEY, CHOICE_KEY, COPY_KEY, TRAIN_KEY
 from .parts import Parts
-from .saving import given_up_when_late, save, stop_if_asked
+from .saving import given_up_when_late, save, stop_if_asked, sync_weights
 from .selection import Reason, Selection
+from .validity import check_valid, most_common
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def warm_up(parts: Parts) -> None:
         roles.follow_warm_up(parts)
         parts.supervised = None
     progress.is_warm, progress.is_reported = True, False
-    roles.sync_weights(parts)
+    sync_weights(parts)
 
 
 def rollout(parts: Parts) -> Selection:
@@ -70,12 +71,15 @@ def rollout(parts: Parts) -> Selection:
     rollout = parts.config.rollout
     selection = Selection(rollout.filter, rollout.prompts_per_round)
     sampled: list[Group] = []
-    parts.rollouts.forget("train")
-    with costs.device_freed(parts):
-        while not selection.is_done:
-            groups = _rollout_batch(parts, selection.num_batches)
-            selection.add(groups)
-            sampled += groups
+    with parts.stop.cuttable():
+        parts.rollouts.forget("train")
+        costs.start_sampling(parts)
+    while not selection.is_done:
+        groups = _rollout_batch(parts, selection.num_batches)
+        selection.add(groups)
+        sampled += groups
+    with parts.stop.cuttable():
+        costs.end_sampling(parts)
     report_sampling(parts, selection, sampled)
     return selection
 
@@ -92,7 +96,7 @@ def _rollout_batch(parts: Parts, batch: int) -> list[Group]:
         groups, cost = parts.rollouts.collect("train", prompts, config.rollout.group_size, keys)
     parts.metrics.merge(cost)
     show_outputs(parts, groups)
-    check_valid(parts, groups)
+    check_round(parts, groups)
     return groups
 
 
@@ -105,23 +109,17 @@ def show_outputs(parts: Parts, groups: Sequence[Group]) -> None:
         log_outputs(parts.progress.round, parts.rollouts.whole("train", groups))
 
 
-def check_valid(parts: Parts, groups: Sequence[Group]) -> None:
-    """Count the trajectories by status. Raises RolloutError if too many are invalid."""
-    config, metrics = parts.config, parts.metrics
+def check_round(parts: Parts, groups: Sequence[Group]) -> None:
+    """Count the trajectories of a round by status. Raises RolloutError if too many are invalid."""
+    metrics = parts.metrics
     trajectories = [t for group in groups for t in group.trajectories]
     statuses = Counter(t.status for t in trajectories)
     for status in Status:
         metrics.add(f"status/{status}", statuses[status])
-    reasons = Counter(t.reason for t in trajectories if not t.is_valid)
-    invalid = sum(reasons.values())
-    for boundary, count in Counter(reason.split(":")[0] for reason in reasons.elements()).items():
+    metrics.mean("rollout/invalid_fraction", statuses[Status.INVALID], len(trajectories))
+    for boundary, count in Counter(t.reason.split(":")[0] for t in trajectories if not t.is_valid).items():
         metrics.add(f"invalid/{boundary.split()[0]}", count)
-    limit = config.rollout.max_invalid_fraction
-    if invalid > limit * len(trajectories):
-        raise RolloutError(
-            f"{invalid} of {len(trajectories)} trajectories of round {parts.progress.round} are invalid, above "
-            f"rollout.max_invalid_fraction={limit:g}; most common: {_most_common(reasons)}"
-        )
+    check_valid(parts, trajectories, f"round {parts.progress.round}")
 
 
 def report_sampling(parts: Parts, selection: Selection, groups: Sequence[Group]) -> None:
@@ -131,15 +129,10 @@ def report_sampling(parts: Parts, selection: Selection, groups: Sequence[Group])
     _report_groups(parts, groups)
     _report_selection(parts, selection)
     if selection.reasons["invalid"] == len(groups):
-        reasons = Counter(t.reason for group in groups for t in group.trajectories if not t.is_valid)
         raise TrainingError(
             f"round {parts.progress.round} has nothing to train on: all its trajectories are invalid; most common: "
-            f"{_most_common(reasons)}"
+            f"{most_common(t for group in groups for t in group.trajectories)}"
         )
-
-
-def _most_common(reasons: Counter[str]) -> str:
-    return "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
 
 
 def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
@@ -261,7 +254,7 @@ def _infer_fields(parts: Parts, rows: Sequence[RowMetadata]) -> None:
         parts.buffer.copy_field("behavior_logprobs", "old_logprobs")
     elif parts.plan.old_logprobs == "interpolated":
         parts.buffer.write_policy_versions()
-    if parts.plan.recipe.full_kl_in == "reward":
+    if parts.plan.recipe.full_kl_in in ("reward", "advantage"):
         asked.append((parts.policy, "kl", "kl"))
     elif parts.reference is not None and parts.plan.recipe.full_kl_in is None:
         asked.append((parts.reference, "logprobs", "ref_logprobs"))
@@ -286,8 +279,7 @@ def _count_empty_rounds(parts: Parts, selection: Selection, rows: Sequence[RowMe
     if progress.empty_rounds >= MAX_EMPTY_ROUNDS:
         raise TrainingError(
             f"{progress.empty_rounds} consecutive rounds, up to round {progress.round}, had nothing to train on. In the last "
-            f"one: {why}. The task may be too easy or too hard for the policy: change the data or the reward, or relax "
-            "the filter"
+            f"one: {why}. {parts.watch.diagnosis()}"
         )
     logger.warning("round %d has nothing to train on: %s", progress.round, why)
 
@@ -363,12 +355,12 @@ def _weights(parts: Parts, batch: Sequence[RowMetadata], counts: Sequence[int]) 
 
 def steer_kl(parts: Parts, rows: Sequence[RowMetadata]) -> None:
     """With kl_target, adapt the KL coefficient for the next round to the KL per token measured in this
-    round's reward or loss."""
+    round's rewards, advantages or loss."""
     recipe = parts.plan.recipe
     if recipe.kl_target is None or parts.reference is None:
         return
     parts.metrics.mean("algorithm/kl_coef", parts.kl_coef)
-    seen = "reward/kl" if recipe.kl_in == "reward" else "policy/kl"
+    seen = "policy/kl" if recipe.kl_in == "loss" else "reward/kl"
     if seen in parts.metrics:
         parts.progress.kl_coef = steered_coefficient(
             parts.kl_coef,

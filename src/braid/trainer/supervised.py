@@ -16,6 +16,7 @@ import numpy as np
 from braid.algorithms.aggregate import row_weights
 from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
+from braid.data.rows import Lazy
 from braid.data.sampler import PromptSampler
 from braid.data.worked import Example
 from braid.plan import Plan
@@ -63,7 +64,7 @@ def supervised_of(
 
         rows = demonstration_rows(config)
     else:
-        rows = [_row_of(example, i) for i, example in enumerate(inputs.examples.examples)]
+        rows = ExampleRows(inputs.examples.examples)
     return Supervised(
         rows=rows,
         sampler=PromptSampler(len(rows), seed=config.run.seed, shuffle=True),
@@ -73,10 +74,21 @@ def supervised_of(
     )
 
 
-def _row_of(example: Example, number: int) -> Row:
-    ids = np.array(example.prompt_ids + example.response_ids, np.int64)
-    mask = np.array((False,) * len(example.prompt_ids) + example.response_mask)
-    return Row({"input_ids": ids}, mask, group=number, trajectory=number)
+class ExampleRows(Lazy[Row]):
+    """Examples as rows of a batch."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        self._examples = examples
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def item(self, index: int) -> Row:
+        """See Lazy."""
+        example = self._examples[index]
+        ids = np.array(example.prompt_ids + example.response_ids, np.int64)
+        mask = np.array((False,) * len(example.prompt_ids) + example.response_mask)
+        return Row({"input_ids": ids}, mask, group=index, trajectory=index)
 
 
 def warm_up_config(config: RunConfig) -> RunConfig:

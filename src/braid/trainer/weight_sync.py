@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from os.path import isdir  # False for names that no file can have
 from typing import Any
 
 import torch
 
-from braid.cluster.workers import WorkerGroup
+from braid.cluster.workers import WorkerGroup, wait_for_all
 from braid.config.schema import RunConfig
 from braid.models.folders import expand
 from braid.plan.layout import Layout
@@ -39,8 +39,8 @@ class WeightSync:
             names = [name for of in self.engines.call(Collector.receivers) for name in of]
             self._ticket = self.ranks.call(Rank.open_sender, names, self.options)[0]
         taken = self.engines.start(Collector.set_weights, version, when, self._ticket)
-        self.ranks.call(Rank.send_weights, version, self.merged)
-        taken.wait()
+        sent = self.ranks.start(Rank.send_weights, version, self.merged)
+        wait_for_all([(self.ranks, sent), (self.engines, taken)])
 
 
 def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.device) -> SendOptions:
@@ -71,7 +71,7 @@ def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.d
         device=device,
         dtype=_DTYPES[engine.dtype] if engine else None,
         existing=on_existing(sync, is_server=bool(servers)),
-        # None: the sender listens at the address by which other machines reach this one.
+        # None: the sender listens at the address by which the cluster knows its machine.
         host="127.0.0.1" if meeting.is_one_machine and not servers else None,
         folder=folder,
         beside=_folder(config.model.path),
@@ -80,4 +80,4 @@ def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.d
 
 def _folder(path: str | None) -> str | None:
     """The model's folder; None for a model without one, such as a name on the Hugging Face Hub."""
-    return None if path is None or not Path(expand(path)).is_dir() else expand(path)
+    return None if path is None or not isdir(expand(path)) else expand(path)

@@ -12,6 +12,7 @@ in the order of its segments; returns run over all of them. If agents have rewar
     clip rewards                   token_reward_clip (per position)
     whiten rewards                 whiten_rewards
     compute advantages             advantage
+    subtract kl_coef * KL          kl_in: advantage
     whiten and clip advantages     whiten_advantages, advantage_clip
 
 Statistics are taken over all rows of the round in float64, so they do not depend on the split into steps.
@@ -55,8 +56,14 @@ def compute_advantages(
     """
     metrics: dict[str, float] = {}
     _normalize(rows, recipe, RunningMoments() if running is None else running)
-    if recipe.kl_coef > 0 and recipe.kl_in == "reward":
-        metrics["reward/kl"] = _subtract_kl(rows, recipe, recipe.kl_coef if kl_coef is None else kl_coef)
+    penalties: list[np.ndarray] = []
+    if recipe.has_kl_before_update:
+        kl = [np.where(row.mask, _kl(row, recipe), np.float32(0.0)) for row in rows]
+        metrics["reward/kl"] = sum(float(of.sum()) for of in kl) / max(sum(row.num_tokens for row in rows), 1)
+        penalties = [np.float32(recipe.kl_coef if kl_coef is None else kl_coef) * of for of in kl]
+    if penalties and recipe.kl_in == "reward":
+        for row, penalty in zip(rows, penalties, strict=True):
+            row.fields["rewards"] = row.fields["rewards"] - penalty
     if (bound := recipe.token_reward_clip) is not None:
         for row in rows:
             row.fields["rewards"] = row.fields["rewards"].clip(-bound, bound)
@@ -66,6 +73,8 @@ def compute_advantages(
     round_ = _Round.of(rows)
     estimator: Callable[[_Round, Recipe], Tensor] = globals()[recipe.advantage]
     advantages = estimator(round_, recipe)
+    if penalties and recipe.kl_in == "advantage":
+        advantages = advantages - _flat(penalties)
     if recipe.whiten_advantages:
         is_trained = np.repeat(are_trained(rows, recipe), [len(row) for row in rows])
         advantages = formulas.whiten(advantages, round_.mask & torch.from_numpy(is_trained))
@@ -163,21 +172,12 @@ def _standardize(trajectories: Sequence[Sequence[Row]], recipe: Recipe, running:
                 row.baseline = (row.baseline - off) / divisor
 
 
-def _subtract_kl(rows: Sequence[Row], recipe: Recipe, kl_coef: float) -> float:
-    """rewards[t] -= kl_coef * kl(old, ref)[t]; returns the mean KL per position."""
-
-    def kl_of(row: Row) -> Tensor:
-        if recipe.full_kl_in:
-            return clamped(torch.from_numpy(row.fields["kl"]), recipe.kl_clamp)
-        old, ref = (torch.from_numpy(row.fields[name]) for name in ("old_logprobs", "ref_logprobs"))
-        return kl_estimate(old, ref, estimator=recipe.kl_estimator, clamp=recipe.kl_clamp)
-
-    total, count = 0.0, 0
-    for row in rows:
-        kl = np.where(row.mask, kl_of(row).numpy(), np.float32(0.0))
-        row.fields["rewards"] = row.fields["rewards"] - np.float32(kl_coef) * kl
-        total, count = total + float(kl.sum()), count + row.num_tokens
-    return total / max(count, 1)
+def _kl(row: Row, recipe: Recipe) -> np.ndarray:
+    """KL of the policy before the update from the reference, per position."""
+    if recipe.full_kl_in:
+        return clamped(torch.from_numpy(row.fields["kl"]), recipe.kl_clamp).numpy()
+    old, ref = (torch.from_numpy(row.fields[name]) for name in ("old_logprobs", "ref_logprobs"))
+    return kl_estimate(old, ref, estimator=recipe.kl_estimator, clamp=recipe.kl_clamp).numpy()
 
 
 @dataclass(frozen=True, slots=True)

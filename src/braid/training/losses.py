@@ -136,7 +136,7 @@ def _policy_loss(
         if recipe.kl_in == "loss":
             per_token = per_token + kl_coef * kl
     else:
-        assert kl_coef == 0 or recipe.kl_in == "reward", "KL in the loss needs ref_logprobs"
+        assert kl_coef == 0 or recipe.kl_in != "loss", "KL in the loss needs ref_logprobs"
     per_token = recipe.policy_loss_coef * per_token
     if recipe.entropy_coef:
         over = _segments(batch, recipe.entropy_level)

@@ -61,7 +61,7 @@ class Rank:
 
     def __init__(self, place: Place, *, config: RunConfig) -> None:
         """Join the other ranks of the group. Raises TrainingError if they cannot exchange data."""
-        self._config, self._workers = config, place.workers
+        self._config, self._workers, self._address = config, place.workers, place.address
         self._device = _join(place, config)
         self._sender: Sender | None = None
         check_reach(self._device, place, config.cluster.start_timeout_s)
@@ -70,7 +70,8 @@ class Rank:
         """Open a weight sender to `engines` on rank 0 and return its ticket; None on the other ranks."""
         if dist.get_rank() != 0:
             return None
-        self._sender = open_sender(engines, replace(options, device=self._device))
+        host = options.host or self._address
+        self._sender = open_sender(engines, replace(options, device=self._device, host=host))
         return self._sender.ticket.as_dict()
 
     def send_weights(self, version: int, merged: bool) -> None:
@@ -201,7 +202,6 @@ def _wrapped(
 def _join(place: Place, config: RunConfig) -> torch.device:
     """This rank's device, after the process group has been initialised."""
     device = _own_device(config)
-    torch.set_num_threads(config.run.num_threads or 1)
     timeout = datetime.timedelta(seconds=config.cluster.call_timeout_s)
     # Of the groups that libraries create; NCCL's would be 10 minutes.
     distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout

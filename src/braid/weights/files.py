@@ -22,7 +22,8 @@ from typing import Any
 
 from torch import Tensor
 
-from braid.errors import EngineError
+from braid.errors import EngineError, disk_fix
+from braid.json_text import read_json
 
 from .fingerprint import Weights, fingerprint, save_tensors
 from .receiver import Receiver
@@ -63,8 +64,7 @@ class FileSender:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise EngineError(
-                f"cannot write version {version} of the weights to {partial} ({error.strerror or error}); free disk space, or "
-                "make the folder writable"
+                f"cannot write version {version} of the weights to {partial} ({error.strerror or error}); {disk_fix(error)}"
             ) from error
         finally:
             for _ in rest:  # gathering them may be a collective that other ranks are in
@@ -129,7 +129,7 @@ class FileReceiver(Receiver):
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                record: dict[str, Any] = json.loads((folder / _RECORD).read_text())
+                record: dict[str, Any] = read_json(folder / _RECORD)
                 if record["sender"] == self._sender:
                     break
             except (OSError, ValueError, KeyError):

@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from braid.errors import EngineError
+from braid.json_text import parse_json
 
 Transport = Literal["shared_memory", "cuda_ipc", "nccl", "gloo", "files"]
 Message = dict[str, Any]
@@ -169,8 +170,8 @@ class Wire:
                 f"{self.peer} sent a message of {length} bytes, which is not part of a weight sync"
             )
         try:
-            message: Message = json.loads(self._read(length, deadline, doing))
-        except (ValueError, RecursionError):
+            message: Message = parse_json(self._read(length, deadline, doing))
+        except ValueError:
             message = {}
         if not isinstance(message, dict) or "kind" not in message:
             raise EngineError(

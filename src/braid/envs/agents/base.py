@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from braid.types import Action, Message, Prompt
+from braid.users import finite_number, finite_numbers, messages_of, shown, truth
+
+_set = object.__setattr__  # the records are frozen
 
 ToolSchema = Mapping[str, Any]
 """{"type": "function", "function": {"name", "description", "parameters": JSON schema}}."""
@@ -25,6 +28,15 @@ class Opening:
     messages: Sequence[Message] = ()
     tools: Sequence[ToolSchema] = ()
     stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values of other types, in the line that made them."""
+        _set(self, "messages", messages_of(self.messages))
+        for name, kind in (("tools", Mapping), ("stop_strings", str)):
+            values = getattr(self, name)
+            is_list = isinstance(values, Sequence) and not isinstance(values, str)
+            if not is_list or not all(isinstance(value, kind) for value in values):
+                raise ValueError(f"{name} must be a list of {kind.__name__}, not {shown(values)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,15 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     tool_s: float = field(default=0.0, compare=False)
     forgets: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values of other types, in the line that made them."""
+        _set(self, "messages", messages_of(self.messages))
+        _set(self, "metrics", finite_numbers(self.metrics, "metrics"))
+        for name in ("reward", "tool_s"):
+            _set(self, name, finite_number(getattr(self, name), f"{name} is"))
+        for name in ("is_done", "is_truncated", "forgets"):
+            _set(self, name, truth(getattr(self, name), name))
 
 
 class AgentEnv(Protocol):
@@ -109,6 +130,12 @@ class Outcome:
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     rewards: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for values of other types, in the line that made them."""
+        _set(self, "reward", finite_number(self.reward, "reward is"))
+        for name in ("metrics", "rewards"):
+            _set(self, name, finite_numbers(getattr(self, name), name))
 
 
 class MultiAgentEnv(Protocol):

@@ -21,6 +21,7 @@ from typing import Any
 from braid.errors import ConfigError, Problem, ToolError
 from braid.isolation.threads import start
 from braid.types import Prompt
+from braid.users import described, finite_number, shown
 
 from .base import ToolSchema
 from .tools import OpenToolbox, Tool, Toolbox
@@ -73,9 +74,11 @@ def _opened(
         try:
             note = ""
             if hasattr(thing, "reset"):
-                note = await _run(thing.reset, **_accepted(thing.reset, {"seed": seed, **task.fields})) or ""
+                note = await _run(thing.reset, **_accepted(thing.reset, {"seed": seed, **task.fields}))
+                if not isinstance(note, str | None):
+                    raise ValueError(f"reset() returned {shown(note)}, not text or None")
             reward = partial(_reward, thing.get_reward) if hasattr(thing, "get_reward") else None
-            yield Toolbox(tools, note=note, reward=reward)
+            yield Toolbox(tools, note=note or "", reward=reward)
         finally:
             if hasattr(thing, "close"):
                 await _run(thing.close)
@@ -84,7 +87,7 @@ def _opened(
 
 
 async def _reward(get_reward: Callable[[], Any]) -> float:
-    return float(await _run(get_reward))
+    return finite_number(await _run(get_reward), "get_reward() returned")
 
 
 async def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -107,10 +110,10 @@ async def _run(function: Callable[..., Any], /, **arguments: Any) -> Any:
             return None, error
 
     value, failure = await asyncio.wrap_future(start(outcome))
-    if isinstance(failure, Exception):
+    if isinstance(failure, Exception) and not isinstance(failure, StopIteration):
         raise failure
     if failure is not None:  # SystemExit and the like end neither thread nor run
-        raise RuntimeError(f"{type(failure).__name__}: {failure}") from failure
+        raise RuntimeError(described(failure)) from failure
     return await value if inspect.isawaitable(value) else value
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from braid.children import Child, as_env_error
 from braid.errors import EnvError
 from braid.types import Action, Prompt
+from braid.users import is_the_users
 
 from .base import Opening, Step
 
@@ -102,7 +103,9 @@ class InlineEnv(HostedEnv):
                 self._env = self._make()
             value = getattr(self._env, method)(*arguments)
             return await value if inspect.isawaitable(value) else value
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
             raise as_env_error(error) from error
 
     async def _close(self) -> None:

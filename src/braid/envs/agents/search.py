@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from braid.errors import DataError
+from braid.json_text import parse_json
 
 MAX_RESULTS = 10
 
@@ -63,15 +63,18 @@ class SearchIndex:
 
 
 def _read(path: Path) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield _document(line, f"{path}:{number}")
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _document(line, f"{path}:{number}")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error}); save the file as UTF-8") from error
 
 
 def _document(line: str, where: str) -> Document:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from importlib.util import find_spec
+from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class ToolEnvs:
 
     def _index(self, tool: SearchTool, key: str) -> SearchIndex:
         path = self._base_dir / Path(tool.index).expanduser()
-        if not path.is_file():
+        if not isfile(path):
             near = suggest(path.name, [p.name for p in path.parent.glob("*.jsonl")])
             raise ConfigError([Problem(f"{key}.index", f"no such file: {path}{near}", "config")])
         return SearchIndex.read(path)

@@ -17,6 +17,7 @@ from typing import Any
 
 from braid.errors import EnvError, ToolError
 from braid.types import Action, Message, Prompt, ToolCall
+from braid.users import described, is_the_users, message_of
 
 from .base import Opening, Step, ToolSchema
 
@@ -130,17 +131,19 @@ class ToolEnv:
                 )
             return "ok", self._cut(text)
         except ToolError as error:
-            return "tool_error", self._cut(str(error))
+            return "tool_error", self._cut(message_of(error))
         except EnvError:
             raise
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
             raise EnvError(f"{_named(call)} was cancelled by the tool itself") from error
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
             if deadline.expired():
                 raise EnvError(f"{_named(call)} timed out after {self._timeout_s:g} s") from error
-            raise EnvError(f"{_named(call)} raised {type(error).__name__}: {error}") from error
+            raise EnvError(f"{_named(call)} raised {described(error)}") from error
 
     def _cut(self, text: str) -> str:
         if len(text) <= self._max_characters:

@@ -21,6 +21,7 @@ from braid.children import as_env_error
 from braid.errors import EnvError, suggest
 from braid.functions import load_function
 from braid.types import ActionSpace, Spaces
+from braid.users import finite_number, is_the_users, truth
 
 from .base import AS_IT_IS, EpisodeRules, Tick, as_array, refused
 from .rules import RuledEnv
@@ -134,6 +135,9 @@ class GymnasiumSimulator:
         """Store what the action of this number gave, except for the observation; whether the episode is over."""
         try:
             observation, reward, is_terminated, is_truncated, info = given
+            reward = reward if type(reward) is float else finite_number(reward, "the reward is")
+            is_terminated = truth(is_terminated, "is_terminated")
+            is_truncated = truth(is_truncated, "is_truncated")
             tick.rewards[slot, number], tick.num_executed[slot] = reward, number + 1
             tick.success[slot, number] = info.get("success", info.get("is_success", math.nan))
             tick.is_terminated[slot], tick.is_truncated[slot] = is_terminated, is_truncated
@@ -141,7 +145,7 @@ class GymnasiumSimulator:
             right = "(observation, reward, is_terminated, is_truncated, info)"
             raise EnvError(f"step returned {_outline(given)}, not {right}: {error}") from error
         self._film(slot, observation, tick)
-        return bool(is_terminated or is_truncated)
+        return is_terminated or is_truncated
 
     def _complete(self, slot: int, observation: Any) -> Any:
         """The observation with its images."""
@@ -204,7 +208,9 @@ def _each(tick: Tick, slots: Iterable[int], call: Callable[[int], Any]) -> dict[
     for slot in slots:
         try:
             results[slot] = call(slot)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
             tick.failures[slot] = str(as_env_error(error))
     return results
 

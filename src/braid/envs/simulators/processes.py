@@ -34,6 +34,7 @@ from gymnasium.vector.utils import CloudpickleWrapper
 from numpy.typing import NDArray
 
 from braid.children import as_env_error
+from braid.cores import num_threads
 from braid.errors import BraidError, ConfigError, EnvError, Problem
 from braid.processes import end, end_with, how_it_ended, kill_group, start_module
 from braid.types import Spaces
@@ -74,9 +75,10 @@ class SimulatorProcesses:
         self.timeout_s = timeout_s
         environment = _pickled(env_id, kwargs or {}, base_dir, rules, is_vectorized)
         count = min(num_processes, num_envs)
+        threads = max(1, num_threads() // count)
         bounds = [number * num_envs // count for number in range(count + 1)]
         self._processes = [
-            _Process(env_id, environment, range(first, last)) for first, last in pairwise(bounds)
+            _Process(env_id, environment, range(first, last), threads) for first, last in pairwise(bounds)
         ]
         if errors := self._start(self._processes):
             self.close()
@@ -185,15 +187,15 @@ class _Asked(NamedTuple):
 
 class _Process:
     """A child process with the environments of `slots`, and the connection to it. `lost` says for each slot whose
-    episode ended with the process why; `images` are arrays [slots, ...] that it writes."""
+    episode ended with the process why; `images` are arrays [slots, ...] that it writes. `threads`: of its numerical libraries."""
 
-    def __init__(self, env_id: str, environment: bytes, slots: range) -> None:
+    def __init__(self, env_id: str, environment: bytes, slots: range, threads: int) -> None:
         self.slots = slots
         self.lost: dict[int, str] = {}
         self.spaces: Any = None
         self.images: Mapping[str, NDArray[np.uint8]] = {}
         self.resets_together = False
-        self._env_id, self._environment = env_id, environment
+        self._env_id, self._environment, self._threads = env_id, environment, threads
         self._process: subprocess.Popen[bytes] | None = None
         self._number = self._first = 0  # of the last request, and of the start
         self._requests: dict[int, _Request] = {}
@@ -213,7 +215,8 @@ class _Process:
         self._connection = Connection(ours.detach())
         self._memory = os.memfd_create("braid-images")
         with theirs:
-            self._process = start_module(__name__, [theirs.fileno(), self._memory])
+            descriptors = [theirs.fileno(), self._memory]
+            self._process = start_module(__name__, descriptors, OMP_NUM_THREADS=str(self._threads))
         self._handle = os.pidfd_open(self._process.pid)
         self._events = select.poll()
         for source in (self._connection, self._handle):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from braid.children import as_env_error
 from braid.errors import BraidError, ConfigError, EnvError
+from braid.users import is_the_users
 
 from .base import AS_IT_IS, EpisodeRules, Tick, as_array, refused
 from .gymnasium import GymnasiumSimulator, check_finite, make_env, unit_bounds
@@ -73,7 +74,9 @@ class VectorSimulator(GymnasiumSimulator):
             for slot in seeds:
                 self._begin(slot, self._of(slot, observations), tick)
             self._film_all(seeds, observations, tick)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
             self._fail(tick, seeds, error)
         check_finite(seeds, tick)
         return tick
@@ -85,7 +88,9 @@ class VectorSimulator(GymnasiumSimulator):
         try:
             for number in range(num_actions):
                 live = self._step_all(number, live, tick)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
             self._fail(tick, actions, error)
         check_finite(actions, tick)
         return tick
@@ -107,6 +112,16 @@ class VectorSimulator(GymnasiumSimulator):
         observations, *of_step, info = self._vector.step(batch)
         observations = self._kept(observations, tick)
         rewards, is_terminated, is_truncated = map(as_array, of_step)
+        for name, values, kinds in (
+            ("rewards", rewards, "fiub"),
+            ("is_terminated", is_terminated, "b"),
+            ("is_truncated", is_truncated, "b"),
+        ):
+            if values.shape != (self.num_envs,) or values.dtype.kind not in kinds:
+                what = "booleans" if kinds == "b" else "numbers"
+                raise EnvError(
+                    f"{name} must be {self.num_envs} {what}, not {values.dtype} of shape {values.shape}"
+                )
         info |= {name: as_array(info[name]) for name in _SUCCESS if name in info}
         self._is_over |= is_terminated | is_truncated
         self._steps += 1

@@ -6,6 +6,7 @@ closing.py has the report at the end of a run.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 import unicodedata
@@ -36,6 +37,10 @@ EVAL_MEAN = "eval/all/mean"
 """Stands for eval/all/mean@n with any n. Hidden if it equals the accuracy."""
 
 
+def _share(value: float) -> str:
+    return "<1%" if 0 < value < 0.005 else f"{value:.0%}"
+
+
 class Shown(NamedTuple):
     """A displayed metric: its label, name, format and unit ({} for the unit of the policy's output)."""
 
@@ -43,14 +48,21 @@ class Shown(NamedTuple):
     name: str
     form: Callable[[float], str]
     unit: str = ""
+    hides_zero: bool = False
+
+    def text(self, value: float) -> str:
+        """`-` for nan: there was nothing to measure."""
+        return "-" if math.isnan(value) else self.form(value)
 
 
 SHOWN = (
     Shown("reward", "reward/mean", "{:.3f}".format),
     Shown("success", "env/success_once", "{:.0%}".format),
+    Shown("invalid", "rollout/invalid_fraction", _share, hides_zero=True),
     Shown("loss", "sft/loss", "{:.4f}".format),
     Shown("accuracy", "eval/all/pass@1", "{:.1%}".format),
     Shown("eval", EVAL_MEAN, "{:.3f}".format),
+    Shown("eval invalid", "eval/all/invalid_fraction", _share, hides_zero=True),
     Shown("length", "rollout/output_length_mean", "{:.1f}".format, "{}"),
     Shown("truncated", "rollout/truncated_fraction", "{:.0%}".format),
     Shown("equal groups", "reward/same_in_group_fraction", "{:.0%}".format),
@@ -186,7 +198,9 @@ class Console:
     def _line(self, flat: Mapping[str, float]) -> str:
         values = _shown(flat)
         shown = [
-            f"{s.label} {s.form(values[s.name])} {self._unit(s)}".rstrip() for s in SHOWN if s.name in values
+            f"{s.label} {s.text(values[s.name])} {self._unit(s)}".rstrip()
+            for s in SHOWN
+            if s.name in values and not (s.hides_zero and values[s.name] == 0)
         ]
         if (seconds := flat.get("time/round_s")) is not None:
             shown.append(f"{seconds:.1f} s")
@@ -242,8 +256,9 @@ class Console:
         table.add_column(justify="right", no_wrap=True, min_width=8, style="bold")
         table.add_column(no_wrap=True)
         for shown in SHOWN:
-            if (value := self._latest.get(shown.name)) is not None:
-                table.add_row(shown.label, shown.form(value), self._note(shown, width - 26))
+            value = self._latest.get(shown.name)
+            if value is not None and not (shown.hides_zero and value == 0):
+                table.add_row(shown.label, shown.text(value), self._note(shown, width - 26))
         return table
 
     def _note(self, shown: Shown, room: int) -> Text:
@@ -251,7 +266,7 @@ class Console:
         if curve := self._curves.get(shown.name):
             return Text(sparkline(curve, max(room, 8)), "cyan")
         if shown.name.startswith("eval/") and (first := self._first[shown.name]) != self._latest[shown.name]:
-            return Text(f"initially {shown.form(first)}", "dim")
+            return Text(f"initially {shown.text(first)}", "dim")
         return Text(self._unit(shown), "dim")
 
     def _unit(self, shown: Shown) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from braid.errors import ReportError
+from braid.errors import ReportError, disk_fix
 from braid.report.files import to_json
 
 
@@ -28,7 +28,7 @@ class JsonlSink:
                 os.fsync(file.fileno())
         except OSError as error:
             raise ReportError(
-                f"cannot write round {round_} to {self._path}: {error.strerror}; free disk space, then resume with "
+                f"cannot write round {round_} to {self._path}: {error.strerror}; {disk_fix(error)}, then resume with "
                 "run.resume=latest"
             ) from error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -22,6 +21,7 @@ from braid.models.tokenizer import answer_text, whole_text
 from braid.rollout.conversation import Conversation
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.types import Action, Group, Key, Message, Prompt, Trajectory, TruncatedBy, Turn
+from braid.users import described, finite_number, is_the_users, message_of, shown
 
 logger = logging.getLogger(__name__)
 
@@ -152,8 +152,8 @@ class AgentDriver:
         is_ready = not opening.messages and (self.chat.is_plain or not opening.tools)
         try:
             conversation.open(messages, opening.tools, prompt.token_ids if is_ready else ())
-        except BraidError as error:
-            raise _EnvFailure(str(error)) from error
+        except Exception as error:  # the template meets the environment's messages and tools
+            raise _failure(error) from error
         if (num := conversation.num_tokens) >= (limit := self.limits.max_context_tokens):
             raise _NoRoom(
                 f"{num} tokens leave no room for an answer in a context of {limit} tokens; lower "
@@ -189,8 +189,8 @@ class AgentDriver:
                 return
             try:
                 (conversation.restart if step.forgets else conversation.read)(step.messages)
-            except BraidError as error:
-                raise _EnvFailure(str(error)) from error
+            except Exception as error:
+                raise _failure(error) from error
             trajectory.text += whole_text(tokenizer, conversation.unread)
 
 
@@ -324,28 +324,38 @@ class _Guarded:
         self._timeouts = timeouts
         try:
             self._env = new_env()
-        except Exception as error:
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
             raise _failure(error) from error
+
+    def _names(self, attribute: str) -> tuple[str, ...]:
+        try:
+            names = getattr(self._env, attribute, ())
+            found = () if isinstance(names, str) else tuple(names)
+        except Exception as error:  # of a property
+            raise _failure(error) from error
+        if isinstance(names, str) or not all(isinstance(name, str) for name in found):
+            raise _EnvFailure(f"{attribute} is {shown(names)}, not names of agents")
+        return found
 
     @property
     def agents(self) -> tuple[str, ...]:
-        return getattr(self._env, "agents", ())
+        return self._names("agents")
 
     @property
     def untrained(self) -> tuple[str, ...]:
-        return (*getattr(self._env, "untrained", ()), *self.opponents)
+        return (*self._names("untrained"), *self.opponents)
 
     @property
     def opponents(self) -> tuple[str, ...]:
-        return getattr(self._env, "opponents", ())
+        return self._names("opponents")
 
     async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
         env: Any = self._env
         outcome = await self._in_time(lambda: env.run(task, seed, seats), "run", None)
         if not isinstance(outcome, Outcome):
             raise _EnvFailure(f"run() returned {type(outcome).__name__}, not an Outcome")
-        if not all(map(math.isfinite, (outcome.reward, *outcome.rewards.values()))):
-            raise _EnvFailure(f"reward {outcome.reward} or {dict(outcome.rewards)} is not finite")
         if outcome.reward and outcome.rewards:
             raise _EnvFailure("run() returned both a reward and rewards of each agent")
         return outcome
@@ -369,15 +379,17 @@ class _Guarded:
             raise _EnvFailure(
                 "step() returned a message of the role assistant, in which only the policy speaks"
             )
-        if not math.isfinite(step.reward):
-            raise _EnvFailure(f"reward {step.reward} is not finite")
         return step
 
     async def truncate(self, trajectory: Trajectory, by: TruncatedBy) -> None:
         """End the trajectory by a limit, with the reward of the environment up to here, if it has one."""
         trajectory.truncate(by)
         if reward := getattr(self._env, "final_reward", None):
-            trajectory.turns[-1].reward += await self._in_time(reward, "step", self._timeouts.step_s)
+            value = await self._in_time(reward, "step", self._timeouts.step_s)
+            try:
+                trajectory.turns[-1].reward += finite_number(value, "final_reward() returned")
+            except ValueError as error:
+                raise _failure(error) from error
 
     async def close(self) -> None:
         """Close the environment. A failure is logged: the episode is over."""
@@ -393,11 +405,13 @@ class _Guarded:
                 return await call()
         except ConfigError:
             raise
-        except Exception as error:
+        except BaseException as error:
             if deadline.expired():
                 raise _EnvFailure(f"{name}() took longer than env.timeouts.{name}_s={limit_s:g}") from error
+            if not is_the_users(error):
+                raise
             raise _failure(error) from error
 
 
-def _failure(error: Exception) -> _EnvFailure:
-    return _EnvFailure(str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}")
+def _failure(error: BaseException) -> _EnvFailure:
+    return _EnvFailure(message_of(error) if isinstance(error, BraidError) else described(error))

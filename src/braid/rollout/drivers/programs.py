@@ -15,6 +15,7 @@ from braid.rollout.sessions.programs import Program
 from braid.rollout.sessions.recorder import Session
 from braid.rollout.sessions.server import SessionServer
 from braid.types import Group, Prompt, Status, Trajectory
+from braid.users import described, is_the_users
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +75,14 @@ class ProgramDriver:
             try:
                 async with deadline:
                     return await self.program(prompt, base_url, api_key, seed)
-            except Exception as error:
+            except BaseException as error:
+                if not deadline.expired() and not is_the_users(error):
+                    raise
                 if session.over:
                     return None
                 if deadline.expired():
                     raise EnvError(f"took longer than env.episode_timeout_s={self.timeout_s:g}") from error
-                raise EnvError(
-                    str(error) if isinstance(error, EnvError) else f"{type(error).__name__}: {error}"
-                ) from error
+                raise EnvError(str(error) if isinstance(error, EnvError) else described(error)) from error
 
     def _give(self, trajectory: Trajectory, reward: object) -> None:
         """Add the program's reward to the last turn."""

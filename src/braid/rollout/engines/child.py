@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import gettempdir
 
 from braid.cluster.reports import give_up
 from braid.processes import kill_group
@@ -20,6 +21,8 @@ from .guard import FOLDER
 _END_S = 10.0
 """Time limit for a process to exit after it has been killed or has closed its pipe."""
 _LAST_LINES = 12
+LONGEST_FOLDER = 64
+"""Longest path of the folder of an engine's sockets: a socket path may have at most 107 characters."""
 
 
 class Child:
@@ -37,11 +40,16 @@ class Child:
     ) -> None:
         """Start `command`. `environment` extends this process's environment. Output is appended to `log`. The
         child must not outlive this process (guard.end_group): with `pass_fds` the command itself detects its
-        death by the inherited descriptors, otherwise it runs under a guard process. `folder` is removed when
-        the child is stopped."""
+        death by the inherited descriptors, otherwise it runs under a guard process. `folder` has the child's temporary files,
+        and is removed when the child is stopped."""
         self.log, self._folder = log, folder
         if folder is not None:
             environment = {**environment, FOLDER: str(folder)}
+            if len(str(folder)) < LONGEST_FOLDER:
+                kept = os.environ.get(
+                    "TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}"
+                )
+                environment = {"TORCHINDUCTOR_CACHE_DIR": kept, **environment, "TMPDIR": str(folder)}
         guard = [] if pass_fds else [sys.executable, "-m", "braid.rollout.engines.guard"]
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch(mode=0o600)  # an engine's log may contain secrets from its environment

@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import BaseModel, BeforeValidator, Field, PositiveInt, ValidationError, model_validator
 
 from braid.errors import RewardError
+from braid.json_text import parse_json
 from braid.models.chat import ToolSchema
 from braid.rewards.scorer import as_score
 from braid.types import Action, Message
+from braid.users import described, encodable_texts
 
 _TYPES = {401: "authentication_error", 409: "conflict_error", 500: "server_error", 503: "server_error"}
 _PARTS = ("text", "input_text", "output_text", "reasoning_text")
@@ -48,8 +50,8 @@ def as_text(content: Any) -> Any:
 def _arguments(arguments: Any) -> Any:
     """Arguments of a tool call as chat templates take them, as an object if they are one."""
     try:
-        parsed = json.loads(arguments)
-    except (TypeError, ValueError, RecursionError):
+        parsed = parse_json(arguments)
+    except (TypeError, ValueError):
         return arguments
     return parsed if isinstance(parsed, dict) else arguments
 
@@ -78,9 +80,29 @@ class _Message(BaseModel):
     tool_calls: list[_ToolCall] | None = None
 
 
+def _function(function: Any) -> Any:
+    """A tool's schema that reads calls of it: a name, and a JSON schema of its parameters."""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("a function needs a name")
+    from jsonschema import Draft202012Validator, SchemaError  # imported here, because most runs have no tools
+
+    parameters = function.get("parameters")
+    if parameters is None:
+        function.pop("parameters", None)
+        return function
+    try:
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            raise ValueError("not of the type object")
+        Draft202012Validator.check_schema(parameters)
+    except Exception as error:  # of a schema of any form
+        message = error.message if isinstance(error, SchemaError) else described(error)
+        raise ValueError(f"parameters of {function['name']!r} are no JSON schema: {message}") from error
+    return function
+
+
 class _Tool(BaseModel, extra="allow"):
     type: Literal["function"]
-    function: dict[str, Any]
+    function: Annotated[dict[str, Any], BeforeValidator(_function)]
 
 
 class _NamedFunction(BaseModel):
@@ -108,7 +130,7 @@ class ChatRequest(BaseModel, extra="allow"):
     tools: list[_Tool] | None = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
-    stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
+    stop: Annotated[str, Field(min_length=1)] | list[Annotated[str, Field(min_length=1)]] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     n: Literal[1] | None = None
@@ -163,7 +185,11 @@ class PostedReward(BaseModel):
 
 def read(kind: type[M], body: bytes) -> M:
     """Read the body of a request. Raises RequestError."""
-    return _checked(lambda: kind.model_validate_json(body))
+    try:
+        value = encodable_texts(json.loads(body))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON that can be read: {error}") from error
+    return _checked(lambda: kind.model_validate(value))
 
 
 def read_value(kind: type[M], value: Mapping[str, Any]) -> M:

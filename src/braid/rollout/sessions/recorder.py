@@ -24,6 +24,7 @@ from braid.models.chat import Answer, ChatFormat, ToolSchema
 from braid.models.tokenizer import answer_text, whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from braid.types import Message, Segment, Trajectory, TruncatedBy, Turn
+from braid.users import described
 
 from .chat_api import ChatRequest, RequestError, answered, fingerprints, message_of
 
@@ -102,8 +103,9 @@ class Session:
             )
         try:
             context = self._context(request)
-        except ModelError as error:
-            raise RequestError(400, str(error)) from error
+        except Exception as error:  # the template meets the program's messages and tools
+            why = str(error) if isinstance(error, ModelError) else described(error)
+            raise RequestError(400, f"the conversation cannot be read: {why}") from error
         room = self.max_context_tokens - len(context.ids)
         if room < 1:
             self.over = "context"

@@ -13,17 +13,18 @@ import itertools
 import json
 import logging
 import re
+import resource
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-import uvicorn
-
 from braid.errors import ConfigError, EngineError, Problem
 from braid.types import Prompt
+from braid.users import described as why
 
 from .chat_api import ChatRequest, PostedReward, RequestError, as_chunks, read, read_reward
 from .programs import described
@@ -37,6 +38,9 @@ _KEEP_ALIVE_S = 5.0
 _IDLE_S = 3600
 """Time after which idle connections are closed: longer than a program thinks, so that none is as it is used."""
 _PATHS = "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, POST /v1/reward and, for external programs, POST /v1/end"
+_MOST_CONNECTIONS = 16_384
+_BACKLOG = 64
+"""Connections that the event loop accepts at once, before the limit on them is looked at."""
 _ASK_S = 20.0
 """A program that asks for an episode is told to ask again after this time without one."""
 
@@ -121,20 +125,26 @@ class SessionServer:
         self._serving = asyncio.create_task(self._serve(listener))
 
     async def _serve(self, listener: socket.socket) -> None:
+        import uvicorn  # imported here, because most runs have no sessions
+
+        from .connections import Connection
+
         config = uvicorn.Config(
             self._app,
             interface="asgi3",
             proxy_headers=False,
-            http="h11",
+            http=partial(Connection, max_connections=_max_connections()),  # pyright: ignore[reportArgumentType]
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # no line for each malformed request
+            backlog=_BACKLOG,
             access_log=False,
             timeout_keep_alive=_IDLE_S,
             timeout_graceful_shutdown=1,
         )
-        server = _Server(config)
+        server = uvicorn.Server(config)
+        setattr(server, "capture_signals", contextlib.nullcontext)  # noqa: B010  # leaves signals to the run
         try:
             await server.serve([listener])
         finally:
@@ -197,6 +207,12 @@ class SessionServer:
         return session
 
 
+def _max_connections() -> int:
+    """Half of the files that the process may open: the others are the run's."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(max(soft // 2, 16), _MOST_CONNECTIONS)
+
+
 class _Form(NamedTuple):
     """How requests and answers of a path are written: the request of chat completions that a body is, and their
     answer as one object and as the events of a stream."""
@@ -216,7 +232,10 @@ async def _complete(
     session: Session, form: _Form, body: bytes, headers: Mapping[bytes, str], receive: Receive, reply: _Reply
 ) -> None:
     """Answer a request. Ends the call if the client disconnects, unless another one waits for it."""
-    request = form.read(body)
+    try:
+        request = form.read(body)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise RequestError(400, f"the body cannot be read: {why(error)}") from error
     retries = headers.get(b"x-stainless-retry-count")  # sent by OpenAI's clients
     call = session.call(request, sha256(body).digest(), is_retry=None if retries is None else retries != "0")
     gone = asyncio.create_task(_disconnected(receive))
@@ -269,7 +288,7 @@ class _Reply:
         if self._is_stream:
             await self._write(_event(body), is_last=True)
             return
-        await self._start(status, b"application/json")
+        await self._start(status, b"application/json", closes=status == 401)
         await self._write(json.dumps(body).encode(), is_last=True)
 
     async def stream(self, chunks: Iterator[Mapping[str, Any]]) -> None:
@@ -285,10 +304,9 @@ class _Reply:
             self._is_stream = True
             await self._start(200, b"text/event-stream")
 
-    async def _start(self, status: int, kind: bytes) -> None:
-        await self._send(
-            {"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]}
-        )
+    async def _start(self, status: int, kind: bytes, *, closes: bool = False) -> None:
+        headers = [(b"content-type", kind), *([(b"connection", b"close")] if closes else [])]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _write(self, data: bytes, *, is_last: bool = False) -> None:
         await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
@@ -301,11 +319,3 @@ def _event(body: Mapping[str, Any]) -> bytes:
 
 class _ClientGoneError(Exception):
     """The client has disconnected."""
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the run."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        yield

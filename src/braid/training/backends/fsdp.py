@@ -158,7 +158,10 @@ class FsdpBackend(RankBackend):
                 handle.flat_param.data = moved(handle.flat_param.data, device)
                 handle.flat_param_to(device)  # renews the views
                 handle.flat_param._local_shard = handle.flat_param.data
-        if not isinstance(self._net, FullyShardedDataParallel):
+        if isinstance(self._net, FullyShardedDataParallel):
+            for buffer in self._net.buffers():
+                buffer.data = moved(buffer.data, device)
+        else:
             self._net._apply(partial(moved, device=device))
 
     def _weight_boxes(self) -> dict[str, Boxes]:

@@ -381,8 +381,8 @@ class SingleBackend:
         return self._model.named_weights()
 
     def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
-        """See TrainingBackend; live tensors on their current device."""
-        return dict(self.iter_weights(merged=merged))
+        """See TrainingBackend; live tensors where they are in host memory."""
+        return {name: tensor.to(HOST) for name, tensor in self.iter_weights(merged=merged)}
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         weights = merged_weights(self._model.module) if merged else self.named_weights()

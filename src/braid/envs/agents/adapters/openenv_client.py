@@ -14,6 +14,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 
 from braid.envs.agents.base import Opening, Step
 from braid.errors import EnvError
+from braid.json_text import parse_json
 from braid.types import Action, Message, Prompt
 
 _MAX_BYTES = 100 * 2**20
@@ -50,7 +51,7 @@ class OpenEnv:
 
     async def step(self, action: Action) -> Step:
         try:
-            data = {self._action_key: action.text} if self._action_key else json.loads(action.text)
+            data = {self._action_key: action.text} if self._action_key else parse_json(action.text)
         except ValueError as error:
             return Step([{"role": "user", "content": f"Not JSON: {error}"}])
         if not isinstance(data, dict):
@@ -72,7 +73,7 @@ class OpenEnv:
         assert self._socket is not None, "the session was not started"
         try:
             await self._socket.send(json.dumps({"type": kind, "data": data}))
-            answer = json.loads(await self._socket.recv())
+            answer = parse_json(await self._socket.recv())
         except ConnectionClosed as error:
             raise EnvError(
                 f"{self._url} closed the session at {kind}; it may serve fewer at a time (max_concurrent_envs)"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from reasoning_gym.factory import DATASETS, create_dataset
-from reasoning_gym.utils import extract_answer
-
 from braid.envs.agents.base import Opening, Step
+from braid.generators import reasoning_gym
 from braid.types import Action, Prompt
 
 from . import check_known, refused
+
+_factory = reasoning_gym()
 
 
 class ReasoningGym:
@@ -28,7 +28,8 @@ class ReasoningGym:
         **params: Any,
     ) -> None:
         if generator is not None:
-            check_known("reasoning-gym", generator, DATASETS)
+            check_known("reasoning-gym", generator, _factory.DATASETS)
+            reasoning_gym(generator)
         self._generator, self._left, self._feedback, self._params = generator, attempts, feedback, params
         self._num = 0
 
@@ -38,13 +39,15 @@ class ReasoningGym:
             if "reasoning_gym" not in fields:
                 raise refused(f"task {task.uid} is not procedural; set `generator`")
             generator, params = fields["reasoning_gym"]["generator"], fields["reasoning_gym"]["params"]
-        self._dataset = create_dataset(generator, size=1, seed=seed % 2**32, **params)
+        self._dataset = _factory.create_dataset(generator, size=1, seed=seed % 2**32, **params)
         self._entry: Any = fields if self._generator is None else self._dataset[0]
         return Opening(
             () if self._generator is None else [{"role": "user", "content": self._entry["question"]}]
         )
 
     def step(self, action: Action) -> Step:
+        from reasoning_gym.utils import extract_answer
+
         self._num += 1
         score = float(
             self._dataset.score_answer(extract_answer(action.text) or action.text.strip(), self._entry)

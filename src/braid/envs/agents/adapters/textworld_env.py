@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
@@ -35,7 +36,7 @@ class TextWorld:
         has_commands: bool = False,
         folder: str | None = None,
     ) -> None:
-        if game is not None and not Path(game).is_file():
+        if game is not None and not isfile(game):
             raise refused(f"no such file: {Path(game).resolve()}")
         self._game, self._sizes = game, (num_rooms, num_objects, quest_length)
         self._max_moves, self._has_commands = max_moves, has_commands
@@ -44,7 +45,7 @@ class TextWorld:
 
     def start(self, task: Prompt, seed: int) -> Opening:
         path = task.fields.get("game") or self._game or self._made(seed)
-        if not Path(path).is_file():
+        if not isfile(path):
             raise EnvError(f"task {task.uid} has no game file {path}")
         infos = textworld.EnvInfos(
             feedback=True,

@@ -30,10 +30,10 @@ from braid.models.attention import (
     AttentionKernel,
     LayerCall,
     causal_attention,
-    decode_attention,
-    has_decode_kernel,
     softmax_with_sinks,
 )
+from braid.models.gpu import has_kernels
+from braid.models.transfer import to_device
 
 _LENGTH_MULTIPLE, _KERNEL_BLOCK, _WHOLE_SUMS = 32, 512, 384
 ROW_MULTIPLE, _MIN_ROWS = 4, 16
@@ -331,6 +331,7 @@ class PrefillAttention:
         """`prompts`: (padded width, number of sequences that start from it) of each prompt, with equal widths
         adjacent. Slots are assigned in order, from `first_slot` on."""
         self._blocks: list[tuple[int, int, list[tuple[Bucket, int, list[int]]]]] = []
+        self._chosen: dict[tuple[int, int], Tensor] = {}
         for width, same in itertools.groupby(prompts, key=lambda prompt: prompt[0]):
             copies = [num for _, num in same]
             prompt_of = [prompt for prompt, num in enumerate(copies) for _ in range(num)]
@@ -347,8 +348,13 @@ class PrefillAttention:
             q, k, v = (x.unflatten(0, (num, width)) for x in qkv)
             outs.append(self._kernel(call, q, k, v).flatten(0, 1))
             for bucket, row, chosen in writes:
-                is_each = chosen == list(range(num))
-                of_k, of_v = (k, v) if is_each else (k[chosen], v[chosen])
+                if chosen != list(range(num)):
+                    index = self._chosen.get((id(bucket), row))
+                    if index is None:  # in the first layer
+                        index = self._chosen[id(bucket), row] = to_device(chosen, k.device)
+                    of_k, of_v = k.index_select(0, index), v.index_select(0, index)
+                else:
+                    of_k, of_v = k, v
                 bucket.write(layer, row, of_k.transpose(1, 2), of_v.transpose(1, 2))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -456,9 +462,8 @@ class DecodeAttention:
     """Attention of one new token per sequence to all previous ones.
 
     Created once per step; all shapes depend only on the number of tokens and `blocks`, so that a step can be captured as
-    a CUDA graph. Query heads that share a key head are laid out along the query axis: q is [B, Hkv, G, d]. In half
-    precision on GPUs FlashAttention reads of each row what is in use, a key head at a time; otherwise all rows of a block are
-    read up to its width, with a mask.
+    a CUDA graph. Query heads that share a key head are laid out along the query axis: q is [B, Hkv, G, d]. On GPUs a
+    kernel reads of each row what is in use; otherwise all rows of a block are read up to its width, with a mask.
     """
 
     def __init__(self, positions: Tensor, blocks: Sequence[Block]) -> None:
@@ -466,7 +471,6 @@ class DecodeAttention:
         self._positions, self._blocks = positions, blocks
         self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._indices: dict[tuple[int, int], Tensor] = {}
-        self._lengths: dict[tuple[int, int], Tensor] = {}
         self._next_layer = itertools.count()
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -481,19 +485,25 @@ class DecodeAttention:
             stores, index = block.bucket.layers[layer], self._index(block, heads)
             for store, new in zip(stores, (key, value), strict=True):
                 store.view(-1, store.shape[3]).index_copy_(0, index, new[block.places].flatten(0, 1))
-            k, v = (store[block.rows] for store in stores)
-            if has_decode_kernel(call, query, value):
-                lengths = self._strip_lengths(block, heads)
-                strips = (x.flatten(0, 1) for x in (q[block.places], k, v))
-                out = decode_attention(call, *strips, lengths=lengths, longest=block.width)
-                outs.append(out.view(-1, *query.shape[1:]))
+            if has_kernels(query.device) and query.shape[-1] == value.shape[-1] <= 256:
+                outs.append(self._of_kernel(call, block, query[block.places], *stores))
                 continue
+            k, v = (store[block.rows] for store in stores)
             mask = self._mask(block, call.sliding_window, query.dtype)
             k, v = (x[:, :, : block.width] for x in (k, v))
             outs.append(_attend(call, q[block.places], k, v, mask, sinks).flatten(1, 2))
         if num > (end := self._blocks[-1].places.stop):
             outs.append(outs[0].new_zeros(num - end, *outs[0].shape[1:]))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _of_kernel(
+        self, call: LayerCall, block: Block, query: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        from braid.models.gpu.kernels import attend_cache  # imports Triton
+
+        where = {"positions": self._positions[block.places], "row": block.rows.start, "longest": block.width}
+        how = {"window": call.sliding_window, "softcap": call.softcap, "sinks": call.sinks}
+        return attend_cache(query, keys, values, scaling=call.scaling, **where, **how)
 
     def _index(self, block: Block, heads: int) -> Tensor:
         """Index [n * Hkv] of a block's new entries among all (row, head, position) triples of its bucket's layer."""
@@ -503,13 +513,6 @@ class DecodeAttention:
             index = strips * block.bucket.length + positions.repeat_interleave(heads)
             self._indices[block.start, heads] = index
         return self._indices[block.start, heads]
-
-    def _strip_lengths(self, block: Block, heads: int) -> Tensor:
-        """Visible positions [n * Hkv] of each row and key head of a block."""
-        if (block.start, heads) not in self._lengths:
-            lengths = (self._positions[block.places] + 1).to(torch.int32).repeat_interleave(heads)
-            self._lengths[block.start, heads] = lengths
-        return self._lengths[block.start, heads]
 
     def _mask(self, block: Block, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive attention mask [n, 1, 1, width] of a block: 0 where visible, else -inf."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from braid.models.attention import AttentionContext, AttentionKernel, causal_attention
 from braid.models.causal_lm import CausalLM
+from braid.models.gpu import has_kernels
+from braid.models.transfer import to_device
 
 from .cache import (
     ROW_MULTIPLE,
@@ -22,6 +27,8 @@ from .cache import (
     round_up,
     row_blocks,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -44,7 +51,8 @@ class Decoder:
         is_compiled: bool = False,
     ) -> None:
         """`is_compiled`: on CPUs layers are computed by layers.py where it knows the model, else attention in steps by
-        compiled.py; to import and compile them takes some seconds."""
+        compiled.py; to import and compile them takes some seconds. On GPUs steps are computed by gpu_layers.py where it knows
+        the model."""
         self._lm, self._cache, self._device = lm, cache, device
         self._attention, self._layers = DecodeAttention, None
         self.prefill_kernel: AttentionKernel = causal_attention
@@ -59,6 +67,11 @@ class Decoder:
             self._attention, self.prefill_kernel = CompiledAttention, compiled_attention
             self._layers = FusedLayers(lm) if can_fuse(lm) else None
         cache.shares_prompts = self._layers is not None
+        self._gpu_layers = None
+        if is_compiled and has_kernels(device):
+            from .gpu_layers import GpuLayers, can_fuse_on_gpu  # imports Triton
+
+            self._gpu_layers = GpuLayers(lm) if can_fuse_on_gpu(lm) else None
         self._has_graphs = cuda_graphs and device.type == "cuda"
         self._graphs: dict[tuple[tuple[int, int, int], ...], _Graph] = {}
         self._generation, self._addresses = -1, list[int]()
@@ -75,12 +88,15 @@ class Decoder:
         if self._layers is not None:
             return self._layers.step(batch, blocks)
         if not self._has_graphs:
-            return self._compute(batch.to(self._device), blocks)
+            return self._compute(to_device(batch, self._device), blocks)
         key = tuple((block.bucket.length, block.places.stop, block.width) for block in blocks)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(batch, blocks)
-        graph.inputs.copy_(batch)
+            graph = self._capture(batch, blocks)
+            if graph is None:
+                return self._compute(to_device(batch, self._device), blocks)
+            self._graphs[key] = graph
+        graph.inputs.copy_(batch.pin_memory(), non_blocking=True)
         graph.graph.replay()
         return graph.logits
 
@@ -122,10 +138,16 @@ class Decoder:
         read fixed addresses. To be called before the first prefill or step after weights may have changed."""
         if self._layers is not None:
             self._layers.update(is_new=has_new_weights)
-        addresses = [p.data_ptr() for p in self._lm.model.parameters()] if self._has_graphs else []
-        if addresses != self._addresses:
+        reads_addresses = self._has_graphs or self._gpu_layers is not None
+        if reads_addresses and self._addresses_now() != self._addresses:
             self.drop_graphs()
-            self._addresses = addresses
+            if self._gpu_layers is not None:
+                self._gpu_layers.join()
+            self._addresses = self._addresses_now()
+
+    def _addresses_now(self) -> list[int]:
+        model = self._lm.model
+        return [tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())]
 
     def compute(self, tokens: Tensor, positions: Tensor, attention: AttentionContext, rows: Tensor) -> Tensor:
         """Logits [R, V] after `rows` [R] of the tokens [T] at `positions` [T]."""
@@ -134,10 +156,13 @@ class Decoder:
         return self._lm.logits(self._lm.hidden(tokens, positions, attention).index_select(0, rows))
 
     def _compute(self, batch: Tensor, blocks: list[Block]) -> Tensor:
+        if self._gpu_layers is not None:
+            return self._gpu_layers.step(batch, blocks)
         tokens, positions, places = batch
         return self.compute(tokens, positions, self._attention(positions, blocks), places)
 
-    def _capture(self, batch: Tensor, blocks: list[Block]) -> _Graph:
+    def _capture(self, batch: Tensor, blocks: list[Block]) -> _Graph | None:
+        """None, now and from now on, if a layer of the model waits for the device, which no graph can do."""
         batch = batch.to(self._device)
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
@@ -146,6 +171,15 @@ class Decoder:
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
-        with torch.cuda.graph(graph, pool=pool):
-            logits = self._compute(batch, blocks)
+        try:
+            # the update of a pipelined run may allocate memory meanwhile, in another thread
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                logits = self._compute(batch, blocks)
+        except RuntimeError as error:
+            self._has_graphs = False
+            self.drop_graphs()
+            with suppress(RuntimeError):  # a capture that fails leaves its memory pool in use
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
+            logger.info("decoding without CUDA graphs: %s (%s)", type(self._lm.model).__name__, error)
+            return None
         return _Graph(graph, batch, logits)

@@ -33,6 +33,8 @@ from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.errors import EngineError
 from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
+from braid.models.experts import is_experts
+from braid.models.transfer import to_device
 from braid.rollout.engine import Completion, Request, check_request, version_runs
 from braid.rollout.engines.stepped import SteppedEngine
 from braid.types import StopReason
@@ -128,7 +130,7 @@ class NativeEngine(SteppedEngine):
         engine keeps a copy of the weights, updated by `set_weights`. `recompute_cache` is for sequences that
         continue with new weights. With `prefix_caching` the cache of a conversation is kept for its next turn, as
         long as all of them have no more tokens than `kv_budget_tokens`; otherwise the oldest are computed anew.
-        `compile`: on CPUs decode with the kernels of compiled.py.
+        `compile`: decode with the kernels of compiled.py (CPUs) or models.gpu.
         """
         super().__init__()
         self._source = lm
@@ -253,7 +255,7 @@ class NativeEngine(SteppedEngine):
         sample, width = KVCache(_SAMPLE_TOKENS, 1), padded_rows(1)
         sample.reserve([Need(width)])
         sample.add(width)
-        ids = self._to_device([0] * width)
+        ids = to_device([0] * width, self._device)
         with self._autocast():
             self._lm.hidden(ids, ids, PrefillAttention(sample, 0, [(width, 1)]))
         per_token = sample.num_bytes // _SAMPLE_TOKENS
@@ -416,7 +418,7 @@ class NativeEngine(SteppedEngine):
         ends += ends[:1] * (padded_rows(len(ends)) - len(ends))
         with self._autocast():
             logits = self._logits(tokens, positions, attention, ends)
-        self._take(logits.index_select(0, self._to_device(prompt_of)), first)
+        self._take(logits.index_select(0, to_device(prompt_of, self._device)), first)
 
     def _start(self, sequence: _Sequence, prompt: Prompt | None = None) -> None:
         """Assign the next slot to a sequence, whose prompt may be stored elsewhere. Its next input is at the position after the
@@ -532,11 +534,8 @@ class NativeEngine(SteppedEngine):
         self, tokens: list[int], positions: list[int], attention: AttentionContext, rows: list[int]
     ) -> Tensor:
         """See Decoder.compute."""
-        ids, places, chosen = (self._to_device(numbers) for numbers in (tokens, positions, rows))
+        ids, places, chosen = (to_device(numbers, self._device) for numbers in (tokens, positions, rows))
         return self._decoder.compute(ids, places, attention, chosen)
-
-    def _to_device(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, device=self._device)
 
 
 def _places(groups: Sequence[Sequence[_Sequence]]) -> dict[tuple[int, ...], Prompt]:
@@ -554,16 +553,17 @@ def _converted(
     lm: CausalLM, dtype: torch.dtype | None, autocast: torch.dtype | None, *, copies: bool
 ) -> CausalLM:
     """A copy of the model with parameters in `dtype`, and weights of linear layers in the `autocast` type, so that
-    autocast need not convert them in every step; `lm` itself if nothing differs, unless `copies`. A tied head is
+    and of experts, which autocast would convert in every step; `lm` itself if nothing differs, unless `copies`. A tied head is
     untied if only the head is converted. Buffers (rotary frequencies) keep their dtype."""
 
     def copied(parameter: Tensor, dtype: torch.dtype | None) -> nn.Parameter:
         return nn.Parameter(parameter.detach().to(dtype or parameter.dtype, copy=True), requires_grad=False)
 
     def converted_by_autocast(lm: CausalLM) -> list[tuple[nn.Module, str, Tensor]]:
-        linear = (module for module in lm.model.modules() if isinstance(module, nn.Linear) and autocast)
-        weights = [(module, *of) for module in linear for of in module.named_parameters(recurse=False)]
-        return [of for of in weights if of[2].dtype != autocast]
+        is_cuda = next(lm.model.parameters()).is_cuda
+        casts = [m for m in lm.model.modules() if isinstance(m, nn.Linear) or (is_cuda and is_experts(m))]
+        weights = [(module, *of) for module in casts for of in module.named_parameters(recurse=False)]
+        return [of for of in weights if autocast and of[2].dtype != autocast]
 
     parameters = list(lm.model.parameters())
     is_alike = all(p.dtype == (dtype or p.dtype) for p in parameters) and not converted_by_autocast(lm)

@@ -12,19 +12,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from braid.config.rollout import MOST_PACKED
 from braid.models.attention import AttentionContext, LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.cpu.calls import Calls, Recording
 from braid.models.cpu.products import PackedProduct
-from braid.models.fused import RMSNorm
 
 from .cache import Block
 from .compiled import CompiledAttention, Preparation, add_and_norm, gate, prepared
-
-_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+from .known_layers import epsilon_of, has_known_layers, products_of
 
 
 class _Norm(NamedTuple):
@@ -144,30 +142,17 @@ class _Step(NamedTuple):
 
 def can_fuse(lm: CausalLM) -> bool:
     """Whether the model consists of layers that FusedLayers knows, without anything added to them."""
-    backbone: Any = lm.backbone
-    layers, parameters = getattr(backbone, "layers", ()), list(lm.model.parameters())
+    parameters = list(lm.model.parameters())
     return (
         lm.device.type == "cpu"
-        and type(lm).hidden is CausalLM.hidden
-        and bool(layers)
-        and all(type(layer).__name__ in _LAYERS for layer in layers)
-        and backbone.config.hidden_act == "silu"
-        and 2 * backbone.rotary_emb.inv_freq.numel() == layers[0].self_attn.head_dim
-        and all(isinstance(module, nn.Linear) for layer in layers for module in _products(layer))
-        and all(p.dtype == torch.float32 and type(p) in (Tensor, nn.Parameter) for p in parameters)
+        and has_known_layers(lm)
+        and all(p.dtype == torch.float32 for p in parameters)
         and sum(p.numel() for p in parameters) <= MOST_PACKED
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in backbone.modules())
     )
 
 
-def _products(layer: Any) -> list[nn.Module]:
-    attention, mlp = layer.self_attn, layer.mlp
-    of_attention = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    return [*of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-
-
 def _layer(index: int, layer: Any) -> _Layer:
-    query, key, value, out, gate, up, down = _products(layer)
+    query, key, value, out, gate, up, down = products_of(layer)
     attention = layer.self_attn
     call = LayerCall(index, attention.scaling, getattr(attention, "sliding_window", None), None)
     preparation = Preparation()
@@ -188,9 +173,7 @@ def _layer(index: int, layer: Any) -> _Layer:
 
 
 def _norm(module: Any) -> _Norm:
-    """An RMSNorm of transformers or of models.fused."""
-    eps = module.eps if isinstance(module, RMSNorm) else module.variance_epsilon
-    return _Norm(module.weight.detach(), torch.tensor(eps))
+    return _Norm(module.weight.detach(), torch.tensor(epsilon_of(module)))
 
 
 def _normed(x: Tensor, delta: Tensor | None, norm: _Norm, calls: Calls) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from braid.models.transfer import to_device
 from braid.rollout.engine import Sampling
 from braid.rollout.random import absorb, stream, unit_interval
 
@@ -94,13 +95,13 @@ class Sampler:
         """
         rows = slice(first, first + logits.shape[0])
         settings = self._settings[rows]
+        uniforms = to_device(unit_interval(absorb(settings["stream"], settings["num_tokens"])), self._device)
         logits = self._shaped(logits.float(), settings, rows)
         choices = logits.argmax(-1, keepdim=True) if settings["is_greedy"].any() else None
         if (settings["temperature"] != 1.0).any():
             logits = logits / self._column("temperature", rows)
-        uniforms = torch.from_numpy(unit_interval(absorb(settings["stream"], settings["num_tokens"])))
         settings["num_tokens"] += 1
-        tokens, probs = self._drawn(logits, choices, uniforms.to(self._device)[:, None], rows)
+        tokens, probs = self._drawn(logits, choices, uniforms[:, None], rows)
         if self._seen is not None:
             self._seen[rows].scatter_(1, tokens, True)
         # Without top-p the only copy to the host in a step. Token ids are exact in float64.
@@ -174,21 +175,19 @@ class Sampler:
         """Apply the repetition penalty, and mask end tokens of rows with fewer than min_new_tokens tokens."""
         if self._seen is not None and (settings["penalty"] != 1.0).any():
             penalty = self._column("penalty", rows)
-            row_ids, token_ids = (self._seen[rows] & (penalty != 1.0)).nonzero(as_tuple=True)
-            seen, factor = logits[row_ids, token_ids], penalty[row_ids, 0]
-            penalised = torch.where(seen < 0, seen * factor, seen / factor)
-            logits = logits.index_put((row_ids, token_ids), penalised)
+            penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+            logits = torch.where(self._seen[rows], penalised, logits)
         early = np.flatnonzero(settings["num_tokens"] < settings["min_tokens"]).tolist()
         pairs = [(row, token) for row in early for token in self._end_tokens[rows.start + row]]
         if pairs:
-            row_ids, token_ids = torch.tensor(pairs, device=self._device).T
-            logits = logits.index_put((row_ids, token_ids), logits.new_tensor(float("-inf")))
+            row_ids, token_ids = to_device(np.array(pairs), self._device).T
+            logits = logits.index_put((row_ids, token_ids), logits.new_full((), float("-inf")))
         return logits
 
     def _column(self, name: str, rows: slice) -> Tensor:
         """A setting of `rows` [N, 1], kept on the device while the slots stay the same."""
         if name not in self._columns:
-            self._columns[name] = torch.from_numpy(self._settings[name].copy()).to(self._device)[:, None]
+            self._columns[name] = to_device(self._settings[name].copy(), self._device)[:, None]
         return self._columns[name][rows]
 
 

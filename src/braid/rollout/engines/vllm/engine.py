@@ -18,14 +18,11 @@ from typing import Any
 
 from braid.errors import EngineError
 from braid.rollout.engine import Request, check_request, seed_of
-from braid.rollout.engines.child import Child
+from braid.rollout.engines.child import LONGEST_FOLDER, Child
 from braid.rollout.engines.remote import Answer, Part, RemoteEngine
 from braid.weights.sending import SendOptions
 
 from .options import receiver_name
-
-_LONGEST_FOLDER = 64
-"""Longest path of the folder of vLLM's sockets: a socket path may have at most 107 characters."""
 
 
 class VllmEngine(RemoteEngine):
@@ -234,7 +231,7 @@ def _start(log: Path, environment: Mapping[str, str], folder: Path | None) -> tu
     with theirs:
         number = theirs.fileno()
         command = [sys.executable, "-m", "braid.rollout.engines.vllm.process", str(number)]
-        if folder is not None and len(str(folder)) < _LONGEST_FOLDER:
+        if folder is not None and len(str(folder)) < LONGEST_FOLDER:
             environment = {**environment, "VLLM_RPC_BASE_PATH": str(folder)}
         child = Child(command, log=log, environment=environment, pass_fds=[number], folder=folder)
     return child, Connection(ours.detach())

@@ -1,0 +1,54 @@
+"""CPU threads of the processes of a run (`run.num_threads: auto`)."""
+
+from __future__ import annotations
+
+import os
+
+from braid.config.cluster import Role
+from braid.config.schema import RunConfig
+from braid.cores import num_cores, num_threads
+
+from .layout import Layout
+from .parallel import engine_devices, served_engine
+from .plan import Plan
+
+_SAMPLING = ("rollout", "env")
+"""Roles that work during rollout; the others work between rollouts, or beside them in a pipeline."""
+
+
+def num_sharing(config: RunConfig, layout: Layout, role: Role, node: int, *, is_pipelined: bool) -> int:
+    """Number of processes of machine `node` that compute at the same time as a worker of `role` there, itself included. An
+    engine of several devices has a process for each; a server that was started elsewhere counts for nothing."""
+    if layout.mode == "in_process":
+        has_child = served_engine(config) is not None and engine_devices(config) > 0
+        return 2 if has_child and is_pipelined else 1
+    policy = layout.role("policy")
+    found = 0
+    for of in layout.roles:
+        is_beside = is_pipelined or (of.role in _SAMPLING) == (role in _SAMPLING)
+        is_apart = of is policy or policy is None or not of.shares_processes(policy)
+        if is_beside and is_apart:
+            found += sum(len(worker.devices) for worker in of.workers if worker.node == node)
+    return max(1, found)
+
+
+def thread_counts(config: RunConfig, plan: Plan) -> tuple[str, str]:
+    """(CPU threads of each process, the reason), for roles on this machine."""
+    if config.run.num_threads != "auto":
+        return f"{config.run.num_threads}", "run.num_threads, in each process"
+    if "OMP_NUM_THREADS" in os.environ:
+        return f"{num_threads()}", "OMP_NUM_THREADS, in each process"
+    cores = num_cores()
+    sharing = {
+        of.role: num_sharing(config, plan.layout, of.role, 0, is_pipelined=plan.is_pipelined)
+        for of in plan.layout.roles
+        if plan.layout.mode != "in_process" or of.role in ("policy", "rollout")
+    }
+    if set(sharing.values()) <= {1}:
+        return f"{cores}", "run.num_threads=auto: the cores of this machine"
+    counts = {role: max(1, cores // number) for role, number in sharing.items()}
+    names = ", ".join(f"{role} {count}" for role, count in counts.items())
+    value = f"{cores // max(sharing.values()) or 1} per process" if len(set(counts.values())) == 1 else names
+    at_a_time = ", ".join(f"{role} {number}" for role, number in sharing.items())
+    how = f"run.num_threads=auto: {cores} cores / processes that compute at the same time ({at_a_time})"
+    return value, how

@@ -1,0 +1,40 @@
+"""Which models consist of layers that layers.py (CPUs) and gpu_layers.py compute themselves: those of Llama, Qwen2 and Qwen3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from braid.models.causal_lm import CausalLM
+from braid.models.fused import RMSNorm
+
+_LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+
+
+def has_known_layers(lm: CausalLM) -> bool:
+    """Whether nothing is added to or changed in these layers."""
+    backbone: Any = lm.backbone
+    layers = getattr(backbone, "layers", ())
+    return (
+        type(lm).hidden is CausalLM.hidden
+        and bool(layers)
+        and all(type(layer).__name__ in _LAYERS for layer in layers)
+        and backbone.config.hidden_act == "silu"
+        and 2 * backbone.rotary_emb.inv_freq.numel() == layers[0].self_attn.head_dim
+        and all(isinstance(module, nn.Linear) for layer in layers for module in products_of(layer))
+        and all(type(p) in (Tensor, nn.Parameter) for p in lm.model.parameters())
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in backbone.modules())
+    )
+
+
+def products_of(layer: Any) -> list[nn.Module]:
+    """Of queries, keys, values, attention's output; gate, up and down."""
+    attention, mlp = layer.self_attn, layer.mlp
+    of_attention = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    return [*of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+
+
+def epsilon_of(norm: Any) -> float:
+    """Of an RMSNorm of transformers or of models.fused."""
+    return norm.eps if isinstance(norm, RMSNorm) else norm.variance_epsilon

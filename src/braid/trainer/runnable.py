@@ -1,0 +1,74 @@
+"""Whether this machine can run a config, as far as the plan and the models' configs tell: the list of checks that precede
+everything that a run starts or writes. Imports transformers only where a check needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from braid.config.reward import ModelReward
+from braid.config.roles import TrainingRole, train_config
+from braid.config.schema import RunConfig
+from braid.errors import ModelError, Problem
+from braid.models.folders import check_folder, expand, read
+from braid.plan import Plan
+from braid.plan.available import machine_problems
+
+
+def run_problems(config: RunConfig, plan: Plan) -> list[Problem]:
+    """All problems of packages, devices, kernels and models."""
+    return [
+        *(Problem(key, why) for key, why in machine_problems(config, plan)),
+        *_missing_folders(config, plan),
+        *_not_in_megatron(config, plan),
+    ]
+
+
+def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
+    """Missing model folders of roles other than the policy, whose folder is checked when the tokenizer is
+    loaded."""
+    folders = {
+        "critic.path": config.critic.path if plan.needs_critic else None,
+        "reference.path": config.reference.path if plan.needs_reference else None,
+    }
+    if plan.verb != "sft":
+        parts = enumerate(config.reward.parts)
+        folders |= {
+            f"reward.parts[{i}].path": part.path for i, part in parts if isinstance(part, ModelReward)
+        }
+    for key, path in folders.items():
+        try:
+            if path is not None:
+                check_folder(expand(path), key, needs_weights=True)
+        except ModelError as error:
+            yield Problem(key, str(error))
+
+
+def _not_in_megatron(config: RunConfig, plan: Plan) -> Iterator[Problem]:
+    """Models that Megatron does not support or cannot partition, of roles that it trains."""
+    paths: dict[TrainingRole, str | None] = {"policy": None}
+    if plan.needs_critic:
+        paths["critic"] = config.critic.path
+    if plan.needs_reference:
+        paths["reference"] = config.reference.path
+    for role, path in paths.items():
+        train = train_config(config, role)
+        if train.backend != "megatron" or config.model.mlp is not None or config.model.vla is not None:
+            continue
+        from transformers import AutoConfig
+
+        from braid.models.build import config_of
+        from braid.training.backends.megatron.checks import check_model
+
+        key, folder = ("model.path", config.model.path) if path is None else (f"{role}.path", path)
+        try:
+            if folder is None:
+                assert config.model.build is not None, "a language model has a folder or a build spec"
+                model = config_of(config.model.build)
+            else:
+                remote = {"trust_remote_code": config.model.trust_remote_code}
+                model = read(
+                    expand(folder), key, "causal language model", AutoConfig.from_pretrained, **remote
+                )
+            check_model(model.get_text_config(decoder=True), train.megatron)
+        except ModelError as error:
+            yield Problem("train.backend" if role == "policy" else f"{role}.train.backend", str(error))
