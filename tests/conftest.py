@@ -65,3 +65,24 @@ def pytest_runtest_makereport(
         lines = [f"{Path(entry.path).name}:{entry.lineno + 1}" for entry in call.excinfo.traceback]
         report.longrepr.reprcrash.message += f" At {' > '.join(lines[-8:])}"  # type: ignore[union-attr]
     return report
+
+
+class _Failures:
+    """Writes a failure's name and message at once: a run that is stopped from outside never reaches its summary."""
+
+    def __init__(self, terminal: pytest.TerminalReporter) -> None:
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash is not None else report.longreprtext
+            seconds = f"{report.duration:.0f} s"
+            self._terminal.write_line(f"\n{report.nodeid} ({report.when}, {seconds}): {message[:2000]}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and config.get_verbosity() < 0:
+        config.pluginmanager.register(_Failures(terminal))
