@@ -29,6 +29,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ OPTIONAL = {
     "triton",
 }
 """Packages that modules of some backend, engine or environment need."""
-LIMIT_S = {"updates": 120, "decoding": 120, "offloading": 40, "tests": 100}
+LIMIT_S = {"updates": 110, "decoding": 120, "offloading": 40, "tests": 140}
 """Time limit of a step; 120 s for those that run side by side."""
 SIDE_BY_SIDE = ("imports", "transfers", "fsdp", "learning", "engines", "simulators")
 """Steps that measure neither time nor the device's memory."""
@@ -164,6 +165,10 @@ def language_model(machine: Machine, shape: str, dtype: torch.dtype) -> CausalLM
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     fuse(model)
     return CausalLM(model)
+
+
+MICRO_BATCHES = {"tiny": (80,), "0.5B": (8192, 32_768), "1.5B": (8192, 16_384)}
+"""Tokens of a micro-batch in an update."""
 
 
 def ragged_rows(vocab_size: int, num_tokens: int, longest: int) -> list[Row]:
@@ -417,19 +422,15 @@ def updates(machine: Machine) -> dict[str, Any]:
     for shape in ("tiny",) if machine.is_tiny else ("0.5B", "1.5B"):
         lm = language_model(machine, shape, torch.float32)
         rows = ragged_rows(lm.vocab_size, num_tokens, longest)
-        config = TrainConfig.model_validate(
-            {
-                "autocast": "bf16",
-                "optimizer": {"lr": 1e-5},
-                "micro_batch_tokens": max(longest, num_tokens // 8),
-            }
-        )
-        backend = SingleBackend(lm, config, total_steps=99, device=machine.device)
         weights = token_weights(rows)
         flops = lm.flops([len(row) for row in rows], sum(row.num_tokens for row in rows)).training
-        for kernel in ("auto", "sdpa", "cudnn") if machine.is_cuda else ("auto",):
+        for kernel, size in product(("auto", "sdpa"), MICRO_BATCHES[shape]):
+            if kernel != "auto" and not machine.is_cuda:
+                continue
             lm.attention = "auto" if kernel == "auto" else "sdpa"
-            torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
+            keys = {"autocast": "bf16", "optimizer": {"lr": 1e-5}, "micro_batch_tokens": size}
+            config = TrainConfig.model_validate(keys)
+            backend = SingleBackend(lm, config, total_steps=99, device=machine.device)
             if machine.is_cuda:
                 torch.cuda.reset_peak_memory_stats()
 
@@ -437,7 +438,7 @@ def updates(machine: Machine) -> dict[str, Any]:
                 return b.train(r, w, policy_loss(RECIPES["grpo"]))
 
             seconds = machine.seconds(step)
-            found[f"{shape} {kernel}"] = {
+            found[f"{shape} {kernel} {size}"] = {
                 "seconds": seconds,
                 "tokens": sum(map(len, rows)),
                 "share_of_product": flops / seconds / ceiling,
@@ -445,7 +446,8 @@ def updates(machine: Machine) -> dict[str, Any]:
                 **(machine.profile(step) if kernel == "auto" else {}),
             }
             machine.keep({"product_tflops": ceiling / 1e12, **found})
-        del lm, backend
+            del step, backend
+        del lm
     return {"product_tflops": ceiling / 1e12, **found}
 
 

@@ -64,6 +64,41 @@ def test_a_gate_and_its_gradients(dtype: torch.dtype) -> None:
         close(one.grad, other.grad, dtype)
 
 
+@pytest.mark.parametrize("shape", [(7, 72), (3, 5, 4, 24), (1300, 16), (2, 5000)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_norm_and_its_gradients(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    from braid.models.gpu.kernels import RMSNorm
+
+    pairs = [[drawn(*shape).requires_grad_(), drawn(shape[-1], seed=1).requires_grad_()] for _ in range(2)]
+    outs = [RMSNorm.apply(*pairs[0], 1e-6, dtype), norm(*pairs[1]).to(dtype)]
+    assert outs[0].dtype == dtype
+    for out in outs:
+        out.backward(drawn(*shape, dtype=dtype, seed=2))
+    close(*outs, dtype)
+    for one, other in zip(*pairs, strict=True):
+        assert one.grad.dtype == torch.float32
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("batch", "heads", "size"), [(1, 3, 24), (2, 4, 32)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_rotary_embedding_and_its_gradients(dtype: torch.dtype, batch: int, heads: int, size: int) -> None:
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    from braid.models.gpu.kernels import Rotary
+
+    x = drawn(batch, 6, heads, size, dtype=dtype).requires_grad_()
+    states, grad = x.transpose(1, 2), drawn(batch, heads, 6, size, dtype=dtype, seed=3)
+    cos, sin = drawn(1, 6, size, seed=1), drawn(1, 6, size, seed=2)
+    one, other = (
+        Rotary.apply(states, cos, sin, dtype),
+        apply_rotary_pos_emb(states, states, cos, sin)[0].to(dtype),
+    )
+    assert one.dtype == dtype
+    close(one, other, dtype)
+    close(*(torch.autograd.grad(out, x, grad)[0] for out in (one, other)), dtype)
+
+
 @pytest.mark.parametrize("has_norm", [True, False])
 @pytest.mark.parametrize("size", [32, 24])
 @pytest.mark.parametrize("dtype", TYPES)

@@ -16,6 +16,7 @@ from braid.cluster.memory_record import MemoryRecorder
 from braid.config.backends import GradScalerConfig, OffloadConfig
 from braid.config.model import ModelConfig
 from braid.config.train import OptimizerConfig, TrainConfig
+from braid.models import fused
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.training.backends.single import SingleBackend
@@ -115,6 +116,21 @@ def test_attention_in_bf16_gives_the_log_probs_of_eager_attention(kind: str) -> 
     eager, ours = (_backend(_lm(attention=k), autocast="bf16").infer(rows, LOGPROBS) for k in ("eager", kind))
     for one, other in zip(eager, ours, strict=True):
         np.testing.assert_allclose(one["logprobs"], other["logprobs"], rtol=0, atol=0.05)  # bf16
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_updates_with_fused_kernels_are_those_of_the_models_own_layers(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = {**SIZES, "architecture": architecture}
+    rows, made = _rows(), list[tuple[float, float]]()
+    weights = [1.0 / sum(row.num_tokens for row in rows)] * len(rows)
+    for has_kernels in (True, False):
+        monkeypatch.setattr(fused, "has_kernels", lambda _, has=has_kernels: has)
+        done = _backend(_lm(build=build), autocast="bf16").train(rows, weights, supervised_loss())
+        made.append((done.loss, done.grad_norm))
+    assert made[0] == pytest.approx(made[1], rel=0.02)  # bf16
 
 
 def test_a_memory_record_has_the_allocators_snapshot(tmp_path: Path) -> None:

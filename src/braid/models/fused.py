@@ -4,6 +4,9 @@ update on CPUs."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -29,6 +32,12 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         scale = self.weight + self.offset if self.offset else self.weight
+        if _has_kernels(x):
+            from .gpu.kernels import RMSNorm as Norm  # imports Triton
+
+            # What reads it are products, which autocast would have each convert it.
+            dtype = _computed_in(x) if x.dtype == torch.float32 else x.dtype
+            return Norm.apply(x, scale, self.eps, dtype)
         if torch.is_grad_enabled() and _is_fused(x) and scale.dtype == torch.float32:
             return _RMSNorm.apply(x, scale, self.eps)
         if self.offset == 0 and x.dtype == scale.dtype:
@@ -46,7 +55,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if gate.is_cuda and has_kernels(gate.device) and gate.dtype != torch.float64:
+        if _has_kernels(gate):
             from .gpu.kernels import SwiGLU  # imports Triton
 
             return self.down_proj(SwiGLU.apply(gate, up))
@@ -62,6 +71,7 @@ def fuse(model: nn.Module, *, compiles: bool = False) -> int:
     names stay the same. `compiles`: see models.linear.Linear."""
     count = 0
     for parent in list(model.modules()):
+        _fuse_rotary(type(parent).__module__)
         if type(parent) is nn.Linear:
             parent.__class__ = Linear
             cast("Linear", parent).compiles = compiles
@@ -105,6 +115,63 @@ def _agrees(module: nn.Module, fused: RMSNorm | GatedMLP) -> bool:
     x = x.to(first.device, first.dtype)
     mine, other = (functional_call(each, weights, (x,)) for each in (fused, module))
     return torch.allclose(mine, other, rtol=torch.finfo(x.dtype).eps * 8, atol=1e-6)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    return x.is_cuda and has_kernels(x.device) and x.dtype != torch.float64
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+_Rotary = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _fuse_rotary(module: str) -> None:
+    """Have a module of transformers compute rotary embeddings with one kernel, on GPUs under autocast, where their chain of
+    ten operations would be in float32. Elsewhere it computes what it did."""
+    scope = vars(sys.modules[module]) if module in sys.modules and torch.cuda.is_available() else {}
+    original: _Rotary | None = scope.get("apply_rotary_pos_emb")
+    if original is None or hasattr(original, "__wrapped__") or not turns_halves(original):
+        return
+
+    @wraps(original)
+    def apply(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        is_plain = not args and not kwargs and q.ndim == 4 and q.shape[-1] == cos.shape[-1]
+        if not (
+            is_plain and _has_kernels(q) and torch.is_autocast_enabled("cuda") and cos.dtype == torch.float32
+        ):
+            return original(q, k, cos, sin, *args, **kwargs)
+        from .gpu.kernels import Rotary  # imports Triton
+
+        dtype = _computed_in(q)  # of attention
+        return Rotary.apply(q, cos, sin, dtype), Rotary.apply(k, cos, sin, dtype)
+
+    scope["apply_rotary_pos_emb"] = apply
+
+
+@torch.no_grad()
+def turns_halves(rotary: _Rotary) -> bool:
+    """Whether a function is x * cos + (-x2, x1) * sin of queries and keys [B, H, T, d] with their halves x1 and x2,
+    which most of transformers' models have."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
+    cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
+    try:
+        made = rotary(q, k, cos, sin)
+    except Exception:  # it takes other arguments
+        return False
+    for x, out in zip((q, k), made, strict=True):
+        turned = torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
+        if out.shape != x.shape or not torch.allclose(
+            out, x * cos[:, None] + turned * sin[:, None], atol=1e-6
+        ):
+            return False
+    return True
 
 
 def _is_fused(x: Tensor) -> bool:

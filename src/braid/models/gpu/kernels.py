@@ -2,8 +2,8 @@
 """Triton kernels: norms, rotary embeddings, gates, and attention of one new token per sequence over the cache.
 
 transformers computes each of these as a chain of elementwise operations. In a decode step of a few hundred rows every link of
-the chain costs more to launch than to compute: 60 launches a layer, of which these kernels leave 13. All compute in
-float32, and round where the model's own layers do.
+the chain costs more to launch than to compute: 60 launches a layer, of which these kernels leave 13. In an update every
+link reads and writes whole activations. All compute in float32, and round where the model's own layers do.
 """
 
 from __future__ import annotations
@@ -54,6 +54,141 @@ def add_and_norm(
         HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(16, max(4, block // 512)),
     )  # fmt: skip
     return out
+
+
+_TILE = 4096
+"""Elements of a norm's rows that one program holds."""
+
+
+@triton.jit
+def _norm(x, weight, out, rates, num, size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK)
+    inside = (row < num)[:, None] & (at < size)[None, :]
+    place = row[:, None] * size + at[None, :]
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    rate = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / size + eps)
+    tl.store(rates + row, rate, mask=row < num)
+    scale = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out + place, (values * rate[:, None] * scale[None, :]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward(
+    grad, x, weight, rates, grad_x, grad_weight, num, size, tiles, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    at = tl.arange(0, BLOCK)
+    scale = tl.load(weight + at, mask=at < size, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for tile in range(tiles):
+        row = (tl.program_id(0).to(tl.int64) * tiles + tile) * ROWS + tl.arange(0, ROWS)
+        inside = (row < num)[:, None] & (at < size)[None, :]
+        place = row[:, None] * size + at[None, :]
+        d = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        rate = tl.load(rates + row, mask=row < num, other=0.0)
+        normed = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * rate[:, None]
+        total += tl.sum(d * normed, axis=0)
+        d *= scale[None, :]
+        along = tl.sum(d * normed, axis=1) / size
+        d = (d - normed * along[:, None]) * rate[:, None]
+        tl.store(grad_x + place, d.to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_weight + tl.program_id(0).to(tl.int64) * size + at, total, mask=at < size)
+
+
+class RMSNorm(torch.autograd.Function):
+    """x [..., D] / sqrt(mean(x^2) + eps) * weight [D] as `dtype` (arXiv 1910.07467), differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        x, size = x.contiguous(), x.shape[-1]
+        num, block = x.numel() // size, triton.next_power_of_2(size)
+        out, rates = torch.empty_like(x, dtype=dtype), x.new_empty(num, dtype=torch.float32)
+        rows = max(1, _TILE // block)
+        _norm[(triton.cdiv(num, rows),)](
+            x, weight, out, rates, num, size, eps, ROWS=rows, BLOCK=block, num_warps=8
+        )
+        ctx.save_for_backward(x, weight, rates)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """With r = 1 / rms(x), n = r x: dx = r (g w - n / D sum(g w n)), dw = sum over positions of g n: of the rows of
+        a program first, so that the result does not depend on their order in time."""
+        x, weight, rates = ctx.saved_tensors
+        size = x.shape[-1]
+        block = triton.next_power_of_2(size)
+        rows = max(1, _TILE // block)
+        tiles = triton.cdiv(triton.cdiv(len(rates), rows), 2 * _PROGRAMS)
+        programs = triton.cdiv(len(rates), rows * tiles)
+        grad_x = torch.empty_like(x)
+        grad_weight = weight.new_empty(programs, size, dtype=torch.float32)
+        _norm_backward[(programs,)](
+            grad.contiguous(), x, weight, rates, grad_x, grad_weight, len(rates), size, tiles,
+            ROWS=rows, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+        return grad_x, grad_weight.sum(0).to(weight.dtype), None, None
+
+
+@triton.jit
+def _rotate(
+    x, cosines, sines, out, num, x_batch, x_head, x_token, out_batch, out_head, out_token, turn_batch, turn_token,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, HEADS_BLOCK: tl.constexpr, BLOCK: tl.constexpr, IS_BACK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // num
+    token = token % num
+    head, at = tl.arange(0, HEADS_BLOCK), tl.arange(0, BLOCK)
+    in_half = at < SIZE // 2
+    inside = (head < HEADS)[:, None] & in_half[None, :]
+    source = x + batch * x_batch + token * x_token + head[:, None] * x_head + at[None, :]
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + SIZE // 2, mask=inside, other=0.0).to(tl.float32)
+    turn = batch * turn_batch + token * turn_token + at
+    cos_a = tl.load(cosines + turn, mask=in_half, other=0.0).to(tl.float32)
+    cos_b = tl.load(cosines + turn + SIZE // 2, mask=in_half, other=0.0).to(tl.float32)
+    sin_a = tl.load(sines + turn, mask=in_half, other=0.0).to(tl.float32)
+    sin_b = tl.load(sines + turn + SIZE // 2, mask=in_half, other=0.0).to(tl.float32)
+    if IS_BACK:
+        first = a * cos_a[None, :] + b * sin_b[None, :]
+        second = b * cos_b[None, :] - a * sin_a[None, :]
+    else:
+        first = a * cos_a[None, :] - b * sin_a[None, :]
+        second = b * cos_b[None, :] + a * sin_b[None, :]
+    target = out + batch * out_batch + token * out_token + head[:, None] * out_head + at[None, :]
+    tl.store(target, first.to(out.dtype.element_ty), mask=inside)
+    tl.store(target + SIZE // 2, second.to(out.dtype.element_ty), mask=inside)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, is_back: bool) -> Tensor:
+    batch, heads, num, size = x.shape
+    assert x.stride(3) == cos.stride(2) == sin.stride(2) == 1, "numbers of a row are adjacent"
+    out = x.new_empty(batch, num, heads, size, dtype=dtype).transpose(1, 2)
+    _rotate[(batch * num,)](
+        x, cos, sin, out, num, *x.stride()[:3], *out.stride()[:3], cos.stride(0) if len(cos) > 1 else 0, cos.stride(1),
+        HEADS=heads, SIZE=size, HEADS_BLOCK=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(size // 2),
+        IS_BACK=is_back, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+class Rotary(torch.autograd.Function):
+    """Rotary embedding (arXiv 2104.09864) of x [B, H, T, d] as `dtype`, differentiable once in x. `cos` and `sin` [B or 1,
+    T, d]; dimensions i and i + d / 2 turn together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x if x.stride(3) == 1 else x.contiguous()
+        cos, sin = cos.contiguous(), sin.contiguous()
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _turned(x, cos, sin, dtype, is_back=False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad = grad if grad.stride(3) == 1 else grad.contiguous()
+        return _turned(grad, *ctx.saved_tensors, ctx.dtype, is_back=True), None, None, None
 
 
 @triton.jit
