@@ -6,7 +6,7 @@ A message says what is wrong with which value, what is allowed, what to do, and 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
@@ -175,3 +175,12 @@ def suggest(name: str, known: Iterable[str]) -> str:
         matcher.set_seq1(other)
         best, near = max((best, near), (matcher.ratio(), other))
     return f", did you mean {near!r}?" if near else ""
+
+
+def listed(faults: Mapping[str, Sequence[str]]) -> str:
+    """The kinds of faults that occur, with the number and the first few names of each."""
+    return "; ".join(
+        f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in faults.items()
+        if names
+    )

@@ -111,8 +111,8 @@ class SglangLike:
         files = sorted(Path(body["model_path"]).glob("*.safetensors"))
         if not files or body["load_format"] != "auto":
             return {"success": False, "message": f"no weights in {body['model_path']}"}
-        for file in files:
-            copy_weights(load_file(file), self._lm.named_weights())
+        weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        copy_weights(weights, self._lm.named_weights())
         self._version = body["weight_version"]
         return {"success": True, "message": "ok"}
 

@@ -17,11 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from braid.algorithms.recipes import RECIPES
 from braid.config.model import MlpSpec
 from braid.config.train import OptimizerConfig, ScheduleConfig, TrainConfig
-from braid.errors import CheckpointError, TrainingError
+from braid.errors import CheckpointError, ModelError, TrainingError
 from braid.models.base import TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
 from braid.models.mlp import MlpPolicy
+from braid.models.value import ValueModel
 from braid.report.names import position
 from braid.training.backend import Diagnostics, Loss, StepReport, TrainingBackend
 from braid.training.backends.single import SingleBackend
@@ -370,6 +371,39 @@ def test_the_state_of_another_model_is_refused(case: Case) -> None:
         CheckpointError, match=f"{name} is .* and absent in the checkpoint \\(1 tensors differ\\)"
     ):
         case.make().load(state)
+
+
+def test_only_weights_of_the_same_model_are_loaded(case: Case) -> None:
+    backend = case.make()
+    before = {name: tensor.clone() for name, tensor in backend.full_weights().items()}
+    weights = dict(case.make(seed=1).full_weights())
+    name = next(iter(weights))
+    faults = {
+        f"1 missing ({name})": {n: t for n, t in weights.items() if n != name},
+        "1 unknown to the model (strange)": weights | {"strange": weights[name]},
+        "of another shape (": case.make(width=32).full_weights(),
+    }
+    for fault, given in faults.items():
+        with pytest.raises(ModelError) as caught:
+            backend.load_weights(given)
+        assert fault in str(caught.value)
+        assert all(torch.equal(tensor, before[n]) for n, tensor in backend.full_weights().items())
+    backend.load_weights(weights)
+    assert all(torch.equal(tensor, weights[n]) for n, tensor in backend.full_weights().items())
+
+
+def test_a_critic_takes_all_of_a_policy_but_its_head() -> None:
+    policy = _language_model(seed=1)
+    backend = SingleBackend(ValueModel.copy_of(_language_model()), TrainConfig(), total_steps=9, device=CPU)
+    weights = {name: tensor.detach() for name, tensor in policy.named_weights()}
+    with pytest.raises(ModelError, match=r"2 missing \(value_head\.weight, value_head\.bias\)"):
+        backend.load_weights(weights)
+    backend.load_weights(weights | {"lm_head.weight": torch.zeros(32, 16)}, heads_differ=True)
+    assert all(torch.equal(backend.full_weights()[n], tensor) for n, tensor in weights.items())
+    with pytest.raises(ModelError, match=r"1 missing \(model\.norm\.weight\)"):
+        backend.load_weights({n: t for n, t in weights.items() if "model.norm" not in n}, heads_differ=True)
+    with pytest.raises(ModelError, match=r"missing"):
+        backend.load_weights({"transformer.norm.weight": torch.zeros(16)}, heads_differ=True)
 
 
 def test_bf16_products_keep_weights_and_outputs_in_fp32(case: Case) -> None:

@@ -14,6 +14,7 @@ import re
 import warnings
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ from braid.errors import ModelError
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
 from braid.models.fused import fuse
+from braid.models.loading import save_pretrained
 from braid.models.selfcheck import check_against_plain
 from braid.models.tiny import length_keys, tiny_model
+from braid.models.tokenizer import character_tokenizer
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
@@ -131,6 +134,7 @@ def _tried(model: PreTrainedModel, longest: int | None) -> str:
     lm = CausalLM(model)
     check_against_plain(lm, longest)
     _compare_training(lm, plain)
+    _compare_export(lm, plain)
     try:
         check_decoding(lm, longest)
     except ModelError:
@@ -160,6 +164,23 @@ def _compare_training(lm: CausalLM, plain: PreTrainedModel) -> None:
         # Some hundred roundings, of terms that cancel; a wrong mask or position changes gradients by a tenth and more.
         error = (mine[name] - expected_grad).norm()
         assert error <= (1e-3 + 100 * rounding) * largest, f"gradient of {name}"
+
+
+@torch.no_grad()
+def _compare_export(lm: CausalLM, plain: PreTrainedModel) -> None:
+    """What is exported has every weight under the name that transformers reads, and no other."""
+    with TemporaryDirectory() as folder:
+        save_pretrained(lm, character_tokenizer("abc"), Path(folder))
+        try:
+            type(plain.config).from_pretrained(folder)
+        except ValueError:  # Gemma 4's settings per layer are those of its full size
+            return
+        loaded, info = type(plain).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), "missing, unknown or of another shape"
+    loaded.set_attn_implementation(plain.config._attn_implementation)
+    row = torch.arange(5, 17)
+    error = (plain_logits(loaded, row) - plain_logits(plain, row)).abs().max()
+    assert error <= 2e-5, "logits of the exported model"
 
 
 def _compare_sampling(lm: CausalLM, plain: PreTrainedModel) -> None:

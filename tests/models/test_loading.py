@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from braid.config.model import MlpSpec, ModelConfig
 from braid.config.train import TrainConfig
 from braid.errors import ModelError
+from braid.models.base import copy_weights
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 from braid.models.tokenizer import character_tokenizer, end_token_ids
@@ -52,7 +53,10 @@ def test_an_exported_folder_loads_in_transformers_with_equal_logits(
     plain = tiny_model(architecture)
     save_pretrained(lm, character_tokenizer("abc"), tmp_path)
     assert "braid" not in (tmp_path / "config.json").read_text()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), "missing, unknown or of another shape"
     ids = torch.arange(12)[None]
     torch.testing.assert_close(loaded(ids).logits, plain(ids).logits, rtol=0, atol=0)
     default = "eager" if architecture == "gpt_oss" else "sdpa"  # transformers has no other for sinks on a CPU
@@ -166,6 +170,55 @@ def test_a_weights_file_that_lacks_some(folder: Path) -> None:
         f"model.path={folder} is not a complete causal language model: it lacks 1 of the weights of Qwen3ForCausalLM, among "
         "them model.layers.1.mlp.up_proj.weight, which would be initialized randomly; choose a folder that has them"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "fault"),
+    [
+        ("model.layers.7.mlp.up_proj.weight", (48, 32), r"1 unknown to the model \(model\.layers\.7\.mlp"),
+        (
+            "model.norm.weight",
+            (31,),
+            r"1 of another shape \(model\.norm\.weight \(31,\) instead of \(32,\)\)",
+        ),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_named(
+    folder: Path, name: str, shape: tuple[int, ...], fault: str
+) -> None:
+    weights = load_file(folder / "model.safetensors") | {name: torch.zeros(shape)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ModelError, match=rf"its weights do not fit its config\.json, of a Qwen3ForCausalLM: {fault}"
+    ):
+        _load(folder)
+
+
+def test_heads_for_other_tasks_are_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = load_file(folder / "model.safetensors") | {"v_head.summary.weight": torch.zeros(1, 32)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with caplog.at_level(logging.INFO, "braid"):
+        _load(folder)
+    assert "left out weights that a causal language model does not use: v_head.summary.weight" in caplog.text
+
+
+def test_weights_are_copied_only_into_the_model_that_they_are_of(tiny_model: Make) -> None:
+    one, other = (CausalLM(tiny_model("qwen3")) for _ in range(2))
+    weights = {name: tensor.detach() + 1 for name, tensor in one.named_weights()}
+    before = {name: tensor.detach().clone() for name, tensor in other.named_weights()}
+    name = "model.norm.weight"
+    faults = {
+        f"1 missing ({name})": {n: t for n, t in weights.items() if n != name},
+        "2 unknown to the model (a, b)": weights | {"a": weights[name], "b": weights[name]},
+        f"1 of another shape ({name} (1,) instead of (32,))": weights | {name: torch.ones(1)},
+    }
+    for fault, given in faults.items():
+        with pytest.raises(ModelError) as caught:
+            copy_weights(given, other.named_weights())
+        assert fault in str(caught.value)
+        assert all(torch.equal(tensor, before[n]) for n, tensor in other.named_weights())
+    copy_weights(weights, other.named_weights())
+    assert all(torch.equal(tensor, weights[n]) for n, tensor in other.named_weights())
 
 
 def test_errors_name_the_config_section(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from braid.config.load import load_config
-from braid.errors import CheckpointError, ConfigError
+from braid.errors import CheckpointError, ConfigError, ModelError
 from braid.trainer import commands
 
 from .conftest import LoadTiny
@@ -108,6 +108,22 @@ def test_an_evaluation_names_the_checkpoint_that_it_read(
     newest = run / "checkpoints/step_1"
     assert f"evaluating {newest}" in capsys.readouterr().out.replace("\n", "")
     assert json.loads((outcome.run_dir / "summary.json").read_text())["checkpoint"] == str(newest)
+
+
+def test_a_runs_weights_are_evaluated_only_in_the_runs_model(load_tiny: LoadTiny) -> None:
+    run = commands.train(load_tiny(ONE)).run_dir
+    commands.export(run, output=run / "model")
+    other = ("model.build=null", f"model.path={run / 'model'}")
+    resumes = ("run.eval_only=true", f"run.resume={run / 'checkpoints/step_1'}")
+    with pytest.raises(
+        ConfigError, match=r"model\.path.*: is .* but was .*step_1, whose weights are evaluated; remove it"
+    ):
+        commands.evaluate(load_tiny(*other), run_dir=run)
+    with pytest.raises(ConfigError, match="whose weights are evaluated"):
+        commands.train(load_tiny(*other, *resumes))
+    commands.evaluate(load_tiny(*other, "run.allow_changes=true"), run_dir=run)  # the same model in a folder
+    with pytest.raises(ModelError, match="of another shape"):
+        commands.evaluate(load_tiny("model.build.hidden_size=64", "run.allow_changes=true"), run_dir=run)
 
 
 def test_a_run_saves_by_time_without_a_cadence(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:

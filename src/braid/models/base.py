@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from braid.errors import ModelError, listed
 from braid.types import DecisionLevel
 
 from .batch import PackedBatch
@@ -93,8 +94,39 @@ def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def copy_weights(source: Mapping[str, Tensor], target: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy tensors of `source` into those of the same name in `target`; all others in `target` stay
-    unchanged."""
-    for name, tensor in target:
-        if name in source:
-            tensor.copy_(source[name])
+    """Copy the tensors of `source` into those of the same name in `target`. Raises ModelError, before any is copied,
+    unless names and shapes are the same."""
+    own = dict(target)
+    check_fit(source, {name: tensor.shape for name, tensor in own.items()})
+    for name, tensor in own.items():
+        tensor.copy_(source[name])
+
+
+def check_fit(
+    weights: Mapping[str, Tensor], own: Mapping[str, torch.Size], *, heads_differ: bool = False
+) -> None:
+    """Raise ModelError unless `weights` have the names and shapes `own` of the model that is to take them.
+
+    With `heads_differ` they are those of a policy for its critic: only parts that both have (the first components of
+    the names) are compared, of which there must be one."""
+    given = {name: tensor.shape for name, tensor in weights.items()}
+    if heads_differ:
+        both = {name.partition(".")[0] for name in given} & {name.partition(".")[0] for name in own}
+        given, own = (
+            {name: shape for name, shape in of.items() if name.partition(".")[0] in both or not both}
+            for of in (given, own)
+        )
+    faults = {
+        "missing": [name for name in own if name not in given],
+        "unknown to the model": [name for name in given if name not in own],
+        "of another shape": [
+            f"{name} {tuple(given[name])} instead of {tuple(own[name])}"
+            for name in own
+            if name in given and given[name] != own[name]
+        ],
+    }
+    if any(faults.values()):
+        raise ModelError(
+            f"the weights are of a different model than the one that is to take them: {listed(faults)}; load them into the "
+            "model (model.path or model.build, and model.lora) that they were trained with"
+        )

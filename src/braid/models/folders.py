@@ -3,6 +3,7 @@ name the config key."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from os.path import exists, isdir, isfile  # False for names that no file can have
@@ -13,10 +14,12 @@ from huggingface_hub import model_info, snapshot_download, try_to_load_from_cach
 from huggingface_hub.errors import StrictDataclassError
 
 from braid import json_text
-from braid.errors import ModelError, suggest
+from braid.errors import ModelError, listed, suggest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -29,6 +32,9 @@ _JSON_FILES = (
     "adapter_config.json",
 )
 """Files of a model folder that must be JSON objects."""
+_OTHER_HEADS = re.compile(r"(^|\.)(v_head|value_head|score|classifier|lm_head|mtp|(un)?normalize_\w+)\.")
+"""Weights that a folder may have beside those of the model that is read from it: heads of a critic, a reward model or a
+language model, layers that predict further tokens, and LeRobot's statistics."""
 
 
 def expand(path: str) -> str:
@@ -110,13 +116,32 @@ def read(path: str, key: str, kind: str, load: Callable[..., _T], **options: Any
 
 
 def read_model(path: str, key: str, kind: str, load: Callable[..., Any], **options: Any) -> PreTrainedModel:
-    """Read a model with all of its weights. Raises ModelError, also if some are missing."""
+    """Read a model with all of its weights. Raises ModelError, also if some are missing, of another shape, or unknown to
+    the model; heads for other tasks are left out."""
     check_folder(path, key, needs_weights=True)
-    model, info = read(path, key, kind, load, output_loading_info=True, **options)
+    model, info = read(
+        path, key, kind, load, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    name = type(model).__name__
     if missing := sorted(info["missing_keys"]):
         raise ModelError(
-            f"{key}={path} is not a complete {kind}: it lacks {len(missing)} of the weights of {type(model).__name__}, among "
+            f"{key}={path} is not a complete {kind}: it lacks {len(missing)} of the weights of {name}, among "
             f"them {missing[0]}, which would be initialized randomly; choose a folder that has them"
+        )
+    surplus = sorted(info["unexpected_keys"])
+    if heads := [weight for weight in surplus if _OTHER_HEADS.search(weight)]:
+        _log.info("%s=%s: left out weights that a %s does not use: %s", key, path, kind, ", ".join(heads[:8]))
+    faults = {
+        "unknown to the model": [weight for weight in surplus if weight not in heads],
+        "of another shape": [
+            f"{weight} {tuple(saved)} instead of {tuple(own)}"
+            for weight, saved, own in sorted(info["mismatched_keys"])
+        ],
+    }
+    if any(faults.values()):
+        raise ModelError(
+            f"{key}={path}: its weights do not fit its config.json, of a {name}: {listed(faults)}; choose a folder whose "
+            "config.json describes its weights"
         )
     return model
 

@@ -8,12 +8,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -74,6 +74,8 @@ PASSING = (EngineError, EnvError, RolloutError, OSError)
 """Possibly transient failures, of engines, environments, rollouts or the operating system rather than of
 config or training: a restart may succeed (run.max_restarts). So it may after a worker died or hung."""
 _LONGEST_PAUSE_S = 60.0
+_HOLDS_WEIGHTS = ("model.path.", "model.build.", "model.mlp.", "model.lora.")
+"""Keys that say which weights a model has."""
 
 _COUNTED = {"token": "action tokens", "action": "env steps", "chunk": "decisions"}
 """algorithm.logprob_level of a robot policy -> what a position of its rows is, of which the console shows the number."""
@@ -91,7 +93,7 @@ def train(loaded: Loaded, cluster: RayCluster | None = None, *, sinks: Sequence[
     if run.resume == "none":
         return _evaluate(loaded, cluster)
     own = _store_of(loaded.config, Path(run.output_dir) / run.name)
-    return _evaluate(loaded, cluster, _weights_in(own, run.resume))
+    return _evaluate(loaded, cluster, _trained_in(own, run.resume))
 
 
 def sft(loaded: Loaded, cluster: RayCluster | None = None) -> Outcome:
@@ -105,7 +107,7 @@ def evaluate(loaded: Loaded, cluster: RayCluster | None = None, *, run_dir: Path
 
     Writes a separate run folder, named after the run with the suffix `-eval`.
     """
-    return _evaluate(with_absolute_paths(loaded), cluster, None if run_dir is None else _weights_of(run_dir))
+    return _evaluate(with_absolute_paths(loaded), cluster, None if run_dir is None else _trained_of(run_dir))
 
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
@@ -121,7 +123,7 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
             f"safetensors files in {run_dir / 'checkpoints'}"
         )
     disable_progress_bar()
-    weights, _ = _weights_of(run_dir, step)
+    weights = _trained_of(run_dir, step).weights
     folder = output or run_dir / "export"
     if model.vla is not None:
         from braid.models.vla.build import export_vla
@@ -140,11 +142,18 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
     return folder
 
 
-def _evaluate(
-    loaded: Loaded, cluster: RayCluster | None, found: tuple[Mapping[str, torch.Tensor], Path] | None = None
-) -> Outcome:
+class _Trained(NamedTuple):
+    """The policy in a checkpoint: its weights, the checkpoint's folder, and the config of the run that saved it."""
+
+    weights: dict[str, torch.Tensor]
+    folder: Path
+    config: str
+
+
+def _evaluate(loaded: Loaded, cluster: RayCluster | None, trained: _Trained | None = None) -> Outcome:
     """Evaluate the config's model, with the weights of a checkpoint if given."""
-    weights, source = found or ({}, None)
+    if trained is not None:
+        _refuse_other_model(loaded, trained)
     run = loaded.config.run
     update = {"name": f"{run.name}-eval", "if_exists": "new", "resume": "none"}
     # An evaluation saves nothing, so it must not touch the run's checkpoint.dir.
@@ -152,8 +161,9 @@ def _evaluate(
     config = loaded.config.model_copy(update={"run": run.model_copy(update=update), "checkpoint": checkpoint})
 
     def loop(parts: Parts) -> None:
-        parts.reporter.tell_evaluated(source)
-        parts.policy.ranks.call(TrainingBackend.load_weights, weights)
+        parts.reporter.tell_evaluated(None if trained is None else trained.folder)
+        if trained is not None:
+            parts.policy.ranks.call(TrainingBackend.load_weights, trained.weights)
         roles.sync_weights(parts)
         evaluation.evaluate(parts, is_due=True)
         steps.report(parts)
@@ -161,9 +171,27 @@ def _evaluate(
     return _run(replace(loaded, config=config), "eval", loop, cluster)
 
 
-def _weights_of(run_dir: Path, step: int | None = None) -> tuple[dict[str, torch.Tensor], Path]:
-    """The policy's weights in a run's newest checkpoint, or in that of `step`, and the checkpoint's
-    folder."""
+def _refuse_other_model(loaded: Loaded, trained: _Trained) -> None:
+    """Raise ConfigError if the config's model is not the one whose weights are in the checkpoint."""
+    if not trained.config or loaded.config.run.allow_changes:
+        return
+    problems = [
+        Problem(
+            change.key,
+            f"is {change.after or 'absent'}, but was {change.before or 'absent'} in {trained.folder}, whose weights are "
+            "evaluated; remove it, or evaluate that model without a run (braid eval CONFIG.yaml). If it is the same model "
+            "in another folder, set run.allow_changes=true",
+            loaded.origin(change.key),
+        )
+        for change in changes(trained.config, to_yaml(loaded), loaded.origins)
+        if f"{change.key}.".startswith(_HOLDS_WEIGHTS)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _trained_of(run_dir: Path, step: int | None = None) -> _Trained:
+    """The policy in a run's newest checkpoint, or in that of `step`."""
     store = _store_of(load_config(run_dir / "config.yaml").config, run_dir)
     steps = store.steps()
     if not steps:
@@ -171,15 +199,16 @@ def _weights_of(run_dir: Path, step: int | None = None) -> tuple[dict[str, torch
     if step is not None and step not in steps:
         have = ", ".join(map(str, steps))
         raise ConfigError(f"--step {step}: {run_dir} has no checkpoint of that step; available: {have}")
-    return _weights_in(store, "latest" if step is None else str(store.path(step)))
+    return _trained_in(store, "latest" if step is None else str(store.path(step)))
 
 
-def _weights_in(store: CheckpointStore, which: str) -> tuple[dict[str, torch.Tensor], Path]:
+def _trained_in(store: CheckpointStore, which: str) -> _Trained:
     from braid.training.shards import read_weights
 
     folder, _, state = store.locate(which if which == "latest" else Path(which))
     role = "policy" if "policy" in state else "warm_up"
-    return state[role].get("weights") or read_weights(folder / role), folder
+    weights = state[role].get("weights") or read_weights(folder / role)
+    return _Trained(weights, folder, state.get("about", {}).get("config", ""))
 
 
 def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:

@@ -20,7 +20,8 @@ def follow_warm_up(parts: Parts) -> None:
         _copy(trained, parts.reference)
     if parts.critic is not None and config.critic.path is None:
         has_adapters = config.model.vla is not None  # critics of language models have none
-        _copy(trained, parts.critic, merged=config.model.lora is not None and not has_adapters)
+        merged = config.model.lora is not None and not has_adapters
+        _copy(trained, parts.critic, merged=merged, heads_differ=True)
     trained.ranks.close()
 
 
@@ -41,6 +42,8 @@ def sync_weights(parts: Parts, when: NewWeights = "drain") -> None:
             _copy(parts.policy, parts.inference)
 
 
-def _copy(source: ModelGroup, target: ModelGroup, *, merged: bool = False) -> None:
+def _copy(
+    source: ModelGroup, target: ModelGroup, *, merged: bool = False, heads_differ: bool = False
+) -> None:
     weights = source.ranks.start(TrainingBackend.full_weights, merged).refs[0]
-    target.ranks.call(TrainingBackend.load_weights, weights)
+    target.ranks.call(TrainingBackend.load_weights, weights, heads_differ=heads_differ)

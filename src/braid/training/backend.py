@@ -141,8 +141,9 @@ class TrainingBackend(Protocol):
         valid. With `merged` adapters are added to the weights that they belong to."""
         ...
 
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Load whole tensors by their checkpoint names."""
+    def load_weights(self, weights: Mapping[str, Tensor], *, heads_differ: bool = False) -> None:
+        """Load whole tensors by their checkpoint names, all of the model's. Raises ModelError if some are missing,
+        unknown or of another shape. `heads_differ`: a critic takes the weights of a policy (models.base.check_fit)."""
         ...
 
     def state(self) -> dict[str, Any]:

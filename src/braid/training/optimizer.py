@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from braid.config.train import OptimizerConfig, ScheduleConfig
 
@@ -34,9 +35,11 @@ def build_optimizer(
     config: OptimizerConfig,
     value_head: nn.Module | None = None,
     masters: Mapping[Tensor, Tensor] | None = None,
+    matrices: Collection[Tensor] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build a fused optimizer over the trainable parameters, or over their master weights in `masters`.
-    Weight decay applies to matrices, not to vectors (biases, norms, standard deviations).
+    """Build an optimizer, fused where torch can, over the trainable parameters, or over their master weights in `masters`.
+    Weight decay applies to matrices, not to vectors (biases, norms, standard deviations); `matrices` are given where
+    parameters are flat shards.
 
     adamw: Loshchilov & Hutter 2019, arXiv 1711.05101. sgd: w <- w - rate * (g + weight_decay * w), without
     momentum. Each group's "scale" is its peak rate relative to `lr`: `value_lr / lr` for the parameters of
@@ -46,12 +49,13 @@ def build_optimizer(
     if value_head is not None and config.value_lr is not None:
         of_head = {id(p) for p in value_head.parameters()}
     trainable = [p for p in module.parameters() if p.requires_grad]
+    decayed = {id(p) for p in ([p for p in trainable if p.ndim >= 2] if matrices is None else matrices)}
     groups: list[dict[str, Any]] = [
         {
             "params": [
                 (masters or {}).get(p, p)
                 for p in trainable
-                if (p.ndim >= 2) is decays and (id(p) in of_head) is is_head
+                if (id(p) in decayed) is decays and (id(p) in of_head) is is_head
             ],
             "weight_decay": config.weight_decay if decays else 0.0,
             "scale": config.value_lr / config.lr if is_head and config.value_lr else 1.0,
@@ -61,7 +65,8 @@ def build_optimizer(
     ]
     groups = [group for group in groups if group["params"]]
     if config.kind == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, fused=True)
+        has_shards = any(isinstance(p, DTensor) for p in trainable)  # for which torch has no fused SGD
+        return torch.optim.SGD(groups, lr=config.lr, fused=not has_shards)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 

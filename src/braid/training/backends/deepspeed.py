@@ -111,7 +111,7 @@ class DeepSpeedBackend(RankBackend):
         changed = {names[id(p)]: p.data for p in params}
         for p, data in zip(params, held, strict=True):
             p.data = data
-        self.load_weights(changed)
+        self._take(self._weight_boxes(), changed)
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See TrainingBackend. Gathers one tensor at a time."""

@@ -42,7 +42,7 @@ from braid.models.batch import PackedBatch
 from braid.models.lora import Recipe, recipes
 from braid.models.value_head import ValueHead
 from braid.training.offload import moved
-from braid.training.optimizer import HALF
+from braid.training.optimizer import HALF, build_optimizer
 from braid.training.shards import Boxes
 
 from .ranks import Pass, RankBackend
@@ -106,6 +106,14 @@ class FsdpBackend(RankBackend):
         super().__init__(model, config, total_steps=total_steps, device=device)
         boxes = {name: self._boxes_of(name, tensor) for name, tensor in self._own_tensors()}
         self._take_from_first(whole, boxes)
+
+    def _build_optimizer(self) -> torch.optim.Optimizer:
+        """Build the optimizer without master weights, which the shards are. FSDP's are flat, whatever the parameter."""
+        tensors = _tensors_of(self._net)
+        matrices = [x for name, x in tensors if len(self._shapes.get(_own_name(name), ())) >= 2]
+        return build_optimizer(
+            self._model.module, self._config.optimizer, self._model.value_head, matrices=matrices
+        )
 
     def _flat_starts(self) -> dict[str, int]:
         """Offset of this rank's part in each parameter: FSDP's shards are consecutive ranges of the flattened

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from braid.config.train import TrainConfig
 from braid.errors import TrainingError
-from braid.models.base import Output, TrainableModel
+from braid.models.base import Output, TrainableModel, check_fit
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
 from braid.models.logprobs import TiledLogits
@@ -388,13 +388,18 @@ class SingleBackend:
         weights = merged_weights(self._model.module) if merged else self.named_weights()
         return ((name, tensor.detach()) for name, tensor in weights)
 
-    @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor], *, heads_differ: bool = False) -> None:
         with self._awake():
-            for name, boxes in self._weight_boxes().items():
-                if name in weights:
-                    boxes.take(weights[name])
-            self._spread()
+            boxes = self._weight_boxes()
+            check_fit(weights, {name: box.shape for name, box in boxes.items()}, heads_differ=heads_differ)
+            self._take(boxes, weights)
+
+    @torch.no_grad()
+    def _take(self, boxes: Mapping[str, Boxes], weights: Mapping[str, Tensor]) -> None:
+        """Copy those of the whole tensors `weights` that the model has into its `boxes`."""
+        for name in boxes.keys() & weights.keys():
+            boxes[name].take(weights[name])
+        self._spread()
 
     def to_host(self) -> None:
         """See TrainingBackend. Moves only weights: gradients are allocated only during a step, and optimizer
