@@ -133,12 +133,13 @@ class AgentDriver:
             if not any(seat.over for seat in seats.opened):
                 raise
             outcome = Outcome()
+        finally:  # also where a deadline ends the episode
+            agents = list(dict.fromkeys(seat.agent for seat in seats.opened))
+            ordered = sorted(seats.opened, key=lambda seat: agents.index(seat.agent))
+            trajectory.segments = [segment for seat in ordered for segment in seat.segments]
         for seat in seats.opened:
             if seat.over:
                 trajectory.truncate(seat.over)
-        agents = list(dict.fromkeys(seat.agent for seat in seats.opened))
-        ordered = sorted(seats.opened, key=lambda seat: agents.index(seat.agent))
-        trajectory.segments = [segment for seat in ordered for segment in seat.segments]
         if not any(segment.is_trained for segment in trajectory.segments):
             raise _EnvFailure("run() ended without a turn of an agent that is trained")
         trajectory.turns[-1].reward += outcome.reward
