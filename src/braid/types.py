@@ -7,6 +7,7 @@ language model's tokens and a simulator's env steps.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -231,6 +232,20 @@ class Lengths(NamedTuple):
     env_steps: int = 0
 
 
+def exact_sum(values: Iterable[float]) -> float:
+    """Sum of numbers, rounded once, so that it does not depend on their order; inf or nan if it overflows."""
+    numbers = list(values)
+    try:
+        return math.fsum(numbers)
+    except (OverflowError, ValueError):  # of numbers so large, or of inf and -inf
+        return sum(numbers)
+
+
+def is_at_least(value: float, bound: float) -> bool:
+    """Whether `value` reaches `bound` up to rounding: weights 0.7, 0.2 and 0.1 may sum to a little less than 1."""
+    return value >= bound or math.isclose(value, bound, rel_tol=1e-9, abs_tol=1e-12)
+
+
 TruncatedBy = Literal["turns", "context", "turn_tokens", "time", "environment", "rollout"]
 """The limit that ended an episode: of turns, of tokens of the context, of tokens of one turn, of time, the
 environment's own, or the env steps of a rollout."""
@@ -288,7 +303,7 @@ class Trajectory:
         if not self.agent_rewards:
             return {"": self.training_reward}
         factor = 1.0 if self.shaped is None else self.shaped.factor
-        rest = self.training_reward - factor * sum(self.agent_rewards.values())
+        rest = exact_sum([self.training_reward, *(-factor * of for of in self.agent_rewards.values())])
         return {agent: factor * reward + rest for agent, reward in self.agent_rewards.items()}
 
     @property
@@ -394,7 +409,7 @@ class Row:
     `observations` are what the decisions observed, such as states or images: arrays of any dtype with one entry
     per decision, and a last one where the row goes on after its last decision. `observed` refers to them.
 
-    `fields` starts with behavior_logprobs and rewards; old_logprobs, ref_logprobs, kl, values, advantages
+    `fields` starts with behavior_logprobs and rewards (float64 until advantages are computed); old_logprobs, ref_logprobs, kl, values, advantages
     and returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
     so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
     any limit cut it. `group` is the prompt's index in the round, `baseline` the reward of its greedy answer,
@@ -411,7 +426,7 @@ class Row:
     is_truncated: bool = False
     score: float = 0.0
     baseline: float | None = None
-    fields: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    fields: dict[str, NDArray[np.floating]] = field(default_factory=dict)
     observations: dict[str, NDArray[Any]] = field(default_factory=dict)
     decision: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     policy_versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))

@@ -138,8 +138,20 @@ def test_critic_and_reference_follow_from_the_recipe() -> None:
 
 def test_the_policy_takes_no_steps_while_the_critic_warms_up() -> None:
     found = plan("algorithm.recipe=ppo", "critic.warmup_rounds=4", "train.passes_per_round=2")
-    assert found.num_steps == (10 - 4) * 2
+    assert found.num_steps == found.num_schedule_steps == (10 - 4) * 2
     assert found.num_critic_steps == 10 * 2
+
+
+def test_warm_up_of_a_value_head_is_part_of_the_policys_schedule() -> None:
+    """Its optimizer counts these steps too, so that rates fall to their end in the last round, not before."""
+    shared = config(
+        "algorithm.recipe=ppo",
+        "critic={network: shared, warmup_rounds: 4, train: {passes_per_round: 3}}",
+        "train.passes_per_round=2",
+    )
+    found = derive(shared, None, "train")
+    assert found.num_steps == (10 - 4) * 2
+    assert found.num_schedule_steps == (10 - 4) * 2 + 4 * 3
 
 
 @pytest.mark.parametrize(

@@ -335,3 +335,10 @@ from tests.envs.odd import NUMBERS, RAISED
     assert "reward.timeout_s" not in trajectory.reason
     if what in RAISED and what != "CancelledError" and not (form == "async def" and "Stop" in what):
         assert "odd.py:6" in trajectory.reason
+
+
+def test_weights_that_sum_to_one_give_a_reward_of_one(answered: Answered, score: Score) -> None:
+    trajectory = answered("right", answer="right")
+    parts = [{"kind": "exact", "name": str(weight), "weight": weight} for weight in (0.7, 0.2, 0.1)]
+    score([trajectory], *parts)
+    assert trajectory.reward == 1.0

@@ -499,6 +499,36 @@ def test_interrupted_requests_continue_with_new_weights(
     assert engine._lm.num_prefilled == sum(len(r.prompt_ids) - 1 for r in prefilled)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("recompute_cache", [False, True])
+def test_a_turn_begun_after_an_interrupt_reads_keys_of_the_new_weights_only(
+    tiny_lm: TinyLM, run_all: Run, recompute_cache: bool, compile: bool
+) -> None:
+    lm = tiny_lm()
+    engine = make_engine(
+        lm, prefix_caching=True, owns_weights=True, recompute_cache=recompute_cache, compile=compile
+    )
+
+    async def turns() -> tuple[Completion, Completion]:
+        first = Request((3, 4, 5), Sampling(30, greedy=True), (0, 0), (0,))
+        task = asyncio.create_task(engine.generate(first))
+        await let_run(8)
+        assert load(engine) == (1, 0)
+        train(lm)
+        await engine.set_weights(5, "interrupt")
+        history = (*first.prompt_ids, *(await task).token_ids, 7, 8)
+        later.append(Request(history, Sampling(10, greedy=True), (0, 1), (0,)))
+        return await task, await engine.generate(later[0])
+
+    later: list[Request] = []
+    interrupted, after = asyncio.run(turns())
+    assert [version for version, _ in interrupted.policy_version] == [0, 5]  # pyright: ignore[reportGeneralTypeIssues]
+    assert after.policy_version == 5
+    anew = run_all(make_engine(lm), later)[0]
+    assert after.token_ids == anew.token_ids
+    np.testing.assert_allclose(after.logprobs, anew.logprobs, atol=2e-5)
+
+
 def test_compiled_steps_continue_with_new_weights(tiny_lm: TinyLM) -> None:
     """Those between two steps, with no new request."""
 
@@ -863,3 +893,58 @@ def test_sequences_of_all_lengths_arrive_and_leave_in_a_small_cache(compile: boo
     assert [facts(asyncio.run(large.generate(r))) for r in requests[::5]] == together[::5]
     assert all(of.num_tokens for of in small._cache._buckets.values())
     assert sum(of.num_tokens for of in small._cache._buckets.values()) <= 4096
+
+
+async def _groups_talk(engine: NativeEngine, seed: int) -> list[list[Completion]]:
+    """Conversations of up to four turns, in groups of equal first prompts; many answers have one token."""
+    draw = random.Random(seed)
+    plans = []
+    for _ in range(draw.randint(1, 5)):
+        opening = tuple(draw.choices(range(2, 64), k=draw.choice((1, 15, 16, 17, 40, 93))))
+        for _ in range(draw.randint(1, 5)):
+            said = [tuple(draw.choices(range(2, 64), k=draw.randint(1, 9))) for _ in range(draw.randrange(4))]
+            plans.append(
+                [(opening if t == 0 else of, draw.choice((1, 1, 2, 7))) for t, of in enumerate([(), *said])]
+            )
+
+    async def converse(i: int, turns: list[tuple[tuple[int, ...], int]], wait: int) -> list[Completion]:
+        history: tuple[int, ...] = ()
+        done: list[Completion] = []
+        for t, (said, most) in enumerate(turns):
+            await let_run(wait if t else 0)
+            history += said
+            sampling = Sampling(max_new_tokens=most, stop_token_ids=(1, 2, 3))
+            done.append(await engine.generate(Request(history, sampling, (i, t), (i,))))
+            history += tuple(done[-1].token_ids)
+        return done
+
+    waits = draw.choices(range(4), k=len(plans))
+    return await asyncio.gather(*(converse(i, of, waits[i]) for i, of in enumerate(plans)))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_short_answers_of_groups_in_several_turns_do_not_depend_on_the_cache(
+    compile: bool, tiny_lm: TinyLM
+) -> None:
+    """With any budget, down to that of the longest sequence, 93 + 3 * 9 + 4 * 7 tokens, padded or not."""
+    lm = tiny_lm("qwen3")
+    for seed in range(5):
+        expected = asyncio.run(_groups_talk(make_engine(lm), seed))
+        limits = {"kv_budget_tokens": (148, 149, 160, 161, 2000)[seed % 5], "max_running": 3 + seed % 9}
+        if not compile:
+            limits["kv_budget_tokens"] = max(160, limits["kv_budget_tokens"])
+        engine = make_engine(lm, compile=compile, prefix_caching=seed % 4 > 0, **limits)
+        for turns, others in zip(asyncio.run(_groups_talk(engine, seed)), expected, strict=True):
+            for turn, other in zip(turns, others, strict=True):
+                assert turn.token_ids == other.token_ids
+                np.testing.assert_allclose(turn.logprobs, other.logprobs, atol=2e-5)
+        assert not engine.num_pending
+
+
+@pytest.mark.parametrize("num_new", [1, 2, 3])
+def test_a_sequence_that_fills_the_budget_runs(num_new: int, tiny_lm: TinyLM, run_all: Run) -> None:
+    """Its prompt, padded, would be longer than its place in the cache."""
+    lm = tiny_lm("qwen3")
+    request = Request(tuple(range(2, 43)), Sampling(max_new_tokens=num_new), (0,))
+    engine = make_engine(lm, compile=True, kv_budget_tokens=41 + num_new)
+    assert facts(run_all(engine, [request])[0]) == facts(run_all(make_engine(lm, compile=True), [request])[0])

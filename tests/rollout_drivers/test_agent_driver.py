@@ -15,6 +15,7 @@ from tests.driven import drive, groups_of
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from braid.algorithms.recipes import RECIPES
 from braid.config.env import Timeouts, ToolsEnv
 from braid.envs.agents.base import AgentEnv, Opening, Outcome, Seats, Step
 from braid.envs.agents.build import AgentEnvs
@@ -27,6 +28,7 @@ from braid.models.chat import ChatFormat
 from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.rows import group_rows
+from braid.training.advantages import compute_advantages
 from braid.types import Action, Group, Prompt, Status, StopReason, Trajectory
 
 EOS = 1
@@ -771,6 +773,30 @@ def test_an_episode_ended_by_a_limit_is_compared_agent_by_agent_with_the_others_
         trajectory.reward = sum(turn.reward for turn in trajectory.turns)
     players = {row.player for row in group_rows(group, 0, 0)}
     assert players == {"sender", "receiver"}
+
+
+def test_the_segments_of_an_agent_stay_together_where_a_deadline_ends_the_episode() -> None:
+    class Duel(Pair):
+        def __init__(self) -> None:
+            self.is_long = next(number) == 1
+            super().__init__()
+
+        async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
+            await super().run(task, seed, seats)
+            await seats.open("sender").reply([{"role": "user", "content": "again"}])
+            if self.is_long:
+                await asyncio.sleep(60)
+            return Outcome(rewards={"sender": 1.0, "receiver": -1.0})
+
+    number = itertools.count()
+    driver = _driver(ScriptedEngine(_echo), Duel, max_turns=2)
+    driver = replace(driver, limits=replace(driver.limits, timeouts=Timeouts(episode_s=0.3)))
+    (group,) = drive(driver, [_prompt("2*3=")], 2, (0, 5))
+    assert [t.status for t in group.trajectories] == [Status.FINISHED, Status.TRUNCATED]
+    for trajectory in group.trajectories:
+        assert [segment.agent for segment in trajectory.segments] == ["sender", "sender", "receiver"]
+        trajectory.reward = sum(turn.reward for turn in trajectory.turns)
+    compute_advantages(group_rows(group, 0, 0), RECIPES["grpo"])
 
 
 def test_random_numbers_of_agents_do_not_depend_on_who_speaks_first() -> None:

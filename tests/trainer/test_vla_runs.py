@@ -191,14 +191,24 @@ def test_a_policy_with_a_value_head_is_its_own_critic(tmp_path: Path, vla: dict[
         algorithm={"recipe": "ppo", "kl_coef": 0.0, "logprob_level": "chunk"},
         critic={"network": "shared", "warmup_rounds": 1},
     )
-    outcome = commands.train(load_config(config, ["run.max_rounds=3", "checkpoint.every_rounds=1"]))
-    first, second, _ = [line for line in metrics(outcome) if "critic/value_mean" in line]
+    falling = "train.optimizer.schedule={decay: linear}"
+    outcome = commands.train(load_config(config, ["run.max_rounds=3", "checkpoint.every_rounds=1", falling]))
+    first, second, last = [line for line in metrics(outcome) if "critic/value_mean" in line]
+    assert 0 < last["policy/lr"] < second["policy/lr"] < first["critic/lr"], (
+        "it falls to 0 after the last round"
+    )
     assert first["critic/value_mean"] == 0
     assert second["critic/value_mean"] != 0, "the round before was one of the value loss alone"
     assert "policy/ratio_mean" not in first
     assert "policy/ratio_mean" in second
     middle = outcome.run_dir / "checkpoints" / "step_1"
-    options = ["run.max_rounds=3", "run.name=again", f"run.resume={middle}", "run.allow_changes=true"]
+    options = [
+        "run.max_rounds=3",
+        falling,
+        "run.name=again",
+        f"run.resume={middle}",
+        "run.allow_changes=true",
+    ]
     again = commands.train(load_config(config, [*options, "checkpoint.every_rounds=1"]))
     hashes = weight_hashes(outcome.run_dir)
     assert [name for name in hashes if name.endswith("value_head.weight")]

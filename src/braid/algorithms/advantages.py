@@ -18,6 +18,10 @@ from torch import Tensor
 STD_EPSILON = 1e-6
 """Added to the standard deviation that rewards are divided by; as in RLinf, ROLL and SkyRL."""
 
+EQUAL_RELATIVE, EQUAL_ABSOLUTE = 2.0**-22, 1e-12
+"""Rewards of a group are equal if they differ by no more than this: by the resolution of float32 at the largest of them, in
+which simulators report. Sums that were rounded differently would otherwise be divided by their tiny deviation."""
+
 MEAN_EPSILON = 1e-6
 """Added to the mean that maxrl divides by; as in SkyRL."""
 
@@ -30,7 +34,7 @@ class Grouped:
     """Statistics of each row's group, broadcast to rows: float64 [B] each; `std` is unbiased (divisor n - 1).
 
     `centered` is the reward minus its group's mean. `centered` and `std` are exactly 0 if all rewards of the
-    group are equal.
+    group are equal, up to EQUAL_RELATIVE and EQUAL_ABSOLUTE.
     """
 
     count: Tensor
@@ -45,13 +49,30 @@ def grouped(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Grouped:
     zeros = torch.zeros(len(groups), dtype=torch.float64, device=rewards.device)  # at most one group per row
     count = zeros.index_add(0, group, torch.ones_like(zeros))[group]
     exact = rewards.double()
+    lowest, _, is_equal = _extremes(exact, group)
     # Subtracting the group's minimum first makes equal rewards exactly 0, without rounding errors.
-    lowest = zeros.scatter_reduce(0, group, exact, "amin", include_self=False)[group]
-    above = exact - lowest
+    above = torch.where(is_equal, 0.0, exact - lowest)
     mean = zeros.index_add(0, group, above)[group] / count
     centered = above - mean
     variance = zeros.index_add(0, group, centered.square())[group] / (count - 1).clamp(min=1)
     return Grouped(count, lowest + mean, variance.sqrt(), centered)
+
+
+def _extremes(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row's group: lowest and highest reward, and whether all are equal."""
+
+    def over_group(reduce: str) -> Tensor:
+        return rewards.scatter_reduce(0, group, rewards, reduce, include_self=False)[group]
+
+    lowest, highest = over_group("amin"), over_group("amax")
+    tolerance = EQUAL_ABSOLUTE + EQUAL_RELATIVE * torch.maximum(lowest.abs(), highest.abs())
+    return lowest, highest, highest - lowest <= tolerance
+
+
+def reward_std(rewards: Sequence[float]) -> float:
+    """Unbiased standard deviation of one group's rewards; exactly 0 if they are equal, as in `grouped`."""
+    values = torch.tensor(rewards, dtype=torch.float64)
+    return float(grouped(values, torch.zeros(len(values), dtype=torch.long)).std[0])
 
 
 def group_advantages(
@@ -104,15 +125,14 @@ def best_of_group(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Floa
     being first; the paper would choose one at random. ROLL's RAFT++ is grpo without the standard deviation.
     """
     _, group = groups.unique(return_inverse=True)
-
-    def over_group(values: Tensor, reduce: str) -> Tensor:
-        return values.scatter_reduce(0, group, values, reduce, include_self=False)[group]
-
-    best, worst = over_group(rewards, "amax"), over_group(rewards, "amin")
+    exact = rewards.double()
+    _, best, is_equal = _extremes(exact, group)
+    is_best = best - exact <= EQUAL_ABSOLUTE + EQUAL_RELATIVE * best.abs()
     nowhere = len(groups)
     places = torch.arange(nowhere, device=rewards.device)
-    of_best = torch.where((rewards == best) & (best > worst), places, nowhere)
-    return (places == over_group(of_best, "amin")).to(rewards.dtype)
+    of_best = torch.where(is_best & ~is_equal, places, nowhere)
+    first = of_best.scatter_reduce(0, group, of_best, "amin", include_self=False)[group]
+    return (places == first).to(rewards.dtype)
 
 
 def likelihood_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:

@@ -86,7 +86,7 @@ def reward_statistics(
         index = {"group": groups, "source": sources, "batch": everyone}[which]
         assert index is not None, "statistics by source need the sources"
         of = grouped(rewards, index)
-        return of.mean, of.std
+        return rewards.double() - of.centered, of.std  # exactly the reward itself in a group of equal ones
 
     center, (_, deviation) = moments(mean)[0], moments(std)
     return center, torch.where(deviation > 0, deviation + STD_EPSILON, 1.0)

@@ -81,7 +81,7 @@ class NativeEngineConfig(Section):
     devices the default budget is halved for it."""
     recompute_cache: bool = False
     """Recompute the key/value cache of turns that continue with new weights (pipeline.on_new_weights=interrupt),
-    instead of keeping it."""
+    instead of keeping it until the turn ends. The next turn recomputes it either way."""
 
 
 class _ServedEngine(Section):

@@ -376,8 +376,12 @@ def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     key, sft = "optimizer.schedule.warmup_steps", config.sft
-    warmup, steps = config.train.optimizer.schedule.warmup_steps, plan.planned_steps
-    if plan.verb == "train" and steps is not None and warmup >= steps:
+    warmup = config.train.optimizer.schedule.warmup_steps
+    if (
+        plan.verb == "train"
+        and plan.planned_steps is not None
+        and warmup >= (steps := plan.num_schedule_steps)
+    ):
         yield f"train.{key}", f"the run ends after {steps} steps, before the warm-up of {warmup} steps"
     if plan.verb != "eval" and sft is not None and sft.optimizer.schedule.warmup_steps >= sft.steps:
         yield f"sft.{key}", f"supervised fine-tuning ends after {sft.steps} steps, before its warm-up"

@@ -37,7 +37,7 @@ class Plan:
     Token counts are upper bounds; None if there are no tokens (simulators). With `learns_values`, values
     are learned by a separate critic (`needs_critic`) or by a value head of the policy. `planned_rounds` and the planned
     steps are None while they depend on an unknown number of training prompts, and 0 for commands other than
-    train. Steps are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `memory`
+    train; `planned_warmup_steps` are those of critic warm-up on a value head of the policy. Steps are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `memory`
     is empty if the model's size is unknown. `round_bytes` is the least and the most host memory of a round's trajectories.
     """
 
@@ -56,6 +56,7 @@ class Plan:
     planned_rounds: int | None
     planned_steps: int | None
     planned_critic_steps: int | None
+    planned_warmup_steps: int | None
     sft_steps: int
     max_output_tokens: int | None
     max_trajectory_tokens: int | None
@@ -93,6 +94,12 @@ class Plan:
         """Total optimizer steps of the policy, once they are known."""
         assert self.planned_steps is not None, "with max_epochs, pass num_prompts to resolve()"
         return self.planned_steps
+
+    @property
+    def num_schedule_steps(self) -> int:
+        """Total optimizer steps of the policy's model, those of critic warm-up on its value head among them."""
+        assert self.planned_warmup_steps is not None, "with max_epochs, pass num_prompts to resolve()"
+        return self.num_steps + self.planned_warmup_steps
 
     @property
     def num_critic_steps(self) -> int:

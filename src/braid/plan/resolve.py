@@ -117,6 +117,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     constant = recipe.aggregation_constant
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
         constant = float(output)
+    policy_rounds = None if rounds is None else _policy_rounds(config, recipe, rounds)
     old_logprobs = _old_logprobs(config, recipe, steps_per_round)
     has_critic = _has_critic(config, recipe)
     is_used: dict[Role, bool] = {
@@ -147,8 +148,15 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         steps_per_round=steps_per_round,
         rows_per_step=rows_per_step,
         planned_rounds=rounds,
-        planned_steps=None if rounds is None else _policy_rounds(config, recipe, rounds) * steps_per_round,
+        planned_steps=None if policy_rounds is None else policy_rounds * steps_per_round,
         planned_critic_steps=None if rounds is None else rounds * critic_steps,
+        planned_warmup_steps=(
+            None
+            if rounds is None or policy_rounds is None
+            else 0
+            if has_critic
+            else (rounds - policy_rounds) * critic_steps
+        ),
         sft_steps=0 if config.sft is None else config.sft.steps,
         max_output_tokens=output,
         max_trajectory_tokens=total,

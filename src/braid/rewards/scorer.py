@@ -28,7 +28,7 @@ from braid.config.reward import (
 from braid.cores import num_cores
 from braid.errors import ConfigError, Problem, RewardError
 from braid.report.metrics import Metrics
-from braid.types import Trajectory
+from braid.types import Trajectory, exact_sum
 from braid.users import finite_number
 
 from .base import Part, Services
@@ -146,10 +146,12 @@ class Scorer:
             except RewardError as error:
                 trajectory.invalidate(f"reward {part.name}: {error}")
                 return
-        from_env = env_reward(trajectory)
-        reward = from_env + sum(part.weight * scores[part.name] for part in parts)
+        from_env = env_rewards(trajectory)
+        reward = exact_sum([*from_env, *(part.weight * scores[part.name] for part in parts)])
         if not math.isfinite(reward):
-            trajectory.invalidate(f"reward sum: {reward}, from {scores} and {from_env} of the environment")
+            trajectory.invalidate(
+                f"reward sum: {reward}, from {scores} and {exact_sum(from_env)} of the environment"
+            )
             return
         trajectory.reward_parts, trajectory.reward = scores, reward
 
@@ -197,11 +199,11 @@ async def _batch(
     return {id(t): score for t, score in zip(trajectories, scores, strict=True)}
 
 
-def env_reward(trajectory: Trajectory) -> float:
-    """Sum of the environment's rewards over the episode."""
+def env_rewards(trajectory: Trajectory) -> list[float]:
+    """The environment's rewards of the episode."""
     if trajectory.env_steps is not None:
-        return float(trajectory.env_steps.rewards.sum())
-    return sum(turn.reward for turn in trajectory.turns)
+        return trajectory.env_steps.rewards.ravel().tolist()
+    return [turn.reward for turn in trajectory.turns]
 
 
 def as_score(value: object) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.types import EnvSteps, Group, PolicyVersion, Row, Status, Trajectory, Turn
+from braid.types import EnvSteps, Group, PolicyVersion, Row, Status, Trajectory, Turn, exact_sum
 
 
 def group_rows(group: Group, place: int, first: int) -> list[Row]:
@@ -43,14 +43,15 @@ def _rows_of(trajectory: Trajectory) -> list[Row]:
             row.player = segment.agent if segment.agent in trajectory.agent_rewards else ""
     assert trajectory.reward is not None, "valid trajectories must have been scored"
     for row in rows:
-        others = sum(reward for agent, reward in trajectory.agent_rewards.items() if agent != row.player)
-        row.is_truncated, row.score = is_truncated, trajectory.reward - others
+        others = [reward for agent, reward in trajectory.agent_rewards.items() if agent != row.player]
+        row.is_truncated, row.score = is_truncated, exact_sum([trajectory.reward, *(-x for x in others)])
         if trajectory.shaped is not None:
-            row.fields["rewards"] *= np.float32(trajectory.shaped.factor)
+            row.fields["rewards"] *= trajectory.shaped.factor
     for player, total in totals.items():
         of = [row for row in rows if row.player == player]
-        given = sum(row.fields["rewards"].sum(dtype=np.float64) for row in of)
-        of[-1].fields["rewards"][np.flatnonzero(of[-1].mask)[-1]] += total - given
+        rewards, end = of[-1].fields["rewards"], np.flatnonzero(of[-1].mask)[-1]
+        given = np.concatenate([row.fields["rewards"] for row in of])
+        rewards[end] = exact_sum([total, float(rewards[end]), *(-given[given != 0]).tolist()])
     return rows
 
 
@@ -61,7 +62,7 @@ def _text_row(turns: Sequence[Turn], agent: int) -> Row:
         [np.repeat((-1, k), (len(t.context_ids), len(t.output_ids))) for k, t in enumerate(turns)]
     ).astype(np.int32)
     mask = decision >= 0
-    logprobs, rewards = np.zeros((2, len(mask)), np.float32)
+    logprobs, rewards = np.zeros(len(mask), np.float32), np.zeros(len(mask))
     logprobs[mask] = [x for t in turns for x in t.logprobs]
     rewards[np.cumsum([len(t.context_ids) + len(t.output_ids) for t in turns]) - 1] = [
         t.reward for t in turns
@@ -94,7 +95,7 @@ def _simulator_row(steps: EnvSteps, *, is_terminal: bool) -> Row:
     (num_decisions, width), chunk = steps.logprobs.shape, steps.rewards.shape[1]
     counts = steps.num_positions
     is_kept = np.arange(width) < counts[:, None]
-    rewards = np.zeros_like(steps.logprobs)
+    rewards = np.zeros(steps.logprobs.shape)
     for action in range(chunk):
         rewards[:, max((action + 1) * width // chunk - 1, 0)] += steps.rewards[:, action]
     decision = np.append(np.repeat(np.arange(num_decisions, dtype=np.int32), counts), np.int32(-1))

@@ -108,7 +108,7 @@ def _build(
     def new_policy() -> ModelGroup:
         if plan.verb == "sft" and supervised is not None:
             return supervised.model
-        return cluster.model("policy", total_steps=plan.num_steps, spaces=spaces)
+        return cluster.model("policy", total_steps=plan.num_schedule_steps, spaces=spaces)
 
     supervised = supervised_of(config, plan, inputs, new_supervised)
     new_simulator, spaces = None, None

@@ -50,6 +50,7 @@ from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.report.streams import reward_prints_in
 from braid.training.backend import TrainingBackend
+from braid.types import is_at_least
 
 from . import build, evaluation, imitation, on_policy, pipelined, roles, saving, steps
 from .inputs import read_inputs
@@ -451,13 +452,13 @@ def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed |
     target, name = config.eval.target, config.eval.target_metric
     first, last = (of.get("all", {}).get(name, math.nan) for of in (reporter.first_eval, reporter.last_eval))
     problems = []
-    if target.min_final is not None and not last >= target.min_final:
+    if target.min_final is not None and not is_at_least(last, target.min_final):
         problems.append(
             f"there is no final {name}: no answer of the evaluation is valid, or none was made"
             if math.isnan(last)
             else f"final {name} is {last:.3f}, below eval.target.min_final={target.min_final:g}"
         )
-    if verb != "eval" and target.min_gain is not None and not last - first >= target.min_gain:
+    if verb != "eval" and target.min_gain is not None and not is_at_least(last - first, target.min_gain):
         problems.append(
             f"the gain in {name} is unknown, since the first or the last evaluation has no valid answer or was not made"
             if math.isnan(last - first)

@@ -11,7 +11,7 @@ import numpy as np
 from braid.config.env import SimulatorEnv
 from braid.report.video import write_video
 from braid.rollout.collector import Use
-from braid.types import Group, Trajectory
+from braid.types import Group, Trajectory, is_at_least
 
 from . import costs
 from .keys import EVAL_KEY
@@ -103,7 +103,7 @@ def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: flo
 
 def _is_success(trajectory: Trajectory, least: float) -> bool:
     reported = trajectory.metrics.get("success_once")
-    return (trajectory.reward or 0.0) >= least if reported is None else reported > 0
+    return is_at_least(trajectory.reward or 0.0, least) if reported is None else reported > 0
 
 
 def _pass_at(k: int, n: int, successes: int) -> float:

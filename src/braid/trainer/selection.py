@@ -14,8 +14,9 @@ from typing import Literal
 
 import numpy as np
 
+from braid.algorithms.advantages import reward_std
 from braid.config.rollout import FilterConfig
-from braid.types import Group
+from braid.types import Group, exact_sum, is_at_least
 
 Reason = Literal["invalid", "baseline", "min_std", "min_mean", "max_mean", "surplus"]
 """Why a group was dropped. invalid: no valid trajectory. baseline: its greedy answer is invalid. surplus: the
@@ -33,14 +34,13 @@ def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
         return "invalid"
     if group.greedy is not None and not group.greedy.is_valid:
         return "baseline"
-    several = [np.array(of) for of in group.compared_rewards if len(of) > 1]
-    stds = [(of - of.min()).std(ddof=1) for of in several]  # exactly 0 for equal rewards
-    if config.min_std is not None and stds and max(stds) <= config.min_std:
+    stds = [reward_std(of) for of in group.compared_rewards if len(of) > 1]
+    if config.min_std is not None and stds and is_at_least(config.min_std, max(stds)):
         return "min_std"
-    rewards = np.array([t.training_reward for t in group.valid])
-    if config.min_mean is not None and rewards.mean() <= config.min_mean:
+    mean = exact_sum(t.training_reward for t in group.valid) / len(group.valid)
+    if config.min_mean is not None and is_at_least(config.min_mean, mean):
         return "min_mean"
-    if config.max_mean is not None and rewards.mean() >= config.max_mean:
+    if config.max_mean is not None and is_at_least(mean, config.max_mean):
         return "max_mean"
     return None
 

@@ -14,6 +14,7 @@ from typing import get_args
 
 import numpy as np
 
+from braid.algorithms.advantages import reward_std
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.kl import steered_coefficient
 from braid.config.env import AgentEnvConfig, ChatEnv, SimulatorEnv
@@ -28,7 +29,7 @@ from braid.training.backend import StepReport
 from braid.training.group import ModelGroup
 from braid.training.losses import policy_loss, value_loss_of, with_value_loss
 from braid.training.rollout_buffer import RowMetadata
-from braid.types import Group, Status, Trajectory
+from braid.types import Group, Status, Trajectory, is_at_least
 
 from . import costs, roles
 from .evaluation import evaluate, show_films
@@ -163,18 +164,23 @@ def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
             values_of["reward/greedy_mean"].append(group.greedy.reward)
     for name, values in values_of.items():
         metrics.mean(name, sum(values), len(values))
-    env = parts.config.env
-    if isinstance(env, ChatEnv | SimulatorEnv):
-        _report_env(metrics, "env", valid)
-    if isinstance(env, AgentEnvConfig):
-        for kind in env.mix:
-            of_kind = [t for t in valid if kind_of(t.prompt, env.mix_key) == kind]
-            _report_env(metrics, f"env/mix/{kind}", of_kind)
+    _report_envs(parts, valid)
     rewards = [t.reward for t in trajectories if t.reward is not None]
     metrics.mean("reward/std", float(np.std(rewards)) if rewards else 0.0)
     seen = [group.compared_rewards for group in groups if group.valid]
-    same = sum(all(min(of) == max(of) for of in rewards) for rewards in seen)
-    metrics.mean("reward/same_in_group_fraction", same, len(seen))
+    if parts.config.rollout.group_size > 1:
+        same = sum(all(reward_std(of) == 0 for of in rewards) for rewards in seen)
+        metrics.mean("reward/same_in_group_fraction", same, len(seen))
+
+
+def _report_envs(parts: Parts, trajectories: Sequence[Trajectory]) -> None:
+    env = parts.config.env
+    if isinstance(env, ChatEnv | SimulatorEnv):
+        _report_env(parts.metrics, "env", trajectories)
+    if isinstance(env, AgentEnvConfig):
+        for kind in env.mix:
+            of_kind = [t for t in trajectories if kind_of(t.prompt, env.mix_key) == kind]
+            _report_env(parts.metrics, f"env/mix/{kind}", of_kind)
 
 
 def _report_env(metrics: Metrics, prefix: str, trajectories: Sequence[Trajectory]) -> None:
@@ -231,7 +237,7 @@ def compute_advantages(parts: Parts, selection: Selection) -> list[RowMetadata]:
                 parts.metrics.mean(name, value)
             if parts.plan.recipe.supervised_coef > 0:
                 success = parts.config.eval.success_reward
-                parts.buffer.mark_successes(rows, [row.score >= success for row in rows])
+                parts.buffer.mark_successes(rows, [is_at_least(row.score, success) for row in rows])
         is_trained = are_trained(rows, parts.plan.recipe)
         trained = [row for row, is_so in zip(rows, is_trained, strict=True) if is_so]
         if parts.plan.recipe.mask_truncated or parts.plan.recipe.mask_long_failures is not None:

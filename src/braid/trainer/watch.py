@@ -13,6 +13,7 @@ from braid.algorithms.recipes import ADVANTAGES
 from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.plan import Plan
+from braid.types import is_at_least
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class LearningWatch:
                 "The policy gives the same answer each time: raise rollout.sampling.temperature="
                 f"{self.config.rollout.sampling.temperature:g}, or begin from a model that is less certain"
             )
-        elif mean >= self.config.eval.success_reward:
+        elif is_at_least(mean, self.config.eval.success_reward):
             advice = "All are right: use harder data"
         else:
             advice = (

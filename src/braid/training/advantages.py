@@ -37,7 +37,7 @@ from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.recipes import Recipe
 from braid.algorithms.rewards import RunningMoments, reward_statistics
 from braid.algorithms.segments import first_positions
-from braid.types import Row
+from braid.types import Row, exact_sum, is_at_least
 
 
 def compute_advantages(
@@ -48,7 +48,7 @@ def compute_advantages(
     running: RunningMoments | None = None,
 ) -> dict[str, float]:
     """Write `advantages` (and `returns` for gae) into each row, from the rewards and values of its trajectory.
-    `rewards` are replaced by the processed rewards that the advantages are computed from.
+    `rewards` are replaced by the processed rewards that the advantages are computed from, then in float32.
 
     `kl_coef` overrides the recipe's, since it may change from round to round. `running` holds the moments of
     all earlier rounds for statistics of kind "running", and is updated with this one. Returns metrics by
@@ -73,6 +73,7 @@ def compute_advantages(
     round_ = _Round.of(rows)
     estimator: Callable[[_Round, Recipe], Tensor] = globals()[recipe.advantage]
     advantages = estimator(round_, recipe)
+    _unflatten(rows, "rewards", round_.rewards)
     if penalties and recipe.kl_in == "advantage":
         advantages = advantages - _flat(penalties)
     if recipe.whiten_advantages:
@@ -112,7 +113,9 @@ def are_trained(rows: Sequence[Cut], recipe: Recipe) -> list[bool]:
     limit = recipe.mask_long_failures
 
     def is_trained(row: Cut) -> bool:
-        is_long_failure = limit is not None and row.score <= 0 and num_tokens[row.trajectory] >= limit
+        is_long_failure = (
+            limit is not None and is_at_least(0.0, row.score) and num_tokens[row.trajectory] >= limit
+        )
         return not (is_long_failure or (recipe.mask_truncated and row.is_truncated))
 
     return [is_trained(row) for row in rows]
@@ -167,7 +170,7 @@ def _standardize(trajectories: Sequence[Sequence[Row]], recipe: Recipe, running:
             rewards = row.fields["rewards"].astype(np.float64)
             if row is of[-1]:
                 rewards[_end(row)] -= off
-            row.fields["rewards"] = (rewards / divisor).astype(np.float32)
+            row.fields["rewards"] = rewards / divisor
             if row.baseline is not None:
                 row.baseline = (row.baseline - off) / divisor
 
@@ -194,7 +197,10 @@ class _Round:
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> _Round:
-        rewards, mask = _flat([row.fields["rewards"] for row in rows]), _flat([row.mask for row in rows])
+        rewards, mask = (
+            _flat([row.fields["rewards"] for row in rows]).double(),
+            _flat([row.mask for row in rows]),
+        )
         trajectories = _trajectories(rows)
         return cls(rows, trajectories, rewards, mask, _totals(trajectories), _groups(trajectories))
 
@@ -382,10 +388,9 @@ def _explained_variance(round_: _Round, recipe: Recipe) -> float:
 
 
 def _totals(trajectories: Sequence[Sequence[Row]]) -> Tensor:
-    """Sum of each trajectory's rewards [N], rounded to float32 like the rewards, so that sums that differ only by
-    float64 rounding compare equal."""
-    sums = [sum(row.fields["rewards"].sum(dtype=np.float64) for row in of) for of in trajectories]
-    return torch.tensor(sums, dtype=torch.float32)
+    """Sum of each trajectory's rewards [N], float64."""
+    rewards = [np.concatenate([row.fields["rewards"] for row in of]) for of in trajectories]
+    return torch.tensor([exact_sum(of[of != 0].tolist()) for of in rewards], dtype=torch.float64)
 
 
 def _groups(trajectories: Sequence[Sequence[Row]]) -> Tensor:

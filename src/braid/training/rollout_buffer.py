@@ -122,11 +122,11 @@ class RolloutBuffer:
         """Take the rows of the other processes into account."""
         self._lent = list(lent)
 
-    def give_back(self, lender: int) -> list[dict[str, NDArray[np.float32]]]:
+    def give_back(self, lender: int) -> list[dict[str, NDArray[np.floating]]]:
         """The fields of the rows of the process `lender`, as they are now."""
         return [row.fields for row in self._lent[lender]]
 
-    def take_back(self, fields: Sequence[dict[str, NDArray[np.float32]]]) -> None:
+    def take_back(self, fields: Sequence[dict[str, NDArray[np.floating]]]) -> None:
         """Replace the fields of all rows."""
         for row, of in zip(self._rows, fields, strict=True):
             row.fields = of

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from braid.errors import EnvError, ToolError
-from braid.types import Action, Message, Prompt, ToolCall
+from braid.types import Action, Message, Prompt, ToolCall, exact_sum
 from braid.users import described, is_the_users, message_of
 
 from .base import Opening, Step, ToolSchema
@@ -111,7 +111,7 @@ class ToolEnv:
 
     async def final_reward(self) -> float:
         """The reward of the episode up to now; a limit may have ended it."""
-        return sum([await box.reward() for box in self._opened if box.reward], 0.0)
+        return exact_sum([await box.reward() for box in self._opened if box.reward])
 
     async def close(self) -> None:
         await self._stack.aclose()

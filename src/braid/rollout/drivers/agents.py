@@ -20,7 +20,7 @@ from braid.models.chat import ChatFormat
 from braid.models.tokenizer import answer_text, whole_text
 from braid.rollout.conversation import Conversation
 from braid.rollout.engine import RolloutEngine, Sampling
-from braid.types import Action, Group, Key, Message, Prompt, Trajectory, TruncatedBy, Turn
+from braid.types import Action, Group, Key, Message, Prompt, Trajectory, TruncatedBy, Turn, exact_sum
 from braid.users import described, finite_number, is_the_users, message_of, shown
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class AgentDriver:
             await self._turns(trajectory, env, conversation, stops)
         finally:
             if self.limits.rewards_at_end and (turns := trajectory.turns):
-                total = sum(turn.reward for turn in turns)
+                total = exact_sum(turn.reward for turn in turns)
                 for turn in turns:
                     turn.reward = 0.0
                 turns[-1].reward = total
@@ -133,12 +133,13 @@ class AgentDriver:
             if not any(seat.over for seat in seats.opened):
                 raise
             outcome = Outcome()
+        finally:  # also where a deadline ends the episode
+            agents = list(dict.fromkeys(seat.agent for seat in seats.opened))
+            ordered = sorted(seats.opened, key=lambda seat: agents.index(seat.agent))
+            trajectory.segments = [segment for seat in ordered for segment in seat.segments]
         for seat in seats.opened:
             if seat.over:
                 trajectory.truncate(seat.over)
-        agents = list(dict.fromkeys(seat.agent for seat in seats.opened))
-        ordered = sorted(seats.opened, key=lambda seat: agents.index(seat.agent))
-        trajectory.segments = [segment for seat in ordered for segment in seat.segments]
         if not any(segment.is_trained for segment in trajectory.segments):
             raise _EnvFailure("run() ended without a turn of an agent that is trained")
         trajectory.turns[-1].reward += outcome.reward
@@ -206,7 +207,7 @@ def _share_out(trajectory: Trajectory, rewards: Mapping[str, float]) -> None:
         if agent not in rewards:
             raise _EnvFailure(f"run() returned no reward of the agent {agent!r}")
         turns[-1].reward += rewards[agent]
-        trajectory.agent_rewards[agent] = sum(turn.reward for turn in turns)
+        trajectory.agent_rewards[agent] = exact_sum(turn.reward for turn in turns)
     trajectory.count((f"reward/{agent}", value) for agent, value in trajectory.agent_rewards.items())
 
 

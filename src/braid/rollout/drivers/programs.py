@@ -14,7 +14,7 @@ from braid.rollout.sessions.chat_api import RequestError, read_reward
 from braid.rollout.sessions.programs import Program
 from braid.rollout.sessions.recorder import Session
 from braid.rollout.sessions.server import SessionServer
-from braid.types import Group, Prompt, Status, Trajectory
+from braid.types import Group, Prompt, Status, Trajectory, exact_sum
 from braid.users import described, is_the_users
 
 
@@ -95,5 +95,5 @@ class ProgramDriver:
         found = read_reward(reward)
         if isinstance(found, Mapping):
             trajectory.metrics.update({f"reward/{name}": value for name, value in found.items()})
-            found = sum(found.values())
+            found = exact_sum(found.values())
         trajectory.turns[-1].reward = found

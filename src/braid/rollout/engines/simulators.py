@@ -26,7 +26,7 @@ from braid.errors import BraidError, EngineError
 from braid.models.base import Acted
 from braid.rollout.engine import version_runs
 from braid.rollout.random import absorb, stream, unit_interval
-from braid.types import EnvSteps, Prompt, Recording, Status, Trajectory
+from braid.types import EnvSteps, Prompt, Recording, Status, Trajectory, exact_sum
 
 from .stepped import SteppedEngine
 
@@ -435,7 +435,7 @@ class Episode:
         elif not np.isnan(success).any():
             at_end, once = float(success[-1]), float(success.max())
             trajectory.metrics |= {"success_once": once, "success_at_end": at_end}
-        trajectory.reward = float(np.sum(rewards, dtype=np.float64))
+        trajectory.reward = exact_sum(rewards.ravel().tolist())
         if self.is_filmed:
             executed = zip(rewards.tolist(), self.steps.num_executed, strict=True)
             shown = [reward for of, count in executed for reward in of[:count]]

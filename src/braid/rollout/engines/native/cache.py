@@ -103,10 +103,11 @@ class Bucket:
             self.layers[layer] = (self._moved(stores[0]), self._moved(stores[1]))
 
     def write(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
-        """Write keys and values [N, Hkv, L, d] to rows first, first + 1, ..."""
+        """Write keys and values [N, Hkv, L, d] to rows first, first + 1, ... Positions beyond the bucket's length are
+        padding."""
         self.allocate(layer, key, value)
         for store, new in zip(self.layers[layer], (key, value), strict=True):
-            store[first : first + new.shape[0], :, : new.shape[2]].copy_(new)
+            store[first : first + new.shape[0], :, : new.shape[2]].copy_(new[:, :, : self.length])
 
     def allocate(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Room for keys and values like these [N, Hkv, L, d]."""
@@ -244,9 +245,11 @@ class KVCache:
     def stored(self, slot: int, length: int) -> list[tuple[Tensor, Tensor]]:
         """Copies of the first `length` keys and values of a slot, by layer."""
         bucket, row = self._places[slot]
-        parts = [(bucket, row, length)]
+        parts: list[tuple[Bucket, int, int]] = [(bucket, row, length)]
         if prompt := bucket.prompts[row]:
-            parts = [prompt, (bucket, row, length - prompt.length)]
+            parts = [prompt]
+            if length > prompt.length:  # else the bucket may not have decoded yet, and have no layers
+                parts.append((bucket, row, length - prompt.length))
         key, value = (
             [[of.layers[layer][i][at, :, :num] for of, at, num in parts] for layer in parts[0][0].layers]
             for i in range(2)

@@ -68,7 +68,8 @@ _ADMIT_PATIENCE_STEPS = 8
 @dataclass(slots=True, eq=False)
 class _Sequence:
     """A pending request. `slot` is -1 while it waits. `versions` has the policy version of each token. With `shares_prompt`
-    the keys and values of the prompt are stored once for several requests."""
+    the keys and values of the prompt are stored once for several requests; with `has_old_cache` some are of earlier
+    weights."""
 
     request: Request
     future: asyncio.Future[Completion]
@@ -76,6 +77,7 @@ class _Sequence:
     end_tokens: frozenset[int]
     slot: int = -1
     shares_prompt: bool = False
+    has_old_cache: bool = False
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -272,8 +274,11 @@ class NativeEngine(SteppedEngine):
             self._lm.model.get_parameter(name).copy_(new)
 
     def _drop_stale(self) -> None:
-        """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue."""
+        """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue; others keep it for the rest of
+        their turn, but not for the next one, whose tokens have the new version."""
         self._has_new_weights = True
+        for sequence in self._running:
+            sequence.has_old_cache = True
         self._prefixes.clear()
         self._prefix_tokens = 0
         if self._recomputes:
@@ -386,7 +391,7 @@ class NativeEngine(SteppedEngine):
     def _keep_prefix(self, sequence: _Sequence) -> None:
         """Keep the cache of a conversation's turn; drop the oldest of others above the budget."""
         name, num = sequence.request.conversation, int(self._positions[sequence.slot])
-        if name is None or not self._keeps_prefixes:
+        if name is None or not self._keeps_prefixes or sequence.has_old_cache:
             return
         ids = (*sequence.request.prompt_ids, *sequence.token_ids)[:num]
         self._pop_prefix(name)
@@ -432,7 +437,7 @@ class NativeEngine(SteppedEngine):
         )
         self._has_strings[slot] = bool(request.sampling.stop_strings)
         self._is_end_token[[token for token in sequence.end_tokens if token < self._lm.vocab_size]] = True
-        sequence.slot = slot
+        sequence.slot, sequence.has_old_cache = slot, False
         self._running.append(sequence)
 
     def _decode(self) -> None:
