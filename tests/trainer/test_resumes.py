@@ -63,6 +63,25 @@ def test_an_allowed_change_is_made(load_tiny: LoadTiny) -> None:
     assert json.loads((run / "summary.json").read_text())["round"] == 3
 
 
+def test_a_resume_that_loads_no_checkpoint_changes_nothing_in_the_folder(load_tiny: LoadTiny) -> None:
+    run = commands.train(load_tiny("run.max_rounds=2", EACH, "report.samples_every_rounds=1")).run_dir
+
+    def files() -> dict[str, bytes]:
+        return {str(p): p.read_bytes() for p in run.rglob("*") if p.is_file() and p.parent.name != "logs"}
+
+    before = files()
+    earlier = f"run.resume={run / 'checkpoints/step_1'}"
+    for start in ("run.resume=latest", earlier):
+        with pytest.raises(CheckpointError, match="is of a different model"):
+            commands.train(load_tiny(start, "run.allow_changes=true", "model.build.hidden_size=16"))
+        assert files() == before
+    commands.train(load_tiny(earlier, "run.allow_changes=true", "reward.parts.0.weight=2"))
+    stored = load_config(run / "config.yaml").config.run
+    assert (stored.allow_changes, stored.resume) == (False, "none")
+    with pytest.raises(ConfigError, match=r"run\.allow_changes=true"):
+        commands.train(load_config(run / "config.yaml", ["run.resume=latest", "reward.parts.0.weight=1"]))
+
+
 def test_resuming_a_finished_run_is_reported(load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture) -> None:
     run = commands.train(load_tiny(ONE)).run_dir
     metrics = (run / "metrics.jsonl").read_bytes()
