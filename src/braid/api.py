@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from braid.config.load import Loaded, load_config
+from braid.config.run_folder import file_of
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, ReportError
 from braid.functions import give
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from braid.report.samples import Sample
 
 Config = str | Path | Mapping[str, Any]
-"""A YAML file, or the same as a dict."""
+"""A YAML file, the same as a dict, or the folder of a run."""
 Callback = Callable[[int, Mapping[str, float]], None]
 """Called with the round and its metrics (docs/metrics.md) after each round."""
 
@@ -102,7 +103,7 @@ def evaluate(
     """Evaluate the config's model as `braid eval` does; arguments as in `train`. The path of a run folder
     evaluates its newest checkpoint."""
     run_dir = Path(config) if isinstance(config, str | Path) and isdir(config) else None
-    loaded = _loaded(config if run_dir is None else run_dir / "config.yaml", overrides, reward)
+    loaded = _loaded(config, overrides, reward)
     from braid.trainer.cluster import launched
 
     with launched(loaded, "eval") as cluster:
@@ -123,7 +124,7 @@ def load_run(path: str | Path) -> Run:
 
 
 def _loaded(config: Config, overrides: Sequence[str], reward: Callable[..., float] | None) -> Loaded:
-    file = None if isinstance(config, Mapping) else config
+    file = None if isinstance(config, Mapping) else file_of(Path(config))
     given = [_override(*item) for item in config.items()] if isinstance(config, Mapping) else []
     if reward is not None:
         given.append(_override("reward.parts", [{"kind": "function", "path": give(reward)}]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,46 @@ def test_another_runs_checkpoint_is_resumed_only_when_allowed(load_tiny: LoadTin
     with pytest.raises(ConfigError, match="is a checkpoint of another run"):
         commands.train(load_tiny(shared, "run.name=b", "run.resume=latest"))
     commands.train(load_tiny(shared, "run.name=a", "run.resume=latest"))
+
+
+@pytest.mark.parametrize("way", ["copied", "copied without hidden files", "moved"])
+def test_a_copied_or_moved_run_resumes_and_is_evaluated_in_its_own_folder(
+    load_tiny: LoadTiny, tmp_path: Path, way: str
+) -> None:
+    first, there = commands.train(load_tiny(ONE)).run_dir, tmp_path / "elsewhere/second"
+    if way == "moved":
+        shutil.move(first, there)
+    else:
+        hidden = shutil.ignore_patterns(".*") if "hidden" in way else None
+        shutil.copytree(first, there, ignore=hidden)
+    summary = (there if way == "moved" else first) / "summary.json"
+    before = summary.read_bytes()
+    resumed = commands.train(load_config(there / "config.yaml", ["run.resume=latest", "run.max_rounds=2"]))
+    assert resumed.run_dir == there
+    assert json.loads((there / "summary.json").read_text())["round"] == 2
+    assert first.exists() == (way != "moved")
+    assert way == "moved" or summary.read_bytes() == before
+    assert commands.evaluate(load_config(there / "config.yaml"), run_dir=there).run_dir == there.with_name(
+        "second-eval"
+    )
+
+
+def test_a_copy_does_not_take_the_checkpoints_of_its_original(load_tiny: LoadTiny, tmp_path: Path) -> None:
+    first = commands.train(load_tiny(ONE, f"checkpoint.dir={tmp_path / 'states'}")).run_dir
+    copy = shutil.copytree(first, tmp_path / "copy")
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.dir: .*copy is a copy of .*tiny, and .*states holds that run's"
+    ):
+        commands.train(load_config(copy / "config.yaml", ["run.resume=latest"]))
+    shutil.rmtree(first)
+    commands.train(load_config(copy / "config.yaml", ["run.resume=latest"]))  # it was moved
+
+
+def test_a_run_in_the_next_free_folder_resumes_there(load_tiny: LoadTiny) -> None:
+    commands.train(load_tiny(ONE))
+    second = commands.train(load_tiny(ONE, "run.if_exists=new")).run_dir
+    assert load_config(second / "config.yaml").config.run.name == second.name == "tiny-2"
+    assert commands.train(load_config(second / "config.yaml", ["run.resume=latest"])).run_dir == second
 
 
 def test_a_step_without_a_checkpoint_lists_those_that_are_there(load_tiny: LoadTiny) -> None:

@@ -22,7 +22,7 @@ from braid.checkpoint.store import CheckpointStore
 from braid.cluster.environment import environment
 from braid.cluster.interrupts import StopSignals, stop_signals
 from braid.cluster.memory import keep_freed_memory, settled
-from braid.config.changes import changes
+from braid.config.changes import Change, changes
 from braid.config.load import Loaded, load_config, to_yaml
 from braid.config.paths import with_absolute_paths
 from braid.config.schema import RunConfig
@@ -333,8 +333,27 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
             "run.allow_changes=true"
         )
         problems.append(Problem("run.resume", message, loaded.origin("run.resume")))
+    if original := _original(store, run_dir, about.get("run_id"), changed):
+        message = (
+            f"{run_dir.path} is a copy of {original}, and {store.folder} holds that run's checkpoints; set checkpoint.dir "
+            "to a copy of them"
+        )
+        problems.append(Problem("checkpoint.dir", message, loaded.origin("checkpoint.dir")))
     if problems:
         raise ConfigError(problems)
+
+
+def _original(
+    store: CheckpointStore, run_dir: RunDir, run_id: str | None, changed: Sequence[Change]
+) -> Path | None:
+    """The run folder that wrote the newest checkpoint, if this one is a copy of it with the same folder of checkpoints."""
+    before = {change.key: change.before or "" for change in changed}
+    name = before.get("run.name", run_dir.path.name)
+    folder = Path(before.get("run.output_dir", run_dir.path.parent), name)
+    if store.folder.is_relative_to(run_dir.path) or folder.resolve() == run_dir.path.resolve():
+        return None
+    known = folder / ".run_id"
+    return folder if known.is_file() and known.read_text() == run_id else None
 
 
 def _refuse_checkpoints_of_others(store: CheckpointStore) -> None:
