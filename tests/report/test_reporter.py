@@ -124,6 +124,15 @@ def test_a_finished_run_shows_what_was_learned(tmp_path: Path) -> None:
         assert part in end
 
 
+def test_paths_of_the_closing_report_are_one_line_each(tmp_path: Path) -> None:
+    path = tmp_path / "a_rather_long_name" / "of_a_run_folder"
+    reporter = reporter_of(path)
+    reporter.console.screen.width = 40
+    run(reporter, range(1))
+    reporter.finish("finished")
+    assert f"metrics   {path / 'metrics.jsonl'}" in printed(reporter).splitlines()
+
+
 def test_a_running_run_has_status_running_after_each_round(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path)
     run(reporter, range(2))

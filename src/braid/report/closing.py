@@ -31,8 +31,8 @@ def closing(
     samples: tuple[Path, Path],
     files: Mapping[str, Path],
 ) -> RenderableType:
-    """Stack the parts of the closing report. `results` and `samples` are of the first and the last evaluation;
-    they and the `files` may be missing."""
+    """Stack the parts of the closing report, to be printed with crop=False: a path is one line, however long. `results`
+    and `samples` are of the first and the last evaluation; they and the `files` may be missing."""
     style = {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red")
     parts: list[RenderableType] = [
         Rule(style="dim"),
@@ -42,12 +42,13 @@ def closing(
         parts += [Text(), _learned(*results)]
     if pairs := list(islice(_pairs(*samples), NUM_ANSWERS)):
         parts += [Text(), _answers(pairs)]
-    places = Table.grid(padding=(0, 3, 0, 0))
-    places.add_column(style="dim", no_wrap=True)
-    for what, path in files.items():
-        if path.exists():
-            places.add_row(what, Text(str(path), overflow="fold"))
-    return Stack(*parts, Text(), places)
+    there = {what: path for what, path in files.items() if path.exists()}
+    width = max(map(len, there), default=0)
+    places = [
+        Text.assemble((f"{what:<{width}}", "dim"), f"   {path}", no_wrap=True, overflow="ignore")
+        for what, path in there.items()
+    ]
+    return Stack(*parts, Text(), *places)
 
 
 def _learned(first: Results, last: Results) -> Table:

@@ -200,7 +200,7 @@ class Reporter:
         self._sinks = []
         if self.console.mode != "none":
             with suppress(OSError, UnicodeError):
-                self.console.screen.print(self._closing(status))
+                self.console.screen.print(self._closing(status), crop=False)
         self.run_dir.close()
 
     @property
