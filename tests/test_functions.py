@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_an_invalid_path_is_reported_with_its_key(folder: Path, path: str, fault
 
 
 def test_a_class_is_loaded_where_one_is_allowed(folder: Path) -> None:
-    judge = load_function("mine.py:Judge", base_dir=folder, key="k", allows_class=True)
+    judge: Any = load_function("mine.py:Judge", base_dir=folder, key="k", allows_class=True)
     assert judge.score("") == 2
     with pytest.raises(ConfigError, match="is a class, not a function"):
         load_function("mine.py:Judge", base_dir=folder, key="k")

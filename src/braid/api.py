@@ -57,10 +57,19 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def samples(self, round_: int) -> Iterator[Sample]:
-        """The trajectories stored in a round (report.samples_every_rounds). Raises FileNotFoundError."""
+        """The trajectories of a round. Raises FileNotFoundError, with the rounds that are stored, for another."""
         from braid.report.samples import read_samples
 
-        return read_samples(self.path / "samples" / f"round_{round_:06d}.jsonl")
+        file = self.path / "samples" / f"round_{round_:06d}.jsonl"
+        if not file.is_file():
+            stored = sorted(
+                int(path.stem.removeprefix("round_")) for path in file.parent.glob("round_*.jsonl")
+            )
+            raise FileNotFoundError(
+                f"the trajectories of round {round_} are not stored in {file.parent}; stored rounds: "
+                f"{', '.join(map(str, stored)) or 'none'} (report.samples_every_rounds)"
+            )
+        return read_samples(file)
 
     def export(self, output: str | Path | None = None, *, step: int | None = None) -> Path:
         """Write a checkpoint, by default the newest, as a folder that transformers loads; returns the

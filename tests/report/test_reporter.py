@@ -124,6 +124,14 @@ def test_a_finished_run_shows_what_was_learned(tmp_path: Path) -> None:
         assert part in end
 
 
+def test_one_evaluation_is_shown_without_a_change(tmp_path: Path) -> None:
+    reporter = reporter_of(tmp_path)
+    run(reporter, range(1))
+    reporter.finish("finished")
+    table = printed(reporter).partition("evaluation")[2].splitlines()
+    assert (table[0].split(), table[1].split()) == (["result"], ["sums", "mean@1", "0.000"])
+
+
 def test_paths_of_the_closing_report_are_one_line_each(tmp_path: Path) -> None:
     path = tmp_path / "a_rather_long_name" / "of_a_run_folder"
     reporter = reporter_of(path)

@@ -270,7 +270,7 @@ class Reporter:
         return closing(
             status,
             time_text=clock(self._wall_s),
-            results=(self.first_eval, self.last_eval),
+            results=(None if evals[0]["round"] == evals[1]["round"] else self.first_eval, self.last_eval),
             samples=(first, last),
             files={
                 "run": run.path,
