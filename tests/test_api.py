@@ -51,6 +51,10 @@ def test_a_dict_trains_with_a_reward_and_callbacks_and_the_run_can_be_read(tmp_p
     assert again.summary["status"] == "finished"
     assert [line["round"] for line in again.metrics()] == [0, 1]
     assert len(list(again.samples(1))) == 4
+    with pytest.raises(
+        FileNotFoundError, match=r"of round 4 are not stored in .*samples; stored rounds: 1 \(report\."
+    ):
+        again.samples(4)
     assert again.config.rollout.group_size == 2
     assert (again.export(tmp_path / "model") / "config.json").is_file()
     assert braid.evaluate(run.path, reward=even).path.name == "tiny-eval"

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from braid.errors import ConfigError
 from braid.functions import load_function
+from braid.users import message_of, shown
 
 SOURCE = """
 COUNT = []
@@ -20,6 +22,11 @@ class Judge:
     @staticmethod
     def score(text):
         return 2
+
+judge = Judge()
+
+def fail():
+    raise LookupError(judge)
 """
 
 
@@ -45,6 +52,15 @@ def test_a_file_path_is_relative_to_the_config_and_runs_once(folder: Path) -> No
     assert score.__globals__["COUNT"] == [1]
 
 
+def test_a_module_of_a_file_has_the_files_name_in_messages(folder: Path) -> None:
+    fail = load_function("mine.py:fail", base_dir=folder, key="k")
+    judge = fail.__globals__["judge"]
+    assert shown(judge).startswith("<mine.Judge object at ")
+    with pytest.raises(LookupError) as caught:
+        fail()
+    assert message_of(caught.value).startswith("<mine.Judge object at ")
+
+
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
@@ -52,7 +68,7 @@ def test_a_file_path_is_relative_to_the_config_and_runs_once(folder: Path) -> No
         ("mine.txt:score", "is not the path of a function"),
         ("mine.py:", "is not the path of a function"),
         ("mien.py:score", "mien.py, did you mean 'mine.py'?"),
-        ("mine.py:scroe", "has no 'scroe', did you mean 'score'?"),
+        ("mine.py:scroe", "'mine.py' has no 'scroe', did you mean 'score'?"),
         ("mine.py:VALUE", "'mine.py:VALUE' is a int, not a function"),
         ("math.sqroot", "'math' has no 'sqroot', did you mean 'sqrt'?"),
         ("mine.score", "no module named 'mine'; for a file next to the config write 'mine.py:score'"),
@@ -69,7 +85,7 @@ def test_an_invalid_path_is_reported_with_its_key(folder: Path, path: str, fault
 
 
 def test_a_class_is_loaded_where_one_is_allowed(folder: Path) -> None:
-    judge = load_function("mine.py:Judge", base_dir=folder, key="k", allows_class=True)
+    judge: Any = load_function("mine.py:Judge", base_dir=folder, key="k", allows_class=True)
     assert judge.score("") == 2
     with pytest.raises(ConfigError, match="is a class, not a function"):
         load_function("mine.py:Judge", base_dir=folder, key="k")

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from braid.config.load import Loaded, load_config
+from braid.config.run_folder import file_of
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, ReportError
 from braid.functions import give
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from braid.report.samples import Sample
 
 Config = str | Path | Mapping[str, Any]
-"""A YAML file, or the same as a dict."""
+"""A YAML file, the same as a dict, or the folder of a run."""
 Callback = Callable[[int, Mapping[str, float]], None]
 """Called with the round and its metrics (docs/metrics.md) after each round."""
 
@@ -56,10 +57,19 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def samples(self, round_: int) -> Iterator[Sample]:
-        """The trajectories stored in a round (report.samples_every_rounds). Raises FileNotFoundError."""
+        """The trajectories of a round. Raises FileNotFoundError, with the rounds that are stored, for another."""
         from braid.report.samples import read_samples
 
-        return read_samples(self.path / "samples" / f"round_{round_:06d}.jsonl")
+        file = self.path / "samples" / f"round_{round_:06d}.jsonl"
+        if not file.is_file():
+            stored = sorted(
+                int(path.stem.removeprefix("round_")) for path in file.parent.glob("round_*.jsonl")
+            )
+            raise FileNotFoundError(
+                f"the trajectories of round {round_} are not stored in {file.parent}; stored rounds: "
+                f"{', '.join(map(str, stored)) or 'none'} (report.samples_every_rounds)"
+            )
+        return read_samples(file)
 
     def export(self, output: str | Path | None = None, *, step: int | None = None) -> Path:
         """Write a checkpoint, by default the newest, as a folder that transformers loads; returns the
@@ -102,7 +112,7 @@ def evaluate(
     """Evaluate the config's model as `braid eval` does; arguments as in `train`. The path of a run folder
     evaluates its newest checkpoint."""
     run_dir = Path(config) if isinstance(config, str | Path) and isdir(config) else None
-    loaded = _loaded(config if run_dir is None else run_dir / "config.yaml", overrides, reward)
+    loaded = _loaded(config, overrides, reward)
     from braid.trainer.cluster import launched
 
     with launched(loaded, "eval") as cluster:
@@ -123,7 +133,7 @@ def load_run(path: str | Path) -> Run:
 
 
 def _loaded(config: Config, overrides: Sequence[str], reward: Callable[..., float] | None) -> Loaded:
-    file = None if isinstance(config, Mapping) else config
+    file = None if isinstance(config, Mapping) else file_of(Path(config))
     given = [_override(*item) for item in config.items()] if isinstance(config, Mapping) else []
     if reward is not None:
         given.append(_override("reward.parts", [{"kind": "function", "path": give(reward)}]))

@@ -69,7 +69,8 @@ def _member(module: ModuleType, names: Sequence[str], path: str, *, allows_class
     for name in names:
         if not hasattr(found, name):
             known = [n for n in vars(found) if not n.startswith("_")]
-            raise _NotFound(f"{path!r}: {module.__name__!r} has no {name!r}{suggest(name, known)}")
+            where = Path(module.__file__).name if ":" in path and module.__file__ else module.__name__
+            raise _NotFound(f"{path!r}: {where!r} has no {name!r}{suggest(name, known)}")
         found = getattr(found, name)
     if isinstance(found, type) and not allows_class:
         instance = found.__name__.lower()

@@ -22,6 +22,8 @@ _OTHERS = [
 ]
 """Folders of code that is not the user's: braid, Python's library, and installed packages."""
 _LONGEST_SHOWN = 200
+_MODULE_OF_FILE = re.compile(r"\bbraid_user_[0-9a-f]{12}_")
+"""What the name of a module that functions.load_function makes of a file has before the file's name."""
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -37,7 +39,7 @@ def described(error: BaseException) -> str:
 def message_of(error: BaseException) -> str:
     """Its text."""
     try:
-        return encodable(str(error))
+        return _with_file_names(encodable(str(error)))
     except Exception as other:
         return f"its text cannot be shown: {type(other).__name__}"
 
@@ -58,11 +60,16 @@ def is_the_users(error: BaseException) -> bool:
 def shown(value: object) -> str:
     """The value's `repr` and type, shortened."""
     try:
-        text = repr(value)
+        text = _with_file_names(repr(value))
     except Exception as error:
         return f"a {type(value).__name__} without a readable form ({type(error).__name__})"
     text = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
     return f"{text} ({type(value).__name__})"
+
+
+def _with_file_names(text: str) -> str:
+    """The text with the modules of users' files named as the files."""
+    return _MODULE_OF_FILE.sub("", text)
 
 
 def finite_number(value: object, name: str = "") -> float:

@@ -178,8 +178,9 @@ def test_memory_adds_up(tmp_path: Path) -> None:
 
 
 def test_warnings_are_shown_with_key_and_origin(tmp_path: Path) -> None:
-    text = show(tmp_path, "algorithm.gamma=0.5")
-    assert "algorithm.gamma: has no effect: " in text
+    text = show(tmp_path, "algorithm.gamma=0.5", width=40)
+    (told,) = (line for line in text.splitlines() if "algorithm.gamma: has no effect: " in line)
+    assert told.endswith("[override]"), "one line, however narrow the terminal"
 
 
 def test_a_simulator_shows_no_tokens(tmp_path: Path) -> None:

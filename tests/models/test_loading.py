@@ -20,6 +20,7 @@ from braid.config.train import TrainConfig
 from braid.errors import ModelError
 from braid.models.base import copy_weights
 from braid.models.causal_lm import CausalLM
+from braid.models.export import export_with
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 from braid.models.tokenizer import character_tokenizer, end_token_ids
 from braid.plan import rotary_problem
@@ -403,3 +404,19 @@ def test_liger_kernels_name_what_they_need(folder: Path) -> None:
 def test_a_kernel_that_cannot_run_here_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="flash_attention_2 needs CUDA devices"):
         _load(tmp_path / "nowhere", attention="flash_attention_2")
+
+
+def test_an_export_prints_nothing_of_an_installed_deepspeed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("DeepSpeed")
+    shown = logging.StreamHandler(sys.stdout)  # as its import does
+    log.addHandler(shown)
+    try:
+        export_with(
+            lambda _: log.warning("Setting accelerator to CPU. If you have GPU ..."), tmp_path / "model"
+        )
+        export_with(lambda _: log.warning("something else"), tmp_path / "model")
+    finally:
+        log.removeHandler(shown)
+    assert capsys.readouterr().out == "something else\n"

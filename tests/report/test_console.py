@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import sys
 import warnings
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
 from braid.report.sinks.console import Console, Mode, clock, printable, sparkline
+from braid.report.streams import reward_prints_in
 
 FIRST = {"eval/all/mean@1": 0.25, "eval/all/pass@1": 0.25, "time/round_s": 2.0}
 ROUND = {"reward/mean": 0.5, "policy/kl": 0.0123, "rollout/output_length_mean": 24.0, "time/round_s": 1.5}
@@ -174,6 +176,26 @@ def test_logging_is_as_before_when_the_console_is_closed() -> None:
         warnings.showwarning,
         logging.getLogger("braid").level,
     ) == before
+
+
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_what_may_be_copied_is_one_line_however_narrow_the_terminal(mode: Mode) -> None:
+    command = "braid train " + "a/long/path " * 20 + "run.resume=latest"
+    with console(mode, is_terminal=True, width=40) as shown:
+        shown.say(command)
+        logging.getLogger("braid.anything").info("to resume: %s", command)
+    lines = text_of(shown).splitlines()
+    assert sum(line.endswith(command) for line in lines) == 2
+
+
+def test_the_streams_are_the_terminals_again_once_the_display_is_closed(tmp_path: Path) -> None:
+    before = sys.stdout, sys.stderr
+    with console("live", is_terminal=True) as shown, reward_prints_in(tmp_path / "rewards.log"):
+        shown.close()  # as at the end of a run
+    assert (sys.stdout, sys.stderr) == before
+    with console("live", is_terminal=True), reward_prints_in(tmp_path / "rewards.log"):
+        pass
+    assert (sys.stdout, sys.stderr) == before
 
 
 def test_none_shows_warnings_only() -> None:

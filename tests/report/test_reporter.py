@@ -58,7 +58,9 @@ def reporter_of(path: Path, *sinks: Sink) -> Reporter:
     console = Console("plain", title="train run", folder=path, screen=screen)
     console.num_rounds = 4
     run_dir = RunDir(path)
-    return Reporter(run_dir, console, [*build_sinks(run_dir, tensorboard_queue=None), *sinks])
+    reporter = Reporter(run_dir, console, sinks)
+    reporter.begin(build_sinks(run_dir, tensorboard_queue=None))
+    return reporter
 
 
 def printed(reporter: Reporter) -> str:
@@ -122,6 +124,23 @@ def test_a_finished_run_shows_what_was_learned(tmp_path: Path) -> None:
         assert part in end
 
 
+def test_one_evaluation_is_shown_without_a_change(tmp_path: Path) -> None:
+    reporter = reporter_of(tmp_path)
+    run(reporter, range(1))
+    reporter.finish("finished")
+    table = printed(reporter).partition("evaluation")[2].splitlines()
+    assert (table[0].split(), table[1].split()) == (["result"], ["sums", "mean@1", "0.000"])
+
+
+def test_paths_of_the_closing_report_are_one_line_each(tmp_path: Path) -> None:
+    path = tmp_path / "a_rather_long_name" / "of_a_run_folder"
+    reporter = reporter_of(path)
+    reporter.console.screen.width = 40
+    run(reporter, range(1))
+    reporter.finish("finished")
+    assert f"metrics   {path / 'metrics.jsonl'}" in printed(reporter).splitlines()
+
+
 def test_a_running_run_has_status_running_after_each_round(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path)
     run(reporter, range(2))
@@ -135,6 +154,30 @@ def test_a_failed_run_keeps_its_error(tmp_path: Path) -> None:
     reporter.finish("failed", TrainingError("5 steps in a row were not finite"))
     assert summary(reporter)["status"] == "failed"
     assert summary(reporter)["error"] == "TrainingError: 5 steps in a row were not finite"
+
+
+def test_a_run_that_cannot_restart_keeps_the_results_of_before(tmp_path: Path) -> None:
+    reporter = reporter_of(tmp_path)
+    run(reporter, range(3))
+    for _ in range(2):
+        reporter.restart()
+    reporter.finish("failed", TrainingError("no worker answers"))
+    told = summary(reporter)
+    assert (told["status"], told["round"], told["steps"], told["restarts"]) == ("failed", 2, 4, 2)
+    assert told["eval"]["last"]["all"] == {"mean@1": 0.4}
+
+
+def test_a_resumed_run_is_running_before_its_first_round_ends(tmp_path: Path) -> None:
+    states: dict[int, dict[str, Any]] = {}
+    first = reporter_of(tmp_path)
+    run(first, range(2), states)
+    first.finish("interrupted")
+    console = Console("none", title="train run", folder=tmp_path)
+    resumed = Reporter(RunDir(tmp_path), console)
+    resumed.load(states[1])
+    assert summary(resumed)["status"] == "interrupted"
+    resumed.begin()
+    assert (summary(resumed)["status"], summary(resumed)["round"]) == ("running", 1)
 
 
 def reproducible(path: Path) -> list[dict[str, Any]]:

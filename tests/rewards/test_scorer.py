@@ -36,7 +36,21 @@ def offered(text, answer, prompt, fields, trajectory, bonus=0.0):
     return float(text == answer) + bonus
 
 def everything(**given):
-    return float(sorted(given) == ["answer", "fields", "k", "prompt", "text", "trajectory"])
+    return float(sorted(given) == ["answer", "difficulty", "fields", "k", "prompt", "text", "trajectory"])
+
+def column(text, difficulty, level=1.0, missing=0.5):
+    return difficulty * level + missing
+
+def needs(txt):
+    return 1.0
+
+def shortest(text, difficulty, **rest):
+    CALLS.append(len(text))
+    assert rest["answer"] == ["42"] * len(text) and difficulty == [3] * len(text)
+    return [float(len(one) == min(map(len, text))) for one in text]
+
+def of_a_group(text):
+    return {"few": [1.0], "nan": [1.0, float("nan")], "text": "12", "none": None, "numbers": iter([0.5, 2])}[text[0]]
 
 async def later(text):
     await asyncio.sleep(0.001)
@@ -141,12 +155,45 @@ def test_a_truncated_trajectory_is_scored(answered: Answered, score: Score) -> N
 
 
 def test_a_function_gets_what_it_declares(answered: Answered, score: Score) -> None:
-    trajectories = [answered("42", answer="42"), answered("41", answer="42")]
+    trajectories = [answered(text, answer="42", difficulty=3) for text in ("42", "41")]
     score(trajectories, _function("offered", bonus=0.5), _function("everything", k=1), _function("later"))
     assert [t.reward_parts for t in trajectories] == [
         {"offered": 1.5, "everything": 1.0, "later": 2.0},
         {"offered": 0.5, "everything": 1.0, "later": 2.0},
     ]
+
+
+def test_a_column_is_an_argument_by_its_own_name(answered: Answered, score: Score) -> None:
+    rows = [answered("a", difficulty=3), answered("a", difficulty=3, level=2.0, answer="x"), answered("a")]
+    first, second, third = score(rows, _function("column"), retries=0)
+    assert (first.reward, second.reward) == (3.5, 6.5)
+    assert "'rewards.py:column' needs 'difficulty'; braid provides text, answer" in third.reason
+    (set_by_params,) = score([answered("a", difficulty=3, level=2.0)], _function("column", level=10))
+    assert set_by_params.reward == 30.5
+    (misspelt,) = score([answered("a")], _function("needs"))
+    assert "needs 'txt', did you mean 'text'?" in misspelt.reason
+
+
+def test_a_function_of_a_group_gets_lists_and_returns_one(answered: Answered, score: Score) -> None:
+    group = [answered(text, answer="42", difficulty=3) for text in ("abc", "a", "ab", "b")]
+    group[2].invalidate("the environment failed")
+    score(group, {**_function("shortest"), "group": True}, {"kind": "exact", "weight": 0.5})
+    assert [t.reward for t in group] == [0.0, 1.0, None, 1.0]
+
+
+def test_a_group_whose_function_returns_no_list_of_its_length_is_invalid(
+    answered: Answered, score: Score
+) -> None:
+    part = {**_function("of_a_group"), "group": True}
+    for what in ("few", "text", "none"):
+        group = score([answered(what), answered("b")], part, retries=0)
+        assert all("a number for each of the 2 trajectories" in t.reason for t in group)
+    one_nan, numbers = (score([answered(what), answered("b")], part) for what in ("nan", "numbers"))
+    assert (one_nan[0].reward, one_nan[1].reason) == (
+        1.0,
+        "reward of_a_group: returned nan, not a finite number",
+    )
+    assert [t.reward for t in numbers] == [0.5, 2.0]
 
 
 @pytest.mark.parametrize(("what", "reward"), [("true", 1.0), ("float32", 0.5), ("tensor", 0.25)])
@@ -248,14 +295,13 @@ def test_a_hanging_call_does_not_keep_the_process_from_ending(tmp_path: Path) ->
         (_function("lenght"), "path", "has no 'lenght', did you mean 'length'?"),
         (_function("length", bonus=1), "params", "'rewards.py:length' has no parameter 'bonus'"),
         (_function("length", text="x"), "params", "'text' is provided by braid; use another name"),
-        (_function("needs"), "path", "needs 'txt', did you mean 'text'?; braid provides text, answer"),
         (_function("positional"), "path", "has positional-only parameters"),
     ],
 )  # fmt: skip
 def test_a_function_that_cannot_be_called_is_a_config_problem(
     build: Callable[..., Scorer], tmp_path: Path, part: dict[str, Any], key: str, fault: str
 ) -> None:
-    more = "\ndef needs(txt): return 1\ndef positional(text, /): return 1\n"
+    more = "\ndef positional(text, /): return 1\n"
     (tmp_path / "rewards.py").write_text(FUNCTIONS + more)
     with pytest.raises(ConfigError) as caught:
         build(part)

@@ -26,6 +26,12 @@ class Brevity:
 def missing_column(text, fields):
     return fields["nope"]
 
+def wants(text, level):
+    return 1.0
+
+def one(text):
+    return 1.0
+
 def nothing(text):
     pass
 
@@ -56,6 +62,8 @@ def of(name: str) -> str:
     ("overrides", "words"),
     [
         ([of("missing_column")], "letters:0 with the answer 'a': KeyError: 'nope' (rewards.py:7); 3 other prompts failed too"),
+        ([of("wants")], "function cannot score 8 of 8 prompts; first: letters:0: 'rewards.py:wants' needs 'level'"),
+        ([of("one").replace("}]", ", group: true}]")], "returned 1.0 (float); with group=true"),
         ([of("nothing")], "returned None (NoneType), not a number"),
         ([of("late")], "KeyError: 'late'"),
         ([of("Brevity")], "is a class, not a function; name a function, or an instance: define `brevity = Brevity()`"),

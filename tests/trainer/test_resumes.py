@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,25 @@ def test_an_allowed_change_is_made(load_tiny: LoadTiny) -> None:
     assert json.loads((run / "summary.json").read_text())["round"] == 3
 
 
+def test_a_resume_that_loads_no_checkpoint_changes_nothing_in_the_folder(load_tiny: LoadTiny) -> None:
+    run = commands.train(load_tiny("run.max_rounds=2", EACH, "report.samples_every_rounds=1")).run_dir
+
+    def files() -> dict[str, bytes]:
+        return {str(p): p.read_bytes() for p in run.rglob("*") if p.is_file() and p.parent.name != "logs"}
+
+    before = files()
+    earlier = f"run.resume={run / 'checkpoints/step_1'}"
+    for start in ("run.resume=latest", earlier):
+        with pytest.raises(CheckpointError, match="is of a different model"):
+            commands.train(load_tiny(start, "run.allow_changes=true", "model.build.hidden_size=16"))
+        assert files() == before
+    commands.train(load_tiny(earlier, "run.allow_changes=true", "reward.parts.0.weight=2"))
+    stored = load_config(run / "config.yaml").config.run
+    assert (stored.allow_changes, stored.resume) == (False, "none")
+    with pytest.raises(ConfigError, match=r"run\.allow_changes=true"):
+        commands.train(load_config(run / "config.yaml", ["run.resume=latest", "reward.parts.0.weight=1"]))
+
+
 def test_resuming_a_finished_run_is_reported(load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture) -> None:
     run = commands.train(load_tiny(ONE)).run_dir
     metrics = (run / "metrics.jsonl").read_bytes()
@@ -86,6 +106,46 @@ def test_another_runs_checkpoint_is_resumed_only_when_allowed(load_tiny: LoadTin
     with pytest.raises(ConfigError, match="is a checkpoint of another run"):
         commands.train(load_tiny(shared, "run.name=b", "run.resume=latest"))
     commands.train(load_tiny(shared, "run.name=a", "run.resume=latest"))
+
+
+@pytest.mark.parametrize("way", ["copied", "copied without hidden files", "moved"])
+def test_a_copied_or_moved_run_resumes_and_is_evaluated_in_its_own_folder(
+    load_tiny: LoadTiny, tmp_path: Path, way: str
+) -> None:
+    first, there = commands.train(load_tiny(ONE)).run_dir, tmp_path / "elsewhere/second"
+    if way == "moved":
+        shutil.move(first, there)
+    else:
+        hidden = shutil.ignore_patterns(".*") if "hidden" in way else None
+        shutil.copytree(first, there, ignore=hidden)
+    summary = (there if way == "moved" else first) / "summary.json"
+    before = summary.read_bytes()
+    resumed = commands.train(load_config(there / "config.yaml", ["run.resume=latest", "run.max_rounds=2"]))
+    assert resumed.run_dir == there
+    assert json.loads((there / "summary.json").read_text())["round"] == 2
+    assert first.exists() == (way != "moved")
+    assert way == "moved" or summary.read_bytes() == before
+    assert commands.evaluate(load_config(there / "config.yaml"), run_dir=there).run_dir == there.with_name(
+        "second-eval"
+    )
+
+
+def test_a_copy_does_not_take_the_checkpoints_of_its_original(load_tiny: LoadTiny, tmp_path: Path) -> None:
+    first = commands.train(load_tiny(ONE, f"checkpoint.dir={tmp_path / 'states'}")).run_dir
+    copy = shutil.copytree(first, tmp_path / "copy")
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.dir: .*copy is a copy of .*tiny, and .*states holds that run's"
+    ):
+        commands.train(load_config(copy / "config.yaml", ["run.resume=latest"]))
+    shutil.rmtree(first)
+    commands.train(load_config(copy / "config.yaml", ["run.resume=latest"]))  # it was moved
+
+
+def test_a_run_in_the_next_free_folder_resumes_there(load_tiny: LoadTiny) -> None:
+    commands.train(load_tiny(ONE))
+    second = commands.train(load_tiny(ONE, "run.if_exists=new")).run_dir
+    assert load_config(second / "config.yaml").config.run.name == second.name == "tiny-2"
+    assert commands.train(load_config(second / "config.yaml", ["run.resume=latest"])).run_dir == second
 
 
 def test_a_step_without_a_checkpoint_lists_those_that_are_there(load_tiny: LoadTiny) -> None:

@@ -279,13 +279,12 @@ def _read(args: argparse.Namespace) -> tuple[Loaded, Read | None]:
     """The config, and how it was translated if it is another system's. A native config never loads the
     dialects."""
     from braid.config.load import load_config
+    from braid.config.run_folder import file_of
     from braid.config.schema import RunConfig
     from braid.config.source import read_file
 
-    path, dialect = Path(args.config), args.dialect
+    path, dialect = file_of(Path(args.config)), args.dialect
     chosen = {"backend": args.backend, "engine": args.engine}
-    if (path / "config.yaml").exists():  # the folder of a run
-        path /= "config.yaml"
     is_yaml = path.suffix != ".sh"
     if dialect == "native" or (
         dialect is None and is_yaml and set(read_file(path).tree) <= set(RunConfig.model_fields)

@@ -56,12 +56,14 @@ def print_plan(
         parts.append(("placement", placement_title(plan.layout), placement_table(plan.layout)))
         parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
     parts.append(("memory", "persistent state, without activations", _memory(loaded.config, plan)))
-    if plan.warnings:
-        found = [Text(f"{w.key}: {w.message} [{w.origin}]", style="yellow") for w in plan.warnings]
-        parts.append(("warnings", "", Group(*found)))
     for title, note, body in parts:
         console.print(Text.assemble((title, "bold cyan"), "  ", (note, "dim")))
         console.print(Padding(body, (0, 0, 1, 2), expand=False))
+    if plan.warnings:
+        console.print(Text("warnings", "bold cyan"))
+    for warning in plan.warnings:  # each is one line, of which a setting can be copied
+        text = f"  {warning.key}: {warning.message} [{warning.origin}]"
+        console.print(Text(text, style="yellow"), soft_wrap=True)
 
 
 def _table() -> Table:

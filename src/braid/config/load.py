@@ -29,6 +29,7 @@ from braid.errors import ConfigError, Problem, suggest
 from .base import Section
 from .explain import explain, unlike_numbers
 from .resolvers import MAX_NUMBER, RESOLVERS, register_resolvers
+from .run_folder import relocate
 from .schema import RunConfig
 from .secrets import (
     Reference,
@@ -148,13 +149,16 @@ def load_config(
     backend: str | None = None,
     engine: str | None = None,
 ) -> Loaded:
-    """Read, override, interpolate and validate a config; without a `path`, from overrides only. `backend` and
-    `engine` take precedence over train.backend and rollout.engine.
+    """Read, override, interpolate and validate a config; without a `path`, from overrides only. The config of a run
+    folder is that of the folder in which it is. `backend` and `engine` take precedence over train.backend and
+    rollout.engine.
 
     Raises one ConfigError with all problems found, each with its origin.
     """
     file = None if path is None else Path(path)
     written = Written() if file is None else read_file(file)
+    if file is not None:
+        relocate(written, file)
     chosen = {"train.backend": backend, "rollout.engine": engine}
     for text in (*overrides, *(f"{key}={value}" for key, value in chosen.items() if value is not None)):
         apply_override(written, text)

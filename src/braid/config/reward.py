@@ -68,6 +68,9 @@ class FunctionReward(_Part):
     """Dotted path, `package.module.function`, or `file.py:function` relative to the config file."""
     params: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of the function."""
+    group: bool = False
+    """Call the function once for the valid trajectories of a group: each argument but those of params is a list, and the
+    function returns a list of numbers in the same order."""
 
 
 class ChoiceReward(_Part):

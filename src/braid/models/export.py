@@ -30,6 +30,8 @@ def export_with(save: Callable[[Path], None], folder: Path) -> None:
     A new folder is created by a single rename. In an existing folder, files are replaced one by one, and
     other files stay. Raises CheckpointError when the folder cannot be written.
     """
+    # saving with transformers imports an installed DeepSpeed, which tells standard output of its accelerator
+    logging.getLogger("DeepSpeed").addFilter(_is_no_note)
     beside = folder.with_name(f".saving_{folder.name}")
     try:
         shutil.rmtree(beside, ignore_errors=True)
@@ -46,3 +48,7 @@ def export_with(save: Callable[[Path], None], folder: Path) -> None:
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+
+
+def _is_no_note(record: logging.LogRecord) -> bool:
+    return "accelerator to" not in record.getMessage()

@@ -27,12 +27,13 @@ def closing(
     status: str,
     *,
     time_text: str,
-    results: tuple[Results, Results],
+    results: tuple[Results | None, Results],
     samples: tuple[Path, Path],
     files: Mapping[str, Path],
 ) -> RenderableType:
-    """Stack the parts of the closing report. `results` and `samples` are of the first and the last evaluation;
-    they and the `files` may be missing."""
+    """Stack the parts of the closing report, to be printed with crop=False: a path is one line, however long. `results`
+    and `samples` are of the first and the last evaluation; they and the `files` may be missing. The first results are
+    None if there was one evaluation."""
     style = {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red")
     parts: list[RenderableType] = [
         Rule(style="dim"),
@@ -42,19 +43,20 @@ def closing(
         parts += [Text(), _learned(*results)]
     if pairs := list(islice(_pairs(*samples), NUM_ANSWERS)):
         parts += [Text(), _answers(pairs)]
-    places = Table.grid(padding=(0, 3, 0, 0))
-    places.add_column(style="dim", no_wrap=True)
-    for what, path in files.items():
-        if path.exists():
-            places.add_row(what, Text(str(path), overflow="fold"))
-    return Stack(*parts, Text(), places)
+    there = {what: path for what, path in files.items() if path.exists()}
+    width = max(map(len, there), default=0)
+    places = [
+        Text.assemble((f"{what:<{width}}", "dim"), f"   {path}", no_wrap=True, overflow="ignore")
+        for what, path in there.items()
+    ]
+    return Stack(*parts, Text(), *places)
 
 
-def _learned(first: Results, last: Results) -> Table:
+def _learned(first: Results | None, last: Results) -> Table:
     """The first and last evaluation results of each source."""
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     table.add_column("evaluation", no_wrap=True)
-    for title in ("", "first", "last", "change"):
+    for title in ("", "result") if first is None else ("", "first", "last", "change"):
         table.add_column(title, justify="left" if not title else "right", no_wrap=True)
     has_one = len(last) <= 2  # one source: same results as `all`
     for source, values in last.items():
@@ -62,7 +64,10 @@ def _learned(first: Results, last: Results) -> Table:
             continue
         title = printable(source)
         for name, after in values.items():
-            if "@" in name:
+            if "@" in name and first is None:
+                table.add_row(title, name, _number(after))
+                title = ""
+            elif "@" in name and first is not None:
                 before = first.get(source, {}).get(name, float("nan"))
                 change = after - before
                 style = "green" if change > 0 else "red" if change < 0 else "dim"

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -80,8 +80,16 @@ class Reporter:
         self._data: dict[str, dict[str, dict[str, int]]] = {}
         self._evaluated: Path | None = None
         self._is_summary_late = False
-        self._state = _State(restarts=-1)
-        self.restart()
+        self._has_begun = False
+        self._state = self._earlier = _State()
+        self._start_s = self._line_s = time.monotonic()
+        self._is_rewound = False
+
+    def begin(self, sinks: Sequence[Sink] = ()) -> None:
+        """Write the first summary, and report to further `sinks`. Follows `load` if the run is resumed."""
+        self._has_begun = True
+        self._sinks[:0] = sinks
+        self._summarize_running()
 
     @contextmanager
     def phase(self, verb: str) -> Iterator[None]:
@@ -112,7 +120,7 @@ class Reporter:
 
     def log(self, round_: int, step: int, metrics: Metrics) -> None:
         """Write a round's metrics to all sinks, and update the summary."""
-        self._begin()
+        self._rewind()
         now = time.monotonic()
         metrics.add("time/round_s", now - self._line_s)
         self._line_s = now
@@ -125,12 +133,7 @@ class Reporter:
                 of.first_eval = of.last_eval
         for sink in tuple(self._sinks):
             self._try(sink, lambda sink=sink: sink.log(round_, step, flat))
-        try:
-            self._summarize("running")
-        except ReportError as failure:
-            if not self._is_summary_late:
-                logger.warning("%s; the run continues without a current summary", failure)
-            self._is_summary_late = True
+        self._summarize_running()
 
     def store_samples(self, name: str, groups: Sequence[Group], rows: Sequence[Row] = ()) -> None:
         """Store trajectories with their training values as samples/`name`.jsonl. Write errors are only
@@ -145,7 +148,7 @@ class Reporter:
         )
 
     def _store(self, what: str, path: Path, write: Callable[[Path], None]) -> None:
-        self._begin()
+        self._rewind()
         try:
             write(path)
         except OSError as error:
@@ -161,9 +164,13 @@ class Reporter:
     def restart(self) -> None:
         """Reset when the run starts over or resumes from a checkpoint (then `load` follows) in the same
         process. The summary counts restarts."""
-        self._state = _State(restarts=self._state.restarts + 1)
+        restarts = self._state.restarts + 1
+        last = self._state if self._is_rewound else self._earlier
+        wall_s = last.wall_s + time.monotonic() - self._start_s
+        self._earlier = replace(last, wall_s=wall_s, restarts=restarts)
+        self._state = _State(restarts=restarts)
         self._start_s = self._line_s = time.monotonic()
-        self._is_begun = False
+        self._is_rewound = False
 
     def state(self, stored_round: int) -> dict[str, Any]:
         """Return the state that a resumed run needs: the round, the elapsed time, the first and last
@@ -175,14 +182,17 @@ class Reporter:
         kept: dict[str, Any] = {**state, "restarts": max(self._state.restarts, state["restarts"])}
         stored_round = kept.pop("stored_round")
         self._state = _State(**kept)
-        self._begin(stored_round)
+        self._rewind(stored_round)
 
     def finish(self, status: Status, error: BaseException | None = None) -> None:
         """Write the final summary, close all sinks and show the closing report. A summary that cannot be
         written is logged, and an error in showing the report ignored: neither changes the outcome of the
-        run."""
+        run. A resume that has loaded no checkpoint leaves the summary as it is."""
+        if not self._is_rewound:  # ended before it wrote anything: the other files are those before a restart
+            self._state = self._earlier
         try:
-            self._summarize(status, error)
+            if self._has_begun or self._is_rewound:
+                self._summarize(status, error)
         except ReportError as failure:
             logger.error("%s", failure)
         for sink in tuple(self._sinks):
@@ -190,7 +200,7 @@ class Reporter:
         self._sinks = []
         if self.console.mode != "none":
             with suppress(OSError, UnicodeError):
-                self.console.screen.print(self._closing(status))
+                self.console.screen.print(self._closing(status), crop=False)
         self.run_dir.close()
 
     @property
@@ -207,11 +217,11 @@ class Reporter:
     def _wall_s(self) -> float:
         return self._state.wall_s + time.monotonic() - self._start_s
 
-    def _begin(self, stored_round: int | None = None) -> None:
+    def _rewind(self, stored_round: int | None = None) -> None:
         """Before the first write: rewind the run folder to the round from which this run resumes."""
-        if self._is_begun:
+        if self._is_rewound:
             return
-        self._is_begun = True
+        self._is_rewound = True
         self.run_dir.rewind(self._state.round, stored_round)
         self.console.go_on(self.run_dir.read_metrics())
 
@@ -224,6 +234,14 @@ class Reporter:
             self._sinks.remove(sink)
             why = f"{type(error).__name__}: {error}"
             logger.warning("%s failed and is disabled for the rest of the run: %s", sink.name, why)
+
+    def _summarize_running(self) -> None:
+        try:
+            self._summarize("running")
+        except ReportError as failure:
+            if not self._is_summary_late:
+                logger.warning("%s; the run continues without a current summary", failure)
+            self._is_summary_late = True
 
     def _summarize(self, status: Status, error: BaseException | None = None) -> None:
         of = self._state
@@ -252,7 +270,7 @@ class Reporter:
         return closing(
             status,
             time_text=clock(self._wall_s),
-            results=(self.first_eval, self.last_eval),
+            results=(None if evals[0]["round"] == evals[1]["round"] else self.first_eval, self.last_eval),
             samples=(first, last),
             files={
                 "run": run.path,

@@ -96,6 +96,12 @@ class RunDir:
             self._write(path, secrets.token_hex(8))
         return path.read_text()
 
+    def take_id(self, run_id: str) -> None:
+        """Take the run id of the folder's own checkpoints, if it has none: it was copied without hidden files."""
+        path = self.path / ".run_id"
+        if not path.exists():
+            self._write(path, run_id)
+
     def forget_id(self) -> None:
         """Delete the run id, when the folder is reused for a new run."""
         (self.path / ".run_id").unlink(missing_ok=True)

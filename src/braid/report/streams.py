@@ -91,9 +91,15 @@ class _Sorted:
 def reward_prints_in(log: Path | None) -> Iterator[None]:
     """Redirect what reward functions print in this process to the file `log` within the block; None discards
     it."""
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = _Sorted(sys.stdout, log), _Sorted(sys.stderr, log)
+    before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
+    ours = {name: _Sorted(stream, log) for name, stream in before.items()}
+    for name, stream in ours.items():
+        setattr(sys, name, stream)
     try:
         yield
     finally:
-        sys.stdout, sys.stderr = before
+        for name, stream in ours.items():
+            if (
+                getattr(sys, name) is stream
+            ):  # else the display was closed meanwhile, which restored those before it
+                setattr(sys, name, before[name])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
 from braid.generators import reasoning_gym
 from braid.isolation.sandbox import START_LIMIT_S, Isolation, find_isolation
-from braid.types import Trajectory
+from braid.types import Prompt, Trajectory
+from braid.users import shown
 
 from .base import Later, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
@@ -39,14 +41,14 @@ from .rules import Extract, choice, exact, extraction, length, matches, repetiti
 from .threads import CallThreads, LoopThread
 
 OFFERED = ("text", "answer", "prompt", "fields", "trajectory")
-"""Parameters that a reward function may declare, besides its own."""
+"""Parameters that a reward function may declare, besides columns of its rows and its own."""
 TEXT_COMPARING = frozenset({"chain_sum", "products"})
 """reasoning-gym generators whose own scorer only compares short texts (verified in its source)."""
 
 
 def build_part(  # noqa: C901  # one case per kind
     config: RewardConfig, number: int, *, base_dir: Path, seed: int, services: Services
-) -> Part | ModelPart:
+) -> Part | ModelPart | GroupPart:
     """Build the part configured at reward.parts[number]. Raises ConfigError for invalid patterns, functions,
     templates, keys and URLs, and for a part that needs a model which the run lacks."""
     part, key, timeout_s = config.parts[number], f"reward.parts[{number}]", config.timeout_s
@@ -88,13 +90,17 @@ def build_part(  # noqa: C901  # one case per kind
             return Part(score(policy_chat(part, services.generate)))
         case FunctionReward():
             function = load_function(part.path, base_dir=base_dir, key=f"{key}.path")
-            names = offered_names(function, part.params, path=part.path, key=key)
+            arguments = arguments_of(function, part.params, path=part.path, key=key)
             is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
             runner = LoopThread() if is_async else CallThreads(max_stuck=config.concurrency)
             call = partial(function, **part.params)
-            return Part(
-                lambda t: partial(runner.run, partial(call, **_offered(t, names)), timeout_s), runner.close
-            )
+
+            def later(given: Mapping[str, Any]) -> Later:
+                return partial(runner.run, partial(call, **given), timeout_s)
+
+            if part.group:
+                return GroupPart(later, arguments, runner.close)
+            return Part(lambda trajectory: later(arguments.of(trajectory)), runner.close)
 
 
 def _without_service(key: str, what: str) -> ConfigError:
@@ -158,22 +164,76 @@ def _compares_text(generator: str) -> bool:
     return inherits or generator in TEXT_COMPARING
 
 
-def _offered(trajectory: Trajectory, names: frozenset[str]) -> dict[str, Any]:
-    offered = {
-        "text": trajectory.answer_text,
-        "answer": trajectory.prompt.fields.get("answer"),
-        "prompt": task_of(trajectory),
-        "fields": trajectory.prompt.fields,
-        "trajectory": trajectory,
-    }
-    return {name: value for name, value in offered.items() if name in names}
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The names that a function is called with: those of OFFERED and of columns. `declared` is None for `**kwargs`, which
+    take them all; `required` have no default; `own` are those of `params`."""
+
+    path: str
+    declared: frozenset[str] | None
+    required: frozenset[str]
+    own: frozenset[str]
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns that a row must have."""
+        return self.required - {*OFFERED, *self.own}
+
+    def check(self, prompt: Prompt) -> None:
+        """Raise RewardError if the prompt's row lacks one of these columns."""
+        for name in sorted(self.columns - prompt.fields.keys()):
+            near = suggest(name, [*OFFERED, *prompt.fields])
+            raise RewardError(
+                f"{self.path!r} needs {name!r}{near}; braid provides {', '.join(OFFERED)} and the row's columns "
+                f"{', '.join(map(repr, prompt.fields)) or '(none)'}; set other parameters in params",
+                is_final=True,
+            )
+
+    def of(self, trajectory: Trajectory) -> dict[str, Any]:
+        """The arguments of a call. Raises RewardError."""
+        self.check(trajectory.prompt)
+        offered = dict(trajectory.prompt.fields) | {
+            "text": trajectory.answer_text,
+            "answer": trajectory.prompt.fields.get("answer"),
+            "prompt": task_of(trajectory),
+            "fields": trajectory.prompt.fields,
+            "trajectory": trajectory,
+        }
+        return {
+            name: value
+            for name, value in offered.items()
+            if name not in self.own and (self.declared is None or name in self.declared)
+        }
 
 
-def offered_names(
+class GroupPart:
+    """A function that scores the valid trajectories of a group in one call: each argument is a list, and so is the result."""
+
+    def __init__(
+        self, call: Callable[[Mapping[str, Any]], Later], arguments: Arguments, close: Callable[[], None]
+    ) -> None:
+        self._call, self._arguments, self.close = call, arguments, close
+
+    async def scores(self, trajectories: Sequence[Trajectory]) -> list[object]:
+        """What the function returns for each. Raises RewardError if it fails, or returns anything but a list of this length."""
+        given = [self._arguments.of(trajectory) for trajectory in trajectories]
+        result: Any = await self._call({name: [one[name] for one in given] for name in given[0]})()
+        try:
+            values = None if isinstance(result, str | bytes | Mapping) else list(result)
+        except Exception:
+            values = None
+        if values is None or len(values) != len(trajectories):
+            raise RewardError(
+                f"returned {shown(result)}; with group=true a function returns a list with a number for each of the "
+                f"{len(trajectories)} trajectories that it is given"
+            )
+        return values
+
+
+def arguments_of(
     function: Callable[..., Any], params: Mapping[str, Any], *, path: str, key: str
-) -> frozenset[str]:
-    """The names among OFFERED to call the function with. Raises ConfigError if it cannot be called with these
-    and `params`."""
+) -> Arguments:
+    """What to call the function with. Raises ConfigError if it cannot be called with that and `params`."""
     try:
         declared = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -191,13 +251,7 @@ def offered_names(
             problems.append(("params", f"{name!r} is provided by braid; use another name"))
         elif name not in named and not takes_all:
             problems.append(("params", f"{path!r} has no parameter {name!r}{suggest(name, named)}"))
-    for name, parameter in named.items():
-        if name not in {*OFFERED, *params} and parameter.default is parameter.empty:
-            problem = (
-                f"{path!r} needs {name!r}{suggest(name, OFFERED)}; braid provides {', '.join(OFFERED)}; set other "
-                f"parameters in {key}.params"
-            )
-            problems.append(("path", problem))
     if problems:
         raise ConfigError([Problem(f"{key}.{of}", problem, "config") for of, problem in problems])
-    return frozenset(OFFERED) if takes_all else frozenset(named) & frozenset(OFFERED)
+    required = frozenset(name for name, p in named.items() if p.default is p.empty)
+    return Arguments(path, None if takes_all else frozenset(named), required, frozenset(params))

@@ -10,10 +10,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from braid.config.data import covers
 from braid.config.reward import (
@@ -33,9 +35,11 @@ from braid.users import finite_number
 
 from .base import Part, Services
 from .classifier import ModelPart
-from .parts import build_part
+from .parts import GroupPart, build_part
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,7 @@ class _Weighted:
     name: str
     weight: float
     sources: frozenset[str]
-    part: Part | ModelPart
+    part: Part | ModelPart | GroupPart
     retries: int
     max_calls: int
     is_shared: bool = True
@@ -88,8 +92,8 @@ def _limits(part: RewardPart, config: RewardConfig) -> tuple[int, int, bool]:
             return config.retries, config.concurrency, True
 
 
-Batch = asyncio.Task[Mapping[int, float | RewardError]]
-"""Running batches of a reward model: scores by the trajectory's `id()`."""
+Batch = asyncio.Task[Mapping[int, object]]
+"""Running batches of a reward model or of a function of groups: scores by the trajectory's `id()`."""
 
 
 class Scorer:
@@ -118,9 +122,11 @@ class Scorer:
         async with asyncio.TaskGroup() as tasks:
             batches: dict[str, Batch] = {}
             for part in self._parts:
+                covered = [t for t in valid if self._covers(part, t)]
                 if isinstance(part.part, ModelPart):
-                    covered = [t for t in valid if self._covers(part, t)]
                     batches[part.name] = tasks.create_task(_batch(part.name, part.part, covered, metrics))
+                elif isinstance(part.part, GroupPart):
+                    batches[part.name] = tasks.create_task(self._group(part, part.part, covered, metrics))
             for trajectory in valid:
                 tasks.create_task(self._score(trajectory, batches, metrics))
         return metrics
@@ -156,24 +162,43 @@ class Scorer:
         trajectory.reward_parts, trajectory.reward = scores, reward
 
     async def _called(self, part: _Weighted, trajectory: Trajectory, metrics: Metrics) -> float:
-        """The part's score of a trajectory. A call is retried on failure as configured. Raises the RewardError
-        of the last attempt."""
+        """The part's score of a trajectory. Raises the RewardError of the last attempt."""
         assert isinstance(part.part, Part)
         call = part.part.score(trajectory)
         if isinstance(call, int | float):
             return as_score(call)
+
+        async def scored() -> float:
+            return as_score(await call())
+
+        return await self._retried(part, scored, metrics)
+
+    async def _group(
+        self, part: _Weighted, function: GroupPart, trajectories: Sequence[Trajectory], metrics: Metrics
+    ) -> Mapping[int, object]:
+        """Score `trajectories` with a function of groups."""
+        if not trajectories:
+            return {}
+        try:
+            scores = await self._retried(part, partial(function.scores, trajectories), metrics)
+        except RewardError as error:
+            return {id(t): error for t in trajectories}
+        return {id(t): score for t, score in zip(trajectories, scores, strict=True)}
+
+    async def _retried(self, part: _Weighted, call: Callable[[], Awaitable[T]], metrics: Metrics) -> T:
+        """The result of a part's call within its limits, after as many retries as are configured."""
         metrics.add(f"reward/retries/{part.name}", 0)
         attempts = 0
         while True:
             try:
                 async with self._limits[part.name], self._limits[""] if part.is_shared else nullcontext():
                     start = time.perf_counter()
-                    score = as_score(await call())
+                    score = await call()
             except RewardError as error:
                 if error.is_final or attempts == part.retries:
                     raise
                 attempts += 1
-                logger.debug("reward %s of %s failed, retrying: %s", part.name, trajectory.prompt.uid, error)
+                logger.debug("reward %s failed, retrying: %s", part.name, error)
                 metrics.add(f"reward/retries/{part.name}", 1)
                 await asyncio.sleep(error.wait_s)
             else:
@@ -188,7 +213,7 @@ class Scorer:
 
 async def _batch(
     name: str, model: ModelPart, trajectories: Sequence[Trajectory], metrics: Metrics
-) -> Mapping[int, float | RewardError]:
+) -> Mapping[int, object]:
     """Score `trajectories` with a reward model."""
     if not trajectories:
         return {}

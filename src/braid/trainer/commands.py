@@ -22,7 +22,7 @@ from braid.checkpoint.store import CheckpointStore
 from braid.cluster.environment import environment
 from braid.cluster.interrupts import StopSignals, stop_signals
 from braid.cluster.memory import keep_freed_memory, settled
-from braid.config.changes import changes
+from braid.config.changes import Change, changes
 from braid.config.load import Loaded, load_config, to_yaml
 from braid.config.paths import with_absolute_paths
 from braid.config.schema import RunConfig
@@ -264,11 +264,15 @@ def _run_in_folder(
             _refuse_checkpoints_of_others(store)
         else:
             _compare(loaded, store, run_dir)
-        run_dir.describe(to_yaml(loaded), hidden(plan.to_json(), distinct(loaded.secrets)), loaded.kept)
+        loaded = _stored(loaded, run_dir.path.name)
         _divide_cores(config, plan)
         console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
-        sinks = [*build_sinks(run_dir, **_sink_settings(loaded, run_dir.path.name)), *sinks]
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
+
+        def begin() -> None:
+            run_dir.describe(to_yaml(loaded), hidden(plan.to_json(), distinct(loaded.secrets)), loaded.kept)
+            reporter.begin(build_sinks(run_dir, **_sink_settings(loaded, run_dir.path.name)))
+
         if inputs is not None:
             reporter.decode = inputs.decode
             reporter.count_data(train=inputs.train, eval=inputs.eval, sft=inputs.examples)
@@ -277,10 +281,17 @@ def _run_in_folder(
         with _told(reporter, store):
             new_parts = partial(build.build, loaded, plan, inputs, reporter, store, cluster)
             grace_s = 0.0 if verb == "eval" else config.run.stop_within_s
-            _keep_trying(config, reporter, store, new_parts, partial(_stoppable, loop, stop, grace_s))
+            _keep_trying(config, reporter, store, new_parts, begin, partial(_stoppable, loop, stop, grace_s))
             missed = _missed(config, reporter, verb)
             reporter.finish("not_learned" if missed else "finished", missed)
     return Outcome(run_dir.path, missed is None)
+
+
+def _stored(loaded: Loaded, name: str) -> Loaded:
+    """The config as the run folder `name` stores it: with the name that if_exists gave the folder, and without what
+    only this start was told. A stored run.allow_changes would allow those of every later resume."""
+    run = loaded.config.run.model_copy(update={"name": name, "resume": "none", "allow_changes": False})
+    return replace(loaded, config=loaded.config.model_copy(update={"run": run}))
 
 
 def _divide_cores(config: RunConfig, plan: Plan) -> None:
@@ -344,14 +355,35 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
         for change in changed
         if change.is_guarded
     ]
+    if about and folder.is_relative_to(run_dir.path):
+        run_dir.take_id(about["run_id"])
     if about and about["run_id"] != run_dir.run_id:
         message = (
             f"{folder} is a checkpoint of another run than the one in {run_dir.path}; to resume from it anyway, set "
             "run.allow_changes=true"
         )
         problems.append(Problem("run.resume", message, loaded.origin("run.resume")))
+    if original := _original(store, run_dir, about.get("run_id"), changed):
+        message = (
+            f"{run_dir.path} is a copy of {original}, and {store.folder} holds that run's checkpoints; set checkpoint.dir "
+            "to a copy of them"
+        )
+        problems.append(Problem("checkpoint.dir", message, loaded.origin("checkpoint.dir")))
     if problems:
         raise ConfigError(problems)
+
+
+def _original(
+    store: CheckpointStore, run_dir: RunDir, run_id: str | None, changed: Sequence[Change]
+) -> Path | None:
+    """The run folder that wrote the newest checkpoint, if this one is a copy of it with the same folder of checkpoints."""
+    before = {change.key: change.before or "" for change in changed}
+    name = before.get("run.name", run_dir.path.name)
+    folder = Path(before.get("run.output_dir", run_dir.path.parent), name)
+    if store.folder.is_relative_to(run_dir.path) or folder.resolve() == run_dir.path.resolve():
+        return None
+    known = folder / ".run_id"
+    return folder if known.is_file() and known.read_text() == run_id else None
 
 
 def _refuse_checkpoints_of_others(store: CheckpointStore) -> None:
@@ -370,24 +402,34 @@ def _keep_trying(
     reporter: Reporter,
     store: CheckpointStore,
     new_parts: Callable[..., Parts],
+    begin: Callable[[], None],
     loop: Callable[[Parts], None],
 ) -> None:
     """Run the loop. After a transient failure, restart it with new parts from the newest checkpoint, up to
-    run.max_restarts times, with exponential backoff."""
-    which = config.run.resume
+    run.max_restarts times, with exponential backoff.
+
+    `begin` starts to write the run's files: before anything is built, but of a run that is resumed only after its
+    checkpoint has been loaded, so that a resume that fails leaves them as they are."""
+    which, has_begun = config.run.resume, False
     for restart in itertools.count(1):
         try:
+            if which == "none" and not has_begun:
+                begin()
+                has_begun = True
             with reporter.phase("build"):
                 parts = new_parts(is_restart=restart > 1)
             with closing(parts), settled():
                 if which != "none":
                     _resume(parts, which)
+                if not has_begun:
+                    begin()
+                    has_begun = True
                 loop(parts)
             return
         except (*PASSING, WorkerError) as error:
             if restart > config.run.max_restarts or not _may_pass(error):
                 raise
-            which = "latest" if store.steps() else config.run.resume
+            which = "latest" if has_begun and store.steps() else config.run.resume
             pause_s = min(2.0 ** (restart - 1), _LONGEST_PAUSE_S)
             logger.warning(
                 "the run failed: %s: %s; restart %d of %d in %g s from %s",
@@ -415,8 +457,8 @@ def _resume(parts: Parts, which: str) -> None:
         logger.warning("no checkpoint in %s; starting from the beginning", parts.store.folder)
         return
     folder, step, state = parts.store.locate("latest" if which == "latest" else Path(which))
-    parts.store.forget_after(step)
     saving.restore(parts, state, folder)
+    parts.store.forget_after(step)
     done, num_rounds = parts.progress.round, parts.reporter.console.num_rounds
     if parts.progress.is_warm:
         where = f"after round {done}" + (f" of {num_rounds}" if num_rounds is not None else "")

@@ -31,10 +31,11 @@ from braid.config.reward import (
 from braid.data import checked
 from braid.data.prompts import Prompts
 from braid.errors import ConfigError, Problem, RewardError
+from braid.functions import load_function
 from braid.plan import Plan, Verb, resolve
 from braid.report.streams import reward_prints_in
 from braid.rewards.base import Later, Part, Score, Services, column_of, references_of
-from braid.rewards.parts import build_part
+from braid.rewards.parts import GroupPart, arguments_of, build_part
 from braid.rewards.programs import read_tests
 from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn
@@ -101,19 +102,24 @@ def _part_problems(
     except ConfigError as error:
         yield from error.problems
         return
-    assert isinstance(built, Part)
+    assert isinstance(built, Part | GroupPart)
     try:
-        yield from _unscorable(part, key, prompts, base_dir)
-        if isinstance(part, FunctionReward):
-            yield from _failed_call(built.score, f"{key}.path", prompts, tokenizer)
+        problems = list(_unscorable(part, key, prompts, base_dir))
+        yield from problems
+        if isinstance(part, FunctionReward) and not problems:
+            score = built.score if isinstance(built, Part) else partial(_alone, built)
+            yield from _failed_call(score, f"{key}.path", prompts, tokenizer)
     finally:
         built.close()
 
 
 def _unscorable(part: RewardPart, key: str, prompts: Prompts, base_dir: Path) -> Iterator[Problem]:
     """Prompts that lack the columns that the part reads, as one problem. Data that have passed are not read again."""
-    is_judge = isinstance(part, JudgeReward)  # its template may be in a file
-    known = "" if is_judge else checked.key_of(len(prompts), prompts.fingerprint, key, part.model_dump_json())
+    is_judge = isinstance(part, JudgeReward)
+    is_in_file = is_judge or isinstance(part, FunctionReward)
+    known = (
+        "" if is_in_file else checked.key_of(len(prompts), prompts.fingerprint, key, part.model_dump_json())
+    )
     read = _reader(part, key, base_dir)
     if read is None or checked.recall(known) is not None:
         return
@@ -159,6 +165,10 @@ def _reader(part: RewardPart, key: str, base_dir: Path) -> Callable[[Prompt], ob
 
             template = read_template(part.prompt, base_dir, key=f"{key}.prompt")
             return lambda prompt: fill_template(template, Trajectory(prompt, 0), key=f"{key}.prompt")
+        case FunctionReward():
+            function = load_function(part.path, base_dir=base_dir, key=f"{key}.path")
+            arguments = arguments_of(function, part.params, path=part.path, key=key)
+            return arguments.check if arguments.columns else None
         case _:
             return None
 
@@ -186,6 +196,15 @@ def _failed_call(
                 first = first or f"called on {prompt.uid} with the answer {trajectory.answer_text!r}: {error}"
     tried = "" if len(examples) == 1 else f"; {len(examples) - 1} other prompts failed too"
     yield Problem(key, f"{first}{tried}; it must return a number (an exception makes the trajectory invalid)")
+
+
+def _alone(function: GroupPart, trajectory: Trajectory) -> Later:
+    """The score of a group of one."""
+
+    async def later() -> object:
+        return (await function.scores([trajectory]))[0]
+
+    return later
 
 
 async def _call(later: float | Later) -> object:

@@ -54,7 +54,6 @@ def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
     if (warm_up := _unfinished_warm_up(parts)) is not None:
         warm_up.sampler.load(state["warm_up_sampler"])
     parts.reward_moments.load(state["reward_moments"])
-    parts.reporter.load(state["reporter"])
     parts.metrics.load(state["metrics"])
     parts.saved = state["progress"]
     if parts.pipeline is not None:
@@ -63,6 +62,7 @@ def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
         roles.sync_weights(parts)
         if (opponent := state.get("opponent")) is not None:
             parts.rollouts.load_opponent(opponent)
+    parts.reporter.load(state["reporter"])  # last, since it removes the records of later rounds
 
 
 def stop_if_asked(parts: Parts) -> None:

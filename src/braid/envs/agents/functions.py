@@ -21,7 +21,7 @@ from typing import Any
 from braid.errors import ConfigError, Problem, ToolError
 from braid.isolation.threads import start
 from braid.types import Prompt
-from braid.users import described, finite_number, shown
+from braid.users import described, finite_number, message_of, shown
 
 from .base import ToolSchema
 from .tools import OpenToolbox, Tool, Toolbox
@@ -43,7 +43,7 @@ def schema_of(function: Callable[..., Any], *, key: str) -> ToolSchema:
     except Exception as error:  # of its type hints, docstring, or names in either
         where = getattr(function, "__qualname__", repr(function))
         problem = (
-            f"no schema for the tool {where}: {error}; a tool needs type hints and a docstring with a "
+            f"no schema for the tool {where}: {message_of(error)}; a tool needs type hints and a docstring with a "
             "section `Args:` that describes each argument"
         )
         raise ConfigError([Problem(key, problem, "config")]) from error

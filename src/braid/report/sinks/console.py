@@ -131,7 +131,9 @@ class Console:
     def say(self, text: str) -> None:
         """Print a line, above the live display if there is one."""
         if self.mode != "none":
-            self.screen.print(Text(printable(text)), soft_wrap=not self.screen.is_terminal)
+            self.screen.print(
+                Text(printable(text)), soft_wrap=True
+            )  # a path or command is copied as one line
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -314,7 +316,7 @@ class _Handler(logging.Handler):
             style = "yellow" if record.levelno == logging.WARNING else "bold red"
             self._screen.print(
                 Text.assemble((head, style), printable(body, keep_lines=True)),
-                soft_wrap=not self._screen.is_terminal,
+                soft_wrap=True,
             )
         except Exception:  # required of logging handlers: a broken message must not end the run
             self.handleError(record)

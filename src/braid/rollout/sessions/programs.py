@@ -28,10 +28,12 @@ _KILL_S = 10.0
 async def run_function(
     function: Callable[..., Any], task: Prompt, base_url: str, api_key: str, seed: int
 ) -> object:
-    """Call `function(task, base_url, api_key)`, with `seed=` if it has this parameter, in a thread; a coroutine runs on
+    """Call `function(task, base_url, api_key)`, with `seed=` if it has this parameter or `**kwargs`, in a thread; a coroutine runs on
     an event loop of its own, so that one that blocks delays no other. A cancelled function keeps its thread until it
     returns; a cancelled coroutine is cancelled."""
-    options = {"seed": seed} if "seed" in inspect.signature(function).parameters else {}
+    parameters = inspect.signature(function).parameters
+    takes_seed = "seed" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    options = {"seed": seed} if takes_seed else {}
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
     async def awaited(result: Coroutine[Any, Any, object]) -> object:
