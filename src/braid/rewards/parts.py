@@ -30,6 +30,7 @@ from braid.generators import reasoning_gym
 from braid.isolation.sandbox import START_LIMIT_S, Isolation, find_isolation
 from braid.types import Trajectory
 
+from .answers import without_reasoning
 from .base import Later, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
 from .isolated import score_by_generator
@@ -53,8 +54,9 @@ def build_part(  # noqa: C901  # one case per kind
     pattern = partial(extraction, timeout_s=timeout_s, key=f"{key}.pattern")
     match part:
         case MathReward():
+            extract = None if part.pattern is None else pattern(part.pattern)
             processes = ScoringProcesses("math")
-            return Part(partial(_math, processes, timeout_s), processes.close)
+            return Part(partial(_math, processes, extract, timeout_s), processes.close)
         case ReasoningGymReward():
             processes = ScoringProcesses("reasoning_gym")
             return Part(partial(_reasoning_gym, processes, pattern(part.pattern), timeout_s), processes.close)
@@ -101,9 +103,16 @@ def _without_service(key: str, what: str) -> ConfigError:
     return ConfigError([Problem(key, f"needs {what}, which was not given to this scorer", "config")])
 
 
-def _math(processes: ScoringProcesses, timeout_s: float, trajectory: Trajectory) -> Later:
-    """1 if math-verify finds the answer equal to a reference."""
-    return partial(processes.run, (trajectory.answer_text, references_of(trajectory.prompt)), timeout_s)
+def _math(
+    processes: ScoringProcesses, extract: Extract | None, timeout_s: float, trajectory: Trajectory
+) -> float | Later:
+    """1 if math-verify finds the answer equal to a reference; 0 while the reasoning lasts, or without a match."""
+    references = references_of(trajectory.prompt)
+    text = without_reasoning(trajectory.answer_text)
+    answer = extract(text) if extract is not None else text
+    if not answer:
+        return 0.0
+    return partial(processes.run, (answer, references, extract is not None), timeout_s)
 
 
 def _code(
