@@ -120,7 +120,9 @@ class CodeReward(_Part):
     files.
 
     Tests are one of: Python text with assertions; a list of such texts; a list of {input, output}, for
-    programs that read stdin and print; {inputs, outputs} with two lists; or any of these as JSON text.
+    programs that read stdin and print; {inputs, outputs} with two lists; or any of these as JSON text. With
+    `fn_name`, `testtype: functional` or `type: function_call` (LiveCodeBench, DeepCoder, TACO) they are arguments
+    and result of a function.
     """
 
     kind: Literal["code"]

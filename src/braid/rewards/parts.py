@@ -125,7 +125,8 @@ def _code(
 ) -> float | Later:
     """Result of the code in the response on the row's tests; see programs.py. 0 without code."""
     try:
-        tests = read_tests(column_of(trajectory.prompt, config.tests_key, key=f"{key}.tests_key"))
+        column = column_of(trajectory.prompt, config.tests_key, key=f"{key}.tests_key")
+        tests = read_tests(column, trajectory.prompt.fields.get("metadata"))
     except ValueError as error:
         raise RewardError(f"column {config.tests_key!r}: {error}") from error
     code = extract(trajectory.answer_text)
