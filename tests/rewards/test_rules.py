@@ -88,14 +88,17 @@ def test_an_invalid_pattern_is_a_config_problem(
 
 def _entry(generator: str, **params: Any) -> dict[str, Any]:
     entry = dict(reasoning_gym().create_dataset(generator, size=1, seed=0, **params)[0])
-    return {**entry, "reasoning_gym": {"generator": generator, "params": params}}
+    of_scorer = {"generator": generator, "params": params, "answer": entry["answer"]}
+    return {**entry, "reasoning_gym": of_scorer}
 
 
 def test_the_generators_own_scorer_judges_what_the_pattern_finds(answered: Answered, score: Score) -> None:
     entry = _entry("chain_sum", max_terms=2)
     texts = [f"1+1 A:{entry['answer']}", f"A: {entry['answer']}.0", "A:-", "nothing"]
+    other_reference = {**entry, "answer": "x"}  # of another answer_key
     scored = score(
-        [answered(text, **entry) for text in texts], {"kind": "reasoning_gym", "pattern": r"A:\s*(.*)"}
+        [answered(text, **other_reference) for text in texts],
+        {"kind": "reasoning_gym", "pattern": r"A:\s*(.*)"},
     )
     assert [t.reward for t in scored] == [1.0, 1.0, 0.0, 0.0]
 

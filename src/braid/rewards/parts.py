@@ -147,13 +147,14 @@ def _reasoning_gym(
 ) -> float | Later:
     """The generator's own score. Scorers that only compare texts run inline; the others, some of which `eval`
     the answer, in a process that can be killed."""
-    entry, answer = trajectory.prompt.fields, extract(trajectory.answer_text)
-    if "reasoning_gym" not in entry:
+    fields, answer = trajectory.prompt.fields, extract(trajectory.answer_text)
+    if "reasoning_gym" not in fields:
         raise RewardError(
             f"source {trajectory.prompt.source!r} is not procedural, so it has no scorer of reasoning-gym; use another "
             "kind of reward for it"
         )
-    generator, params = entry["reasoning_gym"]["generator"], entry["reasoning_gym"]["params"]
+    generator, params, expected = (fields["reasoning_gym"][of] for of in ("generator", "params", "answer"))
+    entry = {**fields, "answer": expected}  # also where answer_key is another or null
     if _compares_text(generator):
         return score_by_generator(generator, params, answer, entry)
     return partial(processes.run, (generator, params, answer, entry), timeout_s)
