@@ -78,7 +78,8 @@ def test_a_long_value_that_is_no_prompt_is_shown_in_part(load: Loader) -> None:
 def test_the_answer_is_under_answer_for_any_column(load: Loader) -> None:
     rows = [{"prompt": "x", "solution": 7, "answer": "unrelated"}]
     assert load(rows, answer_key="solution").prompts[0].fields["answer"] == 7
-    assert "answer" not in load([{"prompt": "x"}], answer_key=None).prompts[0].fields
+    for row in ({"prompt": "x"}, {"prompt": "x", "answer": "y"}):
+        assert "answer" not in load([row], answer_key=None).prompts[0].fields
 
 
 def test_a_path_goes_into_nested_columns_and_into_json_text(load: Loader) -> None:

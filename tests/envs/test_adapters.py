@@ -368,7 +368,11 @@ def test_the_task_of_procedural_data_is_used(maker: Callable[..., AgentEnvs]) ->
     create_dataset = reasoning_gym().create_dataset
 
     entry = create_dataset("chain_sum", size=1, seed=5)[0]
-    fields = {**entry, "reasoning_gym": {"generator": "chain_sum", "params": {}}}
+    fields = {
+        **entry,
+        "reasoning_gym": {"generator": "chain_sum", "params": {}, "answer": entry["answer"]},
+        "answer": None,
+    }
     task = Prompt("test:0", "test", (1,), (), fields)
     opening, last = played(maker("reasoning_gym", run_in="inline"), entry["answer"], task=task)
     assert not opening.messages

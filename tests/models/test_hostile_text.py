@@ -18,6 +18,7 @@ from tests.rewards.conftest import answered, build, isolation  # noqa: F401  # f
 from braid.config.reward import JudgeReward, RewardConfig
 from braid.errors import RewardError
 from braid.models.tool_calls import ToolFormat, parse_calls
+from braid.rewards.answers import last_boxes, tagged_answer, without_reasoning
 from braid.rewards.isolated import MARKED_NUMBER
 from braid.rewards.judge import fill_template, score_reader
 from braid.rewards.scorer import Scorer, build_scorer
@@ -178,6 +179,18 @@ def test_a_megabyte_of_digits_is_no_marked_number_at_once(digits: str) -> None:
         ".5",
         "7",
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\\boxed{" * 100_000, "{" * 700_000, "<answer>" * 90_000, "<think>" * 100_000, "\\boxed{1}," * 70_000],
+    ids=["boxes", "braces", "answers", "thoughts", "connected boxes"],
+)
+def test_answers_are_found_in_a_megabyte_at_once(text: str) -> None:
+    with no_longer_than(MAX_CPU_S):
+        last_boxes(text)
+        tagged_answer(text)
+        without_reasoning(text)
 
 
 @pytest.mark.parametrize("num_texts", [4, pytest.param(200, marks=pytest.mark.slow)])

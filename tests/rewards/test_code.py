@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -15,7 +16,8 @@ import pytest
 
 from braid.errors import ConfigError
 from braid.isolation.sandbox import find_bwrap, find_isolation
-from braid.rewards.programs import read_tests
+from braid.rewards.function_calls import ENTRY
+from braid.rewards.programs import ProgramTest, read_tests
 from braid.types import Trajectory
 
 Answered = Callable[..., Trajectory]
@@ -311,4 +313,88 @@ def test_a_missing_column_of_tests_is_not_a_wrong_answer(answered: Answered, sco
 
 def test_tests_may_be_json_text() -> None:
     tests = {"inputs": ["1"], "outputs": ["2"]}
-    assert read_tests(json.dumps(tests)) == read_tests(tests) == [("", "1", "2")]
+    assert read_tests(json.dumps(tests)) == read_tests(tests) == [ProgramTest(input="1", output="2")]
+
+
+TWO_SUM = "class Solution:\n    def two_sum(self, nums: List[int], target: int) -> List[int]:\n        d = Counter()\n        print('x')\n        return (0, 1) if nums[0] + nums[1] == target else None"
+CALLS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "LiveCodeBench": (
+        TWO_SUM,
+        json.dumps([{"input": "[1, 2]\n3", "output": "[0, 1]", "testtype": "functional"}]),
+        {"metadata": json.dumps({"func_name": "two_sum"})},
+    ),
+    "LiveCodeBench's grader": (TWO_SUM, {"inputs": ["[1, 2]\n3"], "outputs": ["[0, 1]"], "fn_name": "two_sum"}, {}),
+    "DeepCoder of LiveCodeBench": (
+        TWO_SUM,
+        [{"input": "[1, 2]\n3", "output": "[0, 1]", "testtype": "functional", "metadata": {"func_name": "two_sum"}}],
+        {},
+    ),
+    "DeepCoder of PrimeIntellect": (
+        "from __future__ import annotations\ndef sum(x): return {3: x[1][0] * 0.15}",
+        [{"type": "function_call", "fn_name": "sum", "input": [{"1": [2]}], "output": [{"3": 0.3}]}],
+        {},
+    ),
+    "TACO": ("def f(x, y):\n    return {x: [y]}", json.dumps({"fn_name": "f", "inputs": [["a\n", None]], "outputs": [{"a\n": [None]}]}), {}),
+    "nothing defined": ("x = 1", {"fn_name": "gcd", "inputs": [[4, 6]], "outputs": [2]}, {}),
+    "no arguments": ("f = lambda: True", {"fn_name": "Solution().f", "inputs": [""], "outputs": ["true"]}, {}),
+}  # fmt: skip
+"""Programs, and tests that call their function."""
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=CALLS)
+def test_rows_that_call_a_function_are_scored_by_its_result(
+    answered: Answered, score: Score, number: int
+) -> None:
+    code, tests, columns = [*CALLS.values()][number]
+    expected = 0.0 if code == "x = 1" else 1.0
+    (scored,) = score([answered(fenced(code), tests=tests, **columns)], {"kind": "code"})
+    assert (scored.reason, scored.reward) == ("", expected)
+
+
+@pytest.mark.parametrize(
+    ("result", "outputs", "passes"),
+    [
+        ("0.1 + 0.2", "0.3", True),
+        ("0.31", "0.3", False),
+        ("5.0", "5", True),
+        ("(1, (2,))", "[1, [2]]", True),
+        ("{1: 2}", '{"1": 2}', True),
+        ("'5'", "5", False),
+        ("5", '"5"', False),
+        ("None", "[]", False),
+        ("[1]", "1", False),
+        ("object()", "null", False),
+        ("{1}", "[1]", False),
+        ("type('All', (), {'__eq__': lambda *_: True})()", "5", False),
+    ],
+)
+def test_results_of_calls_are_compared_as_json(result: str, outputs: str, passes: bool) -> None:
+    (test,) = read_tests({"fn_name": "f", "inputs": [""], "outputs": [outputs]})
+    names = {ENTRY: lambda: eval(result)}
+    try:
+        exec(test.assertions, names)
+        has_passed = True
+    except AssertionError:
+        has_passed = False
+    assert has_passed == passes
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        ([{"input": "1", "output": "1", "testtype": "functional"}], "does not name its function; add 'fn_name'"),
+        ([{"input": "1", "output": "1", "type": "interactive"}], "tests of the type 'interactive' are not supported"),
+        ({"inputs": ["x y"], "outputs": ["1"], "fn_name": "f"}, "the input 'x y' of a function call is not JSON"),
+        ({"inputs": ["1"], "outputs": ["x"], "fn_name": "f"}, "the output 'x' of a function call is not JSON"),
+        ({"inputs": [3], "outputs": [3], "fn_name": "f"}, "is neither a list of arguments nor JSON text"),
+        ({"inputs": [[3]], "outputs": [3], "fn_name": "f()"}, "'f()' cannot be called"),
+    ],
+)  # fmt: skip
+def test_calls_that_cannot_be_made_are_refused_with_the_reason(tests: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        read_tests(tests)
+
+
+def test_types_that_say_stdin_are_programs() -> None:
+    for kind in ({"testtype": "stdin"}, {"type": "stdin_stdout"}, {"fn_name": None}, {"fn_name": ""}):
+        assert read_tests([{"input": "1", "output": "2", **kind}]) == [ProgramTest(input="1", output="2")]

@@ -29,12 +29,85 @@ EQUAL = [
     ("7 times 8 is 56.\n#### 56", r"\boxed{56}"),
     ("5", "$x = 5$"),
 ]
+NOTATIONS = {
+    r"\$18.90": "18.90",
+    r"\$36": "36",
+    r"\$32,\!348": "32348",
+    r"32\,348": "32348",
+    r"\text{\$}18.90": "18.90",
+    "€5": "5",
+    r"\varnothing": r"\emptyset",
+    r"\lbrace 1,2\rbrace": r"\{1,2\}",
+    r"\Bbb{R}": r"\mathbb{R}",
+    "∞": r"\infty",
+}
 DIFFERENT = [("1/2", "0.51"), ("5", ""), ("5", "no idea"), ("12", r"\boxed{13}"), ("x+1", "$x-1$")]
 
 
 def test_equivalent_answers_count_in_any_notation(answered: Answered, score: Score) -> None:
     scored = score([answered(text, answer=answer) for answer, text in EQUAL], {"kind": "math"})
     assert {t.answer_text: t.reward for t in scored} == {text: 1.0 for _, text in EQUAL}
+
+
+def test_notations_of_the_same_value_are_equal(answered: Answered, score: Score) -> None:
+    both_ways = [*NOTATIONS.items(), *((value, notation) for notation, value in NOTATIONS.items())]
+    scored = score(
+        [answered(rf"\boxed{{{text}}}", answer=answer) for answer, text in both_ways], {"kind": "math"}
+    )
+    assert [(t.answer_text, t.reason) for t in scored if t.reward != 1.0] == []
+
+
+ORDER = {
+    "<think>5, \\boxed{5}": 0.0,
+    "<think>\\boxed{5}</think>": 0.0,
+    "<think>\\boxed{4}</think>\nIt is 5.": 1.0,
+    "4\n#### 4</think>It is $5$.": 1.0,
+    "<reasoning>#### 5</reasoning><answer>4</answer>": 0.0,
+    "[THINK]5[/THINK]4": 0.0,
+    "<think>a</think> It is 5 <think>or 6": 0.0,
+    "<answer>5</answer> and not \\boxed{4}": 1.0,
+    "<answer>4</answer> <answer>2 + 3</answer> 4": 1.0,
+    "<answer>so \\boxed{5}, 4": 1.0,
+    "<answer>5 dollars</answer>": 1.0,
+    "<answer>the total is 5</answer>": 1.0,
+    "<answer>x+5</answer>": 0.0,
+    "<answer></answer> 5": 0.0,
+    "\\boxed{5}\n#### 4\n4": 1.0,
+    "#### 4\n\\boxed{5}": 1.0,
+    "\\boxed{4} \\boxed{5} and 4": 1.0,
+    "\\boxed{4} and \\boxed{5}": 0.0,
+    "\\boxed{4} then \\boxed{5": 0.0,
+    "\\boxed {5} 4": 1.0,
+    "\\fbox{5} 4": 1.0,
+    "the final answer is 4: \\boxed{5}": 1.0,
+    "#### 5\n4": 1.0,
+    "#### 2. Sum\n2 + 3 is 5": 1.0,
+    "3 and then 5": 1.0,
+}
+
+
+BOXES = {r"$\boxed{1}$ and $\boxed{2}$": 1.0, r"\boxed{1}, \boxed{2}": 1.0, r"\boxed{1}. \boxed{2}": 0.0}
+
+
+def test_where_the_answer_is_sought(answered: Answered, score: Score) -> None:
+    numbers = [answered(text, answer="5") for text in ORDER]
+    sets = [answered(text, answer=r"\{1, 2\}") for text in BOXES]
+    scored = score(numbers + sets, {"kind": "math"})
+    assert {t.answer_text: t.reward for t in scored} == ORDER | BOXES
+
+
+def test_a_pattern_finds_the_answer_after_the_reasoning(answered: Answered, score: Score) -> None:
+    texts = {
+        "<think>Answer: 4</think>Answer: x + 1\n4": 1.0,
+        "Answer: 1+x": 1.0,
+        "<think>Answer: x+1": 0.0,
+        "<think>Answer: x+1</think> x+1": 0.0,
+        "Answer: x+2\nx+1": 0.0,
+    }
+    scored = score(
+        [answered(text, answer="x+1") for text in texts], {"kind": "math", "pattern": r"Answer:\s*(.*)"}
+    )
+    assert {t.answer_text: t.reward for t in scored} == texts
 
 
 def test_different_answers_are_wrong(answered: Answered, score: Score) -> None:

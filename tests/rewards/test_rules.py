@@ -88,14 +88,17 @@ def test_an_invalid_pattern_is_a_config_problem(
 
 def _entry(generator: str, **params: Any) -> dict[str, Any]:
     entry = dict(reasoning_gym().create_dataset(generator, size=1, seed=0, **params)[0])
-    return {**entry, "reasoning_gym": {"generator": generator, "params": params}}
+    of_scorer = {"generator": generator, "params": params, "answer": entry["answer"]}
+    return {**entry, "reasoning_gym": of_scorer}
 
 
 def test_the_generators_own_scorer_judges_what_the_pattern_finds(answered: Answered, score: Score) -> None:
     entry = _entry("chain_sum", max_terms=2)
     texts = [f"1+1 A:{entry['answer']}", f"A: {entry['answer']}.0", "A:-", "nothing"]
+    other_reference = {**entry, "answer": "x"}  # of another answer_key
     scored = score(
-        [answered(text, **entry) for text in texts], {"kind": "reasoning_gym", "pattern": r"A:\s*(.*)"}
+        [answered(text, **other_reference) for text in texts],
+        {"kind": "reasoning_gym", "pattern": r"A:\s*(.*)"},
     )
     assert [t.reward for t in scored] == [1.0, 1.0, 0.0, 0.0]
 
@@ -138,6 +141,27 @@ def test_a_source_without_a_generator_has_no_scorer(answered: Answered, score: S
         ("Z", "A", 0.0),
         ("", "A", 0.0),
         ("C", ["B", "C"], 1.0),
+        ("The answer is a prime number.", "A", 0.0),
+        ("Answer: A careful reader sees that it is B.", "B", 1.0),
+        ("A triangle has three sides.", "A", 0.0),
+        ("It is B, I think.", "B", 1.0),
+        ("It's B, I\u2019m sure.", "B", 1.0),
+        ("The answer is A because of that.", "A", 1.0),
+        ("The answer is a.", "A", 1.0),
+        ("A is right.", "A", 1.0),
+        (r"\boxed{B, C}", "B", 0.0),
+        (r"\boxed{B, C}", "C", 0.0),
+        (r"B, so \boxed{BC}", "B", 0.0),
+        (r"\boxed{\text{(B) and (C)}}", "B", 0.0),
+        (r"\boxed{B} or \boxed{C}", "C", 0.0),
+        (r"\fbox{b}", "B", 1.0),
+        (r"\boxed{B. Paris, a city}", "B", 1.0),
+        ("The answer is B or C.", "B", 0.0),
+        ("The answers are B and C because", "C", 0.0),
+        ("The answer is B, C is wrong", "B", 1.0),
+        ("<think>It is B", "B", 0.0),
+        ("<think>B? C? The answer is B.</think>\nC", "C", 1.0),
+        ("<answer>b</answer> rather than C", "B", 1.0),
     ],
 )
 def test_choice_compares_letters(

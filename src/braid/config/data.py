@@ -21,7 +21,8 @@ class _Source(Section):
     """Column of the prompt: plain text, a list of chat messages, or such a list as JSON text. `a.b` is field
     b of column a."""
     answer_key: str | None = "answer"
-    """Column of the reference answer (`answer` in rewards); null for none. Of a list, any item is correct."""
+    """Column of the reference answer (`answer` in rewards); null for none, also where a column is called `answer`. Of a
+    list, any item is correct."""
     source_key: str | None = None
     """Column of each row's source name, for metrics and rewards' `sources`; this source's name when null."""
     system: str | None = None

@@ -21,11 +21,14 @@ class _Part(Section):
 
 
 class MathReward(_Part):
-    """1 if math-verify finds the answer equal to the reference, else 0. If the text has `####`, the answer is
-    the number after it."""
+    r"""1 if math-verify finds the answer equal to the reference, else 0. The answer follows the reasoning (0 if that has no
+    end): what is in the last `<answer>` tag; in it, or in the text without one, the last `\boxed{}` or `\fbox{}`, else the
+    last number after `####`, else what math-verify finds."""
 
     kind: Literal["math"]
     """Mathematical equality by math-verify."""
+    pattern: str | None = None
+    """Regular expression; group 1 of its last match after the reasoning is the answer. No match scores 0."""
 
 
 class ReasoningGymReward(_Part):
@@ -74,9 +77,10 @@ class FunctionReward(_Part):
 
 
 class ChoiceReward(_Part):
-    """Whether the answer's letter equals the reference's: 1 or 0, unless `scores` are given. The answer's
-    letter is the one in the last box, else the one after the last "answer is" or "answer:", else the last
-    letter that stands alone."""
+    """Whether the answer's letter equals the reference's: 1 or 0, unless `scores` are given. The letter is sought after the
+    reasoning, in the last `<answer>` tag if there is one: the letter in the last box, else the one after the last
+    "answer is" or "answer:", else the last letter that stands alone. Several letters, as in "B, C", are a wrong answer;
+    the words "a" and "I" are none."""
 
     kind: Literal["choice"]
     """Multiple choice."""
@@ -119,7 +123,9 @@ class CodeReward(_Part):
     files.
 
     Tests are one of: Python text with assertions; a list of such texts; a list of {input, output}, for
-    programs that read stdin and print; {inputs, outputs} with two lists; or any of these as JSON text.
+    programs that read stdin and print; {inputs, outputs} with two lists; or any of these as JSON text. With
+    `fn_name`, `testtype: functional` or `type: function_call` (LiveCodeBench, DeepCoder, TACO) they are arguments
+    and result of a function.
     """
 
     kind: Literal["code"]

@@ -208,7 +208,7 @@ def load_prompts(
 
     `Prompt.uid` contains the source's name in the config; `Prompt.source` is the value of the `source_key`
     column, or that name if there is no `source_key`; `Prompt.fields` is the row, with the reference answer
-    under `answer`. Relative paths start from `base_dir`.
+    under `answer`, which is absent if `answer_key` is null. Relative paths start from `base_dir`.
     """
     parts: list[SourcePrompts] = []
     counts: dict[str, SourceCounts] = {}
@@ -254,7 +254,7 @@ def _checked(encoder: Encoder, role: str) -> dict[str, NDArray[Any]]:
 def _fields(source: SourceRows, index: int, row: DataRow) -> DataRow:
     key = source.config.answer_key
     if key is None:
-        return row
+        return {column: value for column, value in row.items() if column != "answer"}
     if key in row:
         return {**row, "answer": row[key]}
     no_answer = "set it to null if there is no answer"

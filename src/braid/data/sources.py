@@ -270,6 +270,8 @@ def _procedural_rows(source: ProceduralSource, key: str) -> Iterator[DataRow]:
         raise DataError(f"{key}.params: {generator} rejects {params}: {error}") from error
     for i in range(source.size):
         try:
-            yield {**entries[i], "reasoning_gym": {"generator": generator, "params": params}}
+            entry = entries[i]
+            of_scorer = {"generator": generator, "params": params, "answer": entry["answer"]}
+            yield {**entry, "reasoning_gym": of_scorer}
         except Exception as error:
             raise DataError(f"{key}: {generator} failed to make task {i}: {error!r}") from error

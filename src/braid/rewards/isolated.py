@@ -23,6 +23,7 @@ from typing import Any
 from braid.generators import reasoning_gym
 from braid.users import described
 
+from .answers import last_boxes, tagged_answer
 from .programs import load_code
 
 MEMORY_BYTES = 4 * 2**30
@@ -37,9 +38,29 @@ MARKED_NUMBER = re.compile(
 that a megabyte of digits takes no longer to reject than to read."""
 
 
-def load_math() -> Callable[[str, Sequence[str]], float]:
-    """Return `score(text, references)`: 1.0 if the answer that math-verify finds in `text` equals a
-    reference. If the text has numbers marked by `####`, the last one is the answer.
+_SPELLINGS = {
+    r"\\varnothing(?![A-Za-z])": r"\\emptyset",
+    r"\\fbox(?=\s*\{)": r"\\boxed",
+    r"\\lbrace(?![A-Za-z])": r"\\{",
+    r"\\rbrace(?![A-Za-z])": r"\\}",
+    r"\\R(?![A-Za-z])|\\(?:Bbb|mathbb) ?\{?R\}?": r"\\mathbb{R}",
+    r"\\text\{\\\$\}|\{\\\$\}": r"\\$",
+    r"(?<=\d)\\,(?=\d{3})": "",
+    "∞": r"\\infty",
+    "[€£¥₹]": "",
+}
+"""Notation that math-verify does not read, or reads as something else, and what stands for it."""
+_MARKUP = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+_WORD = r"(?!(?:and|sin|cos|tan|cot|sec|csc|log|exp|sqrt)\b)[A-Za-z]{3,}"
+_PROSE = re.compile(rf"\d\s+{_WORD}(?![\w({{\\])|(?<![\\\w{{]){_WORD}:?\s+\\?[-$]?\w")
+"""A number or a word beside a word, as in `5 dollars`, in text without markup."""
+
+
+def load_math() -> Callable[[str, Sequence[str], bool], float]:
+    r"""Return `score(text, references, is_formula)`: 1.0 if the answer in `text`, which has no reasoning, equals a
+    reference for math-verify. The answer is what stands in the last `<answer>` tag; in this, or in `text`, it is the
+    content of the last `\boxed`, else the last number marked by `####`, else what math-verify finds. `is_formula`:
+    `text` is only the answer, and needs no markup.
 
     math-verify's own time limits are disabled: they work only in the main thread, and count a slow comparison
     as a wrong answer.
@@ -48,10 +69,10 @@ def load_math() -> Callable[[str, Sequence[str]], float]:
 
     parse = partial(parse, parsing_timeout=0, raise_on_error=True)
 
-    def score(text: str, references: Sequence[str]) -> float:
-        golds = [gold for reference in references for gold in _readings(reference, parse)]
-        failure, marked = None, MARKED_NUMBER.findall(text)
-        for answer in parse(f"${marked[-1]}$" if marked else text):
+    def score(text: str, references: Sequence[str], is_formula: bool = False) -> float:
+        golds = [gold for reference in references for gold in _reference(reference, parse)]
+        failure = None
+        for answer in _answer(text, parse, is_formula=is_formula):
             for gold in golds:
                 try:
                     if verify(gold, answer, timeout_seconds=0, raise_on_error=True):
@@ -65,15 +86,40 @@ def load_math() -> Callable[[str, Sequence[str]], float]:
     return score
 
 
-def _readings(reference: str, parse: Callable[..., list[Any]]) -> list[Any]:
-    """Parse a reference as mathematics. Only the text after the last `####` is used (as in GSM8K); text
-    without markup is parsed as one formula."""
-    text = reference.rpartition("####")[2].strip()
-    is_marked = any(mark in text for mark in ("$", r"\boxed", r"\(", r"\["))
-    found = parse(text if is_marked else f"${text}$") or parse(text)
+def _answer(text: str, parse: Callable[[str], list[Any]], *, is_formula: bool) -> list[Any]:
+    tagged = tagged_answer(text)
+    if tagged is not None:
+        text, is_formula = tagged, True
+    text = _respelled(text)
+    if boxes := last_boxes(text):
+        contents = [re.sub(r"(?<!\\)\$|\n", " ", box.content) for box in boxes]
+        signs = ["%" if box.is_percent else "" for box in boxes]
+        return parse(" and ".join(rf"$\boxed{{{c}}}${sign}" for c, sign in zip(contents, signs, strict=True)))
+    if marked := MARKED_NUMBER.findall(text):
+        return parse(f"${marked[-1]}$")
+    return _formula(text, parse) if is_formula else parse(text)
+
+
+def _reference(reference: str, parse: Callable[[str], list[Any]]) -> list[Any]:
+    """Parse a reference as mathematics. Only the text after the last `####` is used (as in GSM8K)."""
+    found = _formula(_respelled(reference.rpartition("####")[2]), parse)
     if not found:
         raise ValueError(f"the reference answer {reference!r} is not a mathematical expression")
     return found
+
+
+def _formula(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
+    """Parse a text that is only an answer: without markup as one formula, unless it is prose with a number."""
+    text = text.strip()
+    if _MARKUP.search(text) or _PROSE.search(text):
+        return parse(text) or parse(f"${text}$")
+    return parse(f"${text}$") or parse(text)
+
+
+def _respelled(text: str) -> str:
+    for notation, known in _SPELLINGS.items():
+        text = re.sub(notation, known, text)
+    return text
 
 
 def load_reasoning_gym() -> Callable[..., float]:

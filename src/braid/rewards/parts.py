@@ -32,6 +32,7 @@ from braid.isolation.sandbox import START_LIMIT_S, Isolation, find_isolation
 from braid.types import Prompt, Trajectory
 from braid.users import shown
 
+from .answers import without_reasoning
 from .base import Later, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
 from .isolated import score_by_generator
@@ -55,8 +56,9 @@ def build_part(  # noqa: C901  # one case per kind
     pattern = partial(extraction, timeout_s=timeout_s, key=f"{key}.pattern")
     match part:
         case MathReward():
+            extract = None if part.pattern is None else pattern(part.pattern)
             processes = ScoringProcesses("math")
-            return Part(partial(_math, processes, timeout_s), processes.close)
+            return Part(partial(_math, processes, extract, timeout_s), processes.close)
         case ReasoningGymReward():
             processes = ScoringProcesses("reasoning_gym")
             return Part(partial(_reasoning_gym, processes, pattern(part.pattern), timeout_s), processes.close)
@@ -107,9 +109,16 @@ def _without_service(key: str, what: str) -> ConfigError:
     return ConfigError([Problem(key, f"needs {what}, which was not given to this scorer", "config")])
 
 
-def _math(processes: ScoringProcesses, timeout_s: float, trajectory: Trajectory) -> Later:
-    """1 if math-verify finds the answer equal to a reference."""
-    return partial(processes.run, (trajectory.answer_text, references_of(trajectory.prompt)), timeout_s)
+def _math(
+    processes: ScoringProcesses, extract: Extract | None, timeout_s: float, trajectory: Trajectory
+) -> float | Later:
+    """1 if math-verify finds the answer equal to a reference; 0 while the reasoning lasts, or without a match."""
+    references = references_of(trajectory.prompt)
+    text = without_reasoning(trajectory.answer_text)
+    answer = extract(text) if extract is not None else text
+    if not answer:
+        return 0.0
+    return partial(processes.run, (answer, references, extract is not None), timeout_s)
 
 
 def _code(
@@ -122,7 +131,8 @@ def _code(
 ) -> float | Later:
     """Result of the code in the response on the row's tests; see programs.py. 0 without code."""
     try:
-        tests = read_tests(column_of(trajectory.prompt, config.tests_key, key=f"{key}.tests_key"))
+        column = column_of(trajectory.prompt, config.tests_key, key=f"{key}.tests_key")
+        tests = read_tests(column, trajectory.prompt.fields.get("metadata"))
     except ValueError as error:
         raise RewardError(f"column {config.tests_key!r}: {error}") from error
     code = extract(trajectory.answer_text)
@@ -143,13 +153,14 @@ def _reasoning_gym(
 ) -> float | Later:
     """The generator's own score. Scorers that only compare texts run inline; the others, some of which `eval`
     the answer, in a process that can be killed."""
-    entry, answer = trajectory.prompt.fields, extract(trajectory.answer_text)
-    if "reasoning_gym" not in entry:
+    fields, answer = trajectory.prompt.fields, extract(trajectory.answer_text)
+    if "reasoning_gym" not in fields:
         raise RewardError(
             f"source {trajectory.prompt.source!r} is not procedural, so it has no scorer of reasoning-gym; use another "
             "kind of reward for it"
         )
-    generator, params = entry["reasoning_gym"]["generator"], entry["reasoning_gym"]["params"]
+    generator, params, expected = (fields["reasoning_gym"][of] for of in ("generator", "params", "answer"))
+    entry = {**fields, "answer": expected}  # also where answer_key is another or null
     if _compares_text(generator):
         return score_by_generator(generator, params, answer, entry)
     return partial(processes.run, (generator, params, answer, entry), timeout_s)

@@ -10,63 +10,77 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from braid.isolation.sandbox import Confined, Isolation, Limits, adopt_orphans, kill_children
 from braid.json_text import parse_json
+
+from .function_calls import assertion_of, called_function, entry_to
 
 MAX_OUTPUT_BYTES = 1 << 20
 """A program that prints more than this fails the test."""
 MAX_MESSAGE_BYTES = 8 << 20
 """Maximum size of a message between a program and its tests."""
 
-Test = tuple[str, str, str]
-"""(assertions, input, expected output); input and output are used if the assertions are empty."""
+
+class ProgramTest(NamedTuple):
+    """One test of a program."""
+
+    assertions: str = ""
+    input: str = ""
+    """Standard input; used, as the output is, if the assertions are empty."""
+    output: str = ""
+    function: str | None = None
+    """Function that the assertions call by function_calls.ENTRY."""
 
 
-def read_tests(value: Any) -> list[Test]:
+def read_tests(value: Any, metadata: Any = None) -> list[ProgramTest]:
     """Parse the tests in a column: text with assertions, a list of such texts or of {input, output}, a dict
-    {inputs, outputs} of two lists, or any of these as JSON text. Raises ValueError for anything else."""
+    {inputs, outputs} of two lists, or any of these as JSON text; inputs and outputs are those of a program, or of a
+    function: see function_calls, also for the row's `metadata`. Raises ValueError for anything else."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         value = parse_json(value)
     match value:
         case str() if value.strip():
-            return [(value, "", "")]
+            return [ProgramTest(value)]
         case {"inputs": [*inputs], "outputs": [*outputs]} if len(inputs) == len(outputs) > 0:
-            return [_test({"input": i, "output": o}) for i, o in zip(inputs, outputs, strict=True)]
+            pairs = zip(inputs, outputs, strict=True)
+            return [_test({**value, "input": i, "output": o}, metadata) for i, o in pairs]
         case [_, *_]:
-            return [_test(item) for item in value]
+            return [_test(item, metadata) for item in value]
     raise ValueError(
         f"{str(value)[:80]!r} are not tests; write a string with assertions, a list of such strings, a list of "
         "{input, output}, or {inputs, outputs} with two lists of equal length"
     )
 
 
-def _test(item: Any) -> Test:
-    """One test: assertions, or the input and output of a program, each text or a list of lines."""
+def _test(item: Any, metadata: Any) -> ProgramTest:
+    """One test: assertions; the input and output of a program, each text or a list of lines; or those of a function."""
     match item:
         case str():
-            return item, "", ""
+            return ProgramTest(item)
         case {"input": given, "output": expected}:
+            if (function := called_function(item, metadata)) is not None:
+                return ProgramTest(assertion_of(given, expected), function=function)
             given, expected = (
                 "\n".join(map(str, x)) if isinstance(x, list) else x for x in (given, expected)
             )
             if isinstance(given, str) and isinstance(expected, str):
-                return "", given, expected
+                return ProgramTest(input=given, output=expected)
     raise ValueError(
         f"{str(item)[:80]!r} is not a test; write a string with assertions, or {{input, output}}, each a string or "
         "a list of lines"
     )
 
 
-def load_code() -> Callable[[str, Sequence[Test], Isolation, float, int, bool], float]:
+def load_code() -> Callable[[str, Sequence[ProgramTest], Isolation, float, int, bool], float]:
     """Return `score(code, tests, isolation, timeout_s, memory_bytes, needs_all)`: the fraction of tests
     passed. With `needs_all` it is 1.0 or 0.0, and scoring stops at the first failed test."""
     adopt_orphans()
 
     def score(
         code: str,
-        tests: Sequence[Test],
+        tests: Sequence[ProgramTest],
         isolation: Isolation,
         timeout_s: float,
         memory_bytes: int,
@@ -85,16 +99,16 @@ def load_code() -> Callable[[str, Sequence[Test], Isolation, float, int, bool], 
     return score
 
 
-def passes(code: str, test: Test, isolation: Isolation, limits: Limits) -> bool:
+def passes(code: str, test: ProgramTest, isolation: Isolation, limits: Limits) -> bool:
     """Whether the program passes one test. Raises SandboxError if the sandbox fails, and ValueError for a
     test that cannot be run."""
-    assertions, given, expected = test
-    if assertions:
-        return _hold(assertions, code, isolation, limits)
+    if test.assertions:
+        code = code if test.function is None else entry_to(test.function, code)
+        return _hold(test.assertions, code, isolation, limits)
     with Confined("program", isolation, limits) as program:
-        program.send(_job(code) + given.encode(errors="replace"), is_last=True)
+        program.send(_job(code) + test.input.encode(errors="replace"), is_last=True)
         output = program.read_all(time.monotonic() + limits.timeout_s, MAX_OUTPUT_BYTES)
-    return output is not None and _lines(output.decode(errors="replace")) == _lines(expected)
+    return output is not None and _lines(output.decode(errors="replace")) == _lines(test.output)
 
 
 def _hold(assertions: str, code: str, isolation: Isolation, limits: Limits) -> bool:

@@ -5,6 +5,7 @@ Patterns use the `regex` package, which supports a time limit for matching.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import regex
@@ -13,6 +14,7 @@ from braid.config.reward import ChoiceReward, ExactReward, LengthReward, Repetit
 from braid.errors import ConfigError, Problem, RewardError
 from braid.types import Trajectory
 
+from .answers import last_boxes, tagged_answer, without_reasoning
 from .base import Score, references_of
 
 Extract = Callable[[str], str | None]
@@ -83,19 +85,37 @@ def matches(pattern: str, timeout_s: float, *, key: str) -> Score:
     return score
 
 
+_AFTER_A = (
+    r"(?:is|was|are|and|or|but|because|since|as|by|in|on|at|of|to|for|from|with|given|when|where|while|if|only|so|due|"
+    r"has|had|can|could|will|would|should|must|may|might|does|do|did|seems|fits|works|makes|gives|says|matches|follows|"
+    r"states|describes|not|cannot|best|correct|correctly|here)\b"
+)
+_AFTER_I = r"(?:is|and|or|because|since|as|by|in|given|when|where|if|only|best|correct|correctly|here)\b"
+_NO_WORD = (
+    rf"(?![Aa]\s+(?!{_AFTER_A})(?-i:[a-z])|[Ii]\s+(?!{_AFTER_I})(?-i:[a-z]))"  # the article, the pronoun
+)
+
+
 def choice(config: ChoiceReward) -> Score:
     """One of four scores: whether the letter of the answer equals that of a reference, and is in a box.
 
-    The letter is the one in the last box, else after the last "answer is" or "answer:", else the last that
-    stands alone. A reference starts with its letter: "B", "(B)" or "B. Paris".
+    The letter is sought after the reasoning, in the last `<answer>` tag if there is one: in the last box, else after the
+    last "answer is" or "answer:", else the last that stands alone. Letters connected by a comma, "and" or "or" are a
+    wrong answer. A reference starts with its letter: "B", "(B)" or "B. Paris".
     """
     boxed_right, right, boxed_wrong, wrong = config.scores
-    word, more = rf"(?P<letter>[{config.letters}])(?![\w'])", regex.IGNORECASE
-    mark = r"[\s*_(\[{$:]*(?:\\text(?:bf)?\{)?\(?"
-    boxed = regex.compile(rf"\\boxed\{{{mark}{word}", more)
-    named = regex.compile(rf"answer(?:\s+is)?\b{mark}{word}", more)
-    alone = regex.compile(rf"(?<![\w'])[{config.letters}](?![\w'])")
-    start = regex.compile(rf"[\s(]*{word}", more)
+    letters, more = config.letters, regex.IGNORECASE
+    word, end = rf"[{letters}](?![\w'\u2019])", r"[\s*_)\]}$.:]*+"
+    mark = r"[\s*_(\[{$:]*+(?:\\text(?:bf)?\{)?\(?"
+    others = (
+        rf"(?P<others>{end}(?:[,;]?\s*\b(?:and|or)\b{mark}{_NO_WORD}{word}"
+        rf"|[,;/&+]{mark}{_NO_WORD}{word}(?!\s+(?!and\b|or\b)(?-i:[a-z]))))?"
+    )
+    letter = rf"{_NO_WORD}(?P<letter>{word}){others}"
+    at_start = regex.compile(rf"{mark}(?:{letter}|(?-i:(?P<letters>[{letters}]{{2,}})(?!\w)))", more)
+    named = regex.compile(rf"answers?(?:\s+(?:is|are))?\b{mark}{letter}", more)
+    alone = regex.compile(rf"(?<![\w'\u2019])(?-i:(?=[{letters}])){letter}", more)
+    start = regex.compile(rf"[\s(]*(?P<letter>{word})", more)
 
     def letter_of(reference: str) -> str:
         match = start.match(reference)
@@ -105,15 +125,30 @@ def choice(config: ChoiceReward) -> Score:
             )
         return match["letter"].upper()
 
+    def answer(text: str) -> tuple[str, bool]:
+        """The letter, empty if there is not exactly one, and whether it is in a box."""
+        text = without_reasoning(text)
+        tagged = tagged_answer(text)
+        text = text if tagged is None else tagged
+        boxes, match = last_boxes(text), None
+        if boxes and (match := at_start.match(boxes[-1].content)):
+            return ("" if len(boxes) > 1 else single(match)), True
+        if tagged is not None:
+            match = at_start.match(text)
+        for form in (named, alone):
+            match = match or next(iter(deque(form.finditer(text), maxlen=1)), None)
+        return (single(match) if match else ""), False
+
+    def single(match: regex.Match[str]) -> str:
+        is_single = match["letter"] and not match["others"]
+        return match["letter"].upper() if is_single else ""
+
     def score(trajectory: Trajectory) -> float:
-        letters = {letter_of(reference) for reference in references_of(trajectory.prompt)}
-        for form in (boxed, named, alone):
-            if found := form.findall(trajectory.answer_text):
-                is_right, is_boxed = found[-1].upper() in letters, form is boxed
-                if is_right:
-                    return boxed_right if is_boxed else right
-                return boxed_wrong if is_boxed else wrong
-        return wrong
+        rights = {letter_of(reference) for reference in references_of(trajectory.prompt)}
+        letter, is_boxed = answer(trajectory.answer_text)
+        if letter in rights:
+            return boxed_right if is_boxed else right
+        return boxed_wrong if is_boxed else wrong
 
     return score
 

@@ -137,7 +137,7 @@ def _unscorable(part: RewardPart, key: str, prompts: Prompts, base_dir: Path) ->
         return
     if isinstance(part, CodeReward):
         try:
-            read_tests(prompts[0].fields[part.tests_key])
+            read_tests(prompts[0].fields[part.tests_key], prompts[0].fields.get("metadata"))
         except ValueError as error:
             yield Problem(f"{key}.tests_key", f"column {part.tests_key!r} of {prompts[0].uid}: {error}")
             return

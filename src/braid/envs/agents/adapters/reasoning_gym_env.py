@@ -40,7 +40,9 @@ class ReasoningGym:
                 raise refused(f"task {task.uid} is not procedural; set `generator`")
             generator, params = fields["reasoning_gym"]["generator"], fields["reasoning_gym"]["params"]
         self._dataset = _factory.create_dataset(generator, size=1, seed=seed % 2**32, **params)
-        self._entry: Any = fields if self._generator is None else self._dataset[0]
+        self._entry: Any = self._dataset[0]
+        if self._generator is None:  # the task's, with the generator's answer whatever answer_key is
+            self._entry = {**fields, "answer": fields["reasoning_gym"]["answer"]}
         return Opening(
             () if self._generator is None else [{"role": "user", "content": self._entry["question"]}]
         )
