@@ -36,7 +36,11 @@ def offered(text, answer, prompt, fields, trajectory, bonus=0.0):
     return float(text == answer) + bonus
 
 def everything(**given):
-    return float(sorted(given) == ["answer", "fields", "k", "prompt", "text", "trajectory"])
+    names = ["answer", "fields", "k", "prefill", "prompt", "reasoning", "response", "text", "trajectory"]
+    return float(sorted(given) == names)
+
+def spoken(prefill, text, reasoning, response):
+    return float((prefill, text, reasoning, response) == ("<think>\\n", "1?</think>\\n\\n2", "1?", "2"))
 
 async def later(text):
     await asyncio.sleep(0.001)
@@ -102,6 +106,12 @@ def test_the_reward_is_the_weighted_sum_of_the_parts_and_the_turns(answered: Ans
     score([trajectory], {"kind": "exact", "weight": 2.0}, {**_function("length"), "weight": -0.5})
     assert trajectory.reward_parts == {"exact": 1.0, "length": 2.0}
     assert trajectory.reward == 2.0 - 1.0 + 0.75
+
+
+def test_a_function_gets_the_turn_as_it_was_written_and_its_parts(answered: Answered, score: Score) -> None:
+    trajectory = answered("2", prefill="<think>\n", sampled="1?</think>\n\n2", reasoning="1?")
+    (scored,) = score([trajectory], _function("spoken"))
+    assert scored.reward == 1.0
 
 
 def test_without_parts_the_reward_is_that_of_the_environment(answered: Answered, score: Score) -> None:
@@ -248,7 +258,7 @@ def test_a_hanging_call_does_not_keep_the_process_from_ending(tmp_path: Path) ->
         (_function("lenght"), "path", "has no 'lenght', did you mean 'length'?"),
         (_function("length", bonus=1), "params", "'rewards.py:length' has no parameter 'bonus'"),
         (_function("length", text="x"), "params", "'text' is provided by braid; use another name"),
-        (_function("needs"), "path", "needs 'txt', did you mean 'text'?; braid provides text, answer"),
+        (_function("needs"), "path", "needs 'txt', did you mean 'text'?; braid provides text, response"),
         (_function("positional"), "path", "has positional-only parameters"),
     ],
 )  # fmt: skip

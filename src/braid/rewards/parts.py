@@ -38,7 +38,7 @@ from .programs import read_tests
 from .rules import Extract, choice, exact, extraction, length, matches, repetition
 from .threads import CallThreads, LoopThread
 
-OFFERED = ("text", "answer", "prompt", "fields", "trajectory")
+OFFERED = ("text", "response", "reasoning", "prefill", "answer", "prompt", "fields", "trajectory")
 """Parameters that a reward function may declare, besides its own."""
 TEXT_COMPARING = frozenset({"chain_sum", "products"})
 """reasoning-gym generators whose own scorer only compares short texts (verified in its source)."""
@@ -61,7 +61,7 @@ def build_part(  # noqa: C901  # one case per kind
         case ExactReward():
             return Part(exact(part, pattern(part.pattern)))
         case PatternReward():
-            return Part(matches(part.pattern, timeout_s, key=f"{key}.pattern"))
+            return Part(matches(part, timeout_s, key=f"{key}.pattern"))
         case ChoiceReward():
             return Part(choice(part))
         case LengthReward():
@@ -160,7 +160,10 @@ def _compares_text(generator: str) -> bool:
 
 def _offered(trajectory: Trajectory, names: frozenset[str]) -> dict[str, Any]:
     offered = {
-        "text": trajectory.answer_text,
+        "text": trajectory.sampled_text,
+        "response": trajectory.answer_text,
+        "reasoning": trajectory.reasoning_text,
+        "prefill": trajectory.prefill,
         "answer": trajectory.prompt.fields.get("answer"),
         "prompt": task_of(trajectory),
         "fields": trajectory.prompt.fields,
