@@ -71,14 +71,16 @@ StopReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A turn of the policy, as an environment sees it: `text` without reasoning, tool calls and end token;
-    `raw_text` is all of it, with special tokens."""
+    """A turn of the policy, parsed by its model's format. `text` is the answer: without reasoning, tool calls, other
+    channels than the final one, and end tokens. `raw_text` is all that was sampled, with special tokens but for the end
+    tokens. `prefill` is how the context begins the turn: `<think>` where the chat template writes it."""
 
     text: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     stop_reason: StopReason = "stop"
     raw_text: str = ""
+    prefill: str = ""
 
     def call_counts(self) -> list[tuple[str, float]]:
         """Metrics of the tool calls: by status; of tools that exist also by tool and status."""
@@ -258,9 +260,13 @@ class Trajectory:
     `sample` is its index within the group. `reward` is None until scored, and stays None when invalid;
     `shaped` is the reward used for training, None if it is `reward` itself. `agent_rewards` are the environment's
     rewards of each agent, if agents have rewards of their own: `reward` has their sum. `reward_parts` are the unweighted
-    scores by part. `answer_text` is the text of the policy's last turn without special tokens, which is what
-    rewards read; `text` is everything after the prompt as the model reads it, with special tokens. Where only
-    metadata is available, segments, env steps and texts are empty and `known_lengths` has their sizes.
+    scores by part. `text` is everything after the prompt as the model reads it, with special tokens.
+
+    Of the policy's last turn, which rewards read: `sampled_text` is all that was sampled, with special tokens but
+    for the end tokens (`answer_text` unless given), `prefill` how the context begins it, such as `<think>`, and
+    `answer_text` and `reasoning_text` are parsed from both by the model's format.
+
+    Where only metadata is available, segments, env steps and texts are empty and `known_lengths` has their sizes.
     """
 
     prompt: Prompt
@@ -272,6 +278,9 @@ class Trajectory:
     recording: Recording | None = None
     text: str = ""
     answer_text: str = ""
+    sampled_text: str = ""
+    prefill: str = ""
+    reasoning_text: str = ""
     reward: float | None = None
     shaped: ShapedReward | None = None
     agent_rewards: dict[str, float] = field(default_factory=dict)
@@ -279,6 +288,9 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     attempts: int = 1
     known_lengths: Lengths | None = None
+
+    def __post_init__(self) -> None:
+        self.sampled_text = self.sampled_text or self.answer_text
 
     @property
     def turns(self) -> list[Turn]:
@@ -334,6 +346,11 @@ class Trajectory:
         sample_s = sum(turn.end_s - turn.start_s for turn in turns)
         env_s = tuple(turn.env_s for turn in turns if turn.env_s)
         return Lengths(outputs, outputs + context, len(turns), versions, sample_s, env_s)
+
+    def set_last_turn(self, action: Action) -> None:
+        """Set the texts of the policy's last turn."""
+        self.sampled_text, self.prefill = action.raw_text, action.prefill
+        self.answer_text, self.reasoning_text = action.text, action.reasoning
 
     def truncate(self, by: TruncatedBy) -> None:
         """Mark as truncated, with the limit in the metrics."""

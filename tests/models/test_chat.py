@@ -30,6 +30,11 @@ _ENDS = {
     "lfm2": "<|im_end|>",
 }  # fmt: skip
 """The token that ends a turn of the policy, by template."""
+_ENDS_OF_PARSED = {
+    **_ENDS, "qwen3_5_nothink": "<|im_end|>", "deepseek_r1_distill": "<｜end▁of▁sentence｜>", "gemma4": "<turn|>",
+    "cohere2": "<|END_OF_TURN_TOKEN|>", "gptoss": "<|return|>",
+}  # fmt: skip
+"""With templates whose turns are only parsed here."""
 _WITH_TOOLS = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "llama3_1", "llama3_2", "glm4moe",
                "nemotron_3_nano")  # fmt: skip
 _CONTROL = re.compile(
@@ -58,8 +63,8 @@ def _format(name: str, *, control: Sequence[str] = (), **settings: Any) -> ChatF
     assert spec is not None, "install requirements/agents.lock"
     assert spec.origin is not None
     template = (Path(spec.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
-    tokenizer = _tokenizer(template, [_ENDS[name], *control])
-    ends = [_id(tokenizer, _ENDS[name])]
+    tokenizer = _tokenizer(template, [_ENDS_OF_PARSED[name], *control])
+    ends = [_id(tokenizer, _ENDS_OF_PARSED[name])]
     if name == "glm4moe":
         ends.append(_id(tokenizer, "<|observation|>"))
     return ChatFormat(tokenizer, end_token_ids=ends, **settings)
@@ -259,6 +264,81 @@ def test_a_turn_is_split_into_reasoning_text_and_calls() -> None:
     assert (call.name, dict(call.arguments), call.id, call.status) == ("add", {"a": 2}, "x", "ok")
     assert action.raw_text == said.removesuffix("<|im_end|>")
     assert chat.parse(chat.tokenizer.encode("plain", add_special_tokens=False)).text == "plain"
+
+
+_CHANNELS = "<|channel|>analysis<|message|>41?<|end|><|start|>assistant"
+_CALLING = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "prefill", "said", "answer", "reasoning"),
+    [
+        ("qwen3", "", "<think>\n41?\n</think>\n\n42", "42", "41?"),
+        ("qwen3", "", "42", "42", ""),
+        ("qwen3", "", "<think>\n41?", "", "41?"),
+        ("qwen3", "", "Well. <think>41?", "Well. ", "41?"),
+        ("qwen3", "", "<think>40?</think>\n<think>41?</think>42", "42", "40?</think>\n<think>41?"),
+        ("qwen3", "", "42<|endoftext|>", "42", ""),
+        ("qwen3", "", "<answer>42</answer>", "<answer>42</answer>", ""),
+        ("qwen3_5_think", "<think>\n", "41?\n</think>\n\n42", "42", "41?"),
+        ("qwen3_5_think", "<think>\n", "41?", "", "41?"),
+        ("qwen3_5_nothink", "<think>\n\n</think>\n\n", "42", "42", ""),
+        ("deepseek_r1_distill", "<think>\n", "41?\n</think>\n\n42", "42", "41?"),
+        ("gemma4", "", "<|channel>thought\n41?<channel|>42", "42", "41?"),
+        ("cohere2", "", "42<|END_RESPONSE|>", "42", ""),
+        ("gptoss", "", f"{_CHANNELS}<|channel|>final<|message|>42", "42", "41?"),
+        ("gptoss", "", f"{_CHANNELS}<|channel|>final <|constrain|>json<|message|>42<|end|>", "42", "41?"),
+        ("gptoss", "", _CHANNELS, "", "41?"),
+        ("gptoss", "", "<|channel|>analysis<|message|>42", "", "42"),
+        ("gptoss", "", "<|channel|>analysis", "", ""),
+        ("gptoss", "", "<|channel|>commentary<|message|>41<|end|>", "", ""),
+        ("gptoss", "", "42", "42", ""),
+    ],
+)
+def test_the_answer_is_what_the_models_format_says(
+    name: str, prefill: str, said: str, answer: str, reasoning: str
+) -> None:
+    chat = _format(name, control=("<|endoftext|>", "<answer>", "</answer>", "<|channel>", "<channel|>"))
+    context = chat.opening([ASK])
+    ids = chat.tokenizer.encode(said, add_special_tokens=False)
+    end = _id(chat.tokenizer, _ENDS_OF_PARSED[name])
+    for written in (ids, [*ids, end]):
+        action = chat.parse(written, context_ids=context)
+        assert (action.prefill, action.raw_text) == (prefill, said), "with special tokens, without end tokens"
+        assert (action.text, action.reasoning.strip()) == (answer, reasoning)
+        assert chat.parse(written) == action, "the prefill is that of the template"
+
+
+def test_a_call_in_a_channel_is_neither_answer_nor_reasoning() -> None:
+    chat = _format("gptoss")
+    ids = chat.tokenizer.encode(f'{_CHANNELS}{_CALLING}{{"a": 2}}', add_special_tokens=False)
+    action = chat.parse([*ids, _id(chat.tokenizer, "<|return|>")], [TOOL])
+    assert (action.text, action.reasoning) == ("", "41?")
+    assert [(call.name, dict(call.arguments), call.status) for call in action.tool_calls] == [
+        ("add", {"a": 2}, "ok")
+    ]
+    cut = chat.parse(chat.tokenizer.encode(_CALLING[:-11], add_special_tokens=False), [TOOL])
+    assert [call.status for call in cut.tool_calls] == ["bad_json"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "prefill"),
+    [("Think: <think>", "<think>"), ("Write <think></think>", ""), ("Write <think> and so on.", "")],
+)
+def test_a_prompt_without_a_template_may_open_the_reasoning(asked: str, prefill: str) -> None:
+    chat = ChatFormat(_tokenizer(""), end_token_ids=[1], use_template=False)
+    context = chat.opening([{"role": "user", "content": asked}])
+    action = chat.parse(chat.tokenizer.encode("1", add_special_tokens=False), context_ids=context)
+    assert action.prefill == prefill
+    assert (action.text, action.reasoning) == (("", "1") if prefill else ("1", ""))
+
+
+@pytest.mark.parametrize("name", _ENDS_OF_PARSED)
+def test_an_example_turn_has_its_answer_and_the_reasoning_of_the_format(name: str) -> None:
+    chat = _format(name)
+    action = chat.example_turn("42", chat.opening([ASK]))
+    assert action.text == "42"
+    assert bool(action.reasoning) == (action.raw_text != "42")
 
 
 @pytest.mark.parametrize(

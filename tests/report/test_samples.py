@@ -33,6 +33,9 @@ def test_every_trajectory_comes_back_as_it_was(
             "reason",
             "text",
             "answer_text",
+            "sampled_text",
+            "prefill",
+            "reasoning_text",
             "reward",
             "reward_parts",
             "metrics",
@@ -54,6 +57,17 @@ def test_every_trajectory_comes_back_as_it_was(
         np.testing.assert_array_equal(back[name], values)
         assert back[name].dtype.kind == values.dtype.kind
     assert math.isnan(samples[0].trajectory.turns[1].logprobs[1])
+
+
+def test_samples_of_earlier_versions_are_read(tmp_path: Path, groups: list[Group]) -> None:
+    path = tmp_path / "x.jsonl"
+    write_samples(path, groups)
+    records = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    for record in records:
+        for name in ("sampled_text", "prefill", "reasoning_text"):
+            del record[name]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert next(read_samples(path)).trajectory.sampled_text == groups[0].trajectories[0].answer_text
 
 
 def test_the_text_of_prompt_and_turns_is_stored(

@@ -13,7 +13,7 @@ from braid.config.reward import RewardConfig
 from braid.errors import ConfigError
 from braid.isolation.sandbox import find_isolation
 from braid.rewards.scorer import Scorer, build_scorer
-from braid.types import Prompt, Trajectory
+from braid.types import Action, Prompt, Trajectory
 
 
 @pytest.fixture(scope="session")
@@ -27,11 +27,16 @@ def isolation() -> str:
 
 @pytest.fixture
 def answered() -> Callable[..., Trajectory]:
-    """Makes the trajectory of an answer to a prompt with the given columns."""
+    """Makes the trajectory of an answer to a prompt with the given columns. `sampled` is the whole last turn, with
+    `reasoning`, which the context begins with `prefill`."""
 
-    def answered(text: str, **fields: Any) -> Trajectory:
+    def answered(
+        text: str, *, sampled: str = "", prefill: str = "", reasoning: str = "", **fields: Any
+    ) -> Trajectory:
         prompt = Prompt("a:0", "a", (1,), ({"role": "user", "content": "the task"},), fields)
-        return Trajectory(prompt, sample=0, text=f"before {text}", answer_text=text)
+        trajectory = Trajectory(prompt, sample=0, text=f"before {text}", answer_text=text)
+        trajectory.set_last_turn(Action(text, reasoning, raw_text=sampled or text, prefill=prefill))
+        return trajectory
 
     return answered
 

@@ -307,6 +307,17 @@ def test_the_question_may_use_any_column_and_come_from_a_file(
     assert server.requests[0][2]["messages"][0]["content"] == "be right: 42 {x} {0}"
 
 
+def test_the_judge_reads_the_answer_and_the_rest_only_if_asked(answered: Answered, score: Score) -> None:
+    prompt = "{response}|{prefill}|{text}|{reasoning}"
+    turn = {"prefill": "<think>", "sampled": "hm</think>42", "reasoning": "a column"}
+    with serving(lambda *_: completion("9")) as server:
+        trajectories = [answered("42", **turn), answered("42", **turn)]
+        trajectories[1].prompt.fields["reasoning"] = "of the data"  # pyright: ignore[reportIndexIssue]
+        score(trajectories, judge(server.url, prompt=prompt))
+    asked = sorted(request[2]["messages"][0]["content"] for request in server.requests)
+    assert asked == ["42|<think>|hm</think>42|a column", "42|<think>|hm</think>42|of the data"]
+
+
 @pytest.mark.parametrize(
     ("prompt", "fault"),
     [

@@ -58,6 +58,38 @@ def test_pattern_looks_anywhere_and_over_lines(
     assert scored.reward == reward
 
 
+THOUGHT = {"prefill": "<think>\n", "sampled": "A or 42? 42\n</think>\n\nB: `7`", "reasoning": "A or 42? 42"}
+
+
+@pytest.mark.parametrize(
+    ("part", "reward"),
+    [
+        ({"kind": "pattern", "pattern": r"\A<think>.*</think>"}, 1.0),
+        ({"kind": "pattern", "pattern": "42"}, 1.0),
+        ({"kind": "pattern", "pattern": "42", "reads": "answer"}, 0.0),
+        ({"kind": "pattern", "pattern": r"\AB", "reads": "answer"}, 1.0),
+        ({"kind": "exact", "pattern": "([0-9]+)"}, 0.0),
+        ({"kind": "math"}, 0.0),
+        ({"kind": "choice"}, 0.0),
+        ({"kind": "code", "pattern": "(42)"}, 0.0),
+        ({"kind": "length", "unit": "characters", "end": 60}, -len(THOUGHT["sampled"]) / 60),
+        ({"kind": "repetition", "ngram": 1}, 0.0),
+    ],
+)
+def test_formats_and_lengths_are_of_the_whole_turn_and_everything_else_of_its_answer(
+    answered: Answered, score: Score, part: dict[str, Any], reward: float
+) -> None:
+    reference = "A" if part["kind"] == "choice" else "42"
+    trajectory = answered("B: `7`", answer=reference, tests="assert True", **THOUGHT)
+    (scored,) = score([trajectory], part)
+    assert scored.reward == pytest.approx(reward), scored.reason
+
+
+def test_repetition_counts_reasoning(answered: Answered, score: Score) -> None:
+    (scored,) = score([answered("b", sampled="a a </think> b")], {"kind": "repetition", "ngram": 1})
+    assert scored.reward == -0.25
+
+
 def test_a_pattern_that_times_out_makes_the_trajectory_invalid(answered: Answered, score: Score) -> None:
     endless = "(?:a|aa)+$"
     (scored,) = score(

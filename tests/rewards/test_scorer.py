@@ -36,7 +36,8 @@ def offered(text, answer, prompt, fields, trajectory, bonus=0.0):
     return float(text == answer) + bonus
 
 def everything(**given):
-    return float(sorted(given) == ["answer", "difficulty", "fields", "k", "prompt", "text", "trajectory"])
+    names = ["answer", "difficulty", "fields", "k", "prefill", "prompt", "reasoning", "response", "text", "trajectory"]
+    return float(sorted(given) == names)
 
 def column(text, difficulty, level=1.0, missing=0.5):
     return difficulty * level + missing
@@ -51,6 +52,9 @@ def shortest(text, difficulty, **rest):
 
 def of_a_group(text):
     return {"few": [1.0], "nan": [1.0, float("nan")], "text": "12", "none": None, "numbers": iter([0.5, 2])}[text[0]]
+
+def spoken(prefill, text, reasoning, response):
+    return float((prefill, text, reasoning, response) == ("<think>\\n", "1?</think>\\n\\n2", "1?", "2"))
 
 async def later(text):
     await asyncio.sleep(0.001)
@@ -116,6 +120,12 @@ def test_the_reward_is_the_weighted_sum_of_the_parts_and_the_turns(answered: Ans
     score([trajectory], {"kind": "exact", "weight": 2.0}, {**_function("length"), "weight": -0.5})
     assert trajectory.reward_parts == {"exact": 1.0, "length": 2.0}
     assert trajectory.reward == 2.0 - 1.0 + 0.75
+
+
+def test_a_function_gets_the_turn_as_it_was_written_and_its_parts(answered: Answered, score: Score) -> None:
+    trajectory = answered("2", prefill="<think>\n", sampled="1?</think>\n\n2", reasoning="1?")
+    (scored,) = score([trajectory], _function("spoken"))
+    assert scored.reward == 1.0
 
 
 def test_without_parts_the_reward_is_that_of_the_environment(answered: Answered, score: Score) -> None:

@@ -217,7 +217,9 @@ def test_reasoning_of_earlier_turns_stays_or_goes_as_the_run_wants() -> None:
         return 1.0
 
     asked, turn = "user|hello<eos>\nassistant|", "<think>hm</think>{}<eos>"
-    (kept,) = _texts(_play(played, engine))
+    trajectory = _play(played, engine)
+    assert (trajectory.sampled_text, trajectory.answer_text) == ("<think>hm</think>3", "3")
+    (kept,) = _texts(trajectory)
     assert kept == [(asked, turn.format(1)), *(("\n" + asked, turn.format(i)) for i in (2, 3))]
     forgets = ChatFormat(TOKENIZER, end_token_ids=(EOS,), tool_format="hermes", thinking="as_template")
     first, second, third = _texts(_play(played, engine, chat=forgets))

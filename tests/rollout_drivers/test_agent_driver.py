@@ -178,6 +178,13 @@ def test_a_single_turn_is_prompt_and_answer() -> None:
     assert trajectory.reward is None, "the scorer's business"
 
 
+def test_rewards_read_the_last_turn_by_its_format_with_what_the_context_begins() -> None:
+    _, groups = _drive(lambda _: ("6?</think>A:6", "stop"), prompts=("2*3=<think>",))
+    trajectory = _one(groups)
+    assert (trajectory.prefill, trajectory.sampled_text) == ("<think>", "6?</think>A:6")
+    assert (trajectory.reasoning_text, trajectory.answer_text) == ("6?", "A:6")
+
+
 def test_later_turns_read_exactly_the_tokens_before_and_then_the_reply() -> None:
     engine, groups = _drive(_calls_then_answers, _tools())
     trajectory = _one(groups)

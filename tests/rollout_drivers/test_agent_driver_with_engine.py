@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import closing
 
@@ -76,7 +77,7 @@ def _run(lm: CausalLM, prompts: list[Prompt], *, max_running: int = 64) -> list[
         return drive(driver, prompts, 4, (0, 1))
 
 
-def test_stop_strings_and_stored_texts_see_special_tokens_and_rewards_do_not(lm: CausalLM) -> None:
+def test_stop_strings_and_texts_see_special_tokens_and_an_answer_does_not_end_with_them(lm: CausalLM) -> None:
     """With what a run decodes by: <eos> ends turns here as a stop string, and is no end token."""
     none = PromptSet(Prompts([]), {})
     inputs = TextInputs(TOKENIZER, none, none, ExampleSet([], {}), ())
@@ -93,8 +94,11 @@ def test_stop_strings_and_stored_texts_see_special_tokens_and_rewards_do_not(lm:
     for trajectory, ids in zip(trajectories, written, strict=True):
         assert trajectory.text == TOKENIZER.decode(ids) == inputs.decode(ids)
         assert trajectory.text.endswith("<eos>") == (ids[-1] == 1)
-        assert "<eos>" not in trajectory.answer_text
-        assert trajectory.answer_text == TOKENIZER.decode(ids, skip_special_tokens=True)
+        assert trajectory.sampled_text == trajectory.text
+        answer, rest = trajectory.answer_text, trajectory.text.removeprefix(trajectory.answer_text)
+        assert trajectory.text == answer + rest
+        assert re.fullmatch(r"(<\w+>\s*)*", rest)
+        assert not answer.endswith(("<eos>", "<pad>", "<unk>"))
 
 
 def _prompts(count: int) -> list[Prompt]:

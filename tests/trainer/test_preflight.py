@@ -184,6 +184,24 @@ def test_show_checks_only_when_asked(load_tiny: LoadTiny, capsys: pytest.Capture
     assert "trajectories per round" in capsys.readouterr().out
 
 
+def test_the_check_shows_what_rewards_read(load_tiny: LoadTiny, capsys: pytest.CaptureFixture[str]) -> None:
+    load_tiny()
+    Path("think.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}:<think>\n")
+    thinks = ["model.chat_template=think.jinja", "model.build.special_tokens=['<think>', '</think>']"]
+    assert main(["show", "tiny.yaml", "--check", *thinks, "model.build.characters='abcd:.\\n'"]) == 0
+    shown = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    start = next(i for i, line in enumerate(shown) if line.startswith("rewards read"))
+    assert shown[start : start + 4] == [
+        "rewards read letters:0 answered with its reference",
+        "prefill '<think>' how the context begins the turn",
+        r"text '...\n</think>\n\na' all that is sampled",
+        "answer 'a' without reasoning and end of turn",
+    ]
+    assert main(["show", "tiny.yaml", "--check", "--json"]) == 0
+    read = json.loads(capsys.readouterr().out)["reward_example"]
+    assert read == {"uid": "letters:0", "prefill": "", "text": "a", "answer": "a"}
+
+
 def test_the_configured_isolation_is_the_one_that_is_checked(
     load_tiny: LoadTiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,14 +174,15 @@ def _show(args: argparse.Namespace) -> int:
     from braid.cli import show
 
     loaded, plan = _planned(args, args.verb)
+    example = None
     if args.check:
         from braid.trainer.preflight import check
 
-        plan = check(loaded, plan.verb)
+        plan, example = check(loaded, plan.verb)
     if args.json:
-        sys.stdout.write(show.as_json(loaded, plan))
+        sys.stdout.write(show.as_json(loaded, plan, example))
     else:
-        show.print_plan(loaded, plan, show_defaults=args.all, read_as=args.read_as)
+        show.print_plan(loaded, plan, example, show_defaults=args.all, read_as=args.read_as)
     return OK
 
 

@@ -21,30 +21,40 @@ from braid.config.secrets import distinct, hidden
 from braid.config.source import DEFAULT, OVERRIDE, KeyPath, leaves, path_text
 from braid.plan import Plan, unused_keys, why_unused
 from braid.report.files import human_bytes
+from braid.types import Trajectory
 
 from .figures import figures, human_count
 from .placement_table import placement_table, placement_title
 
 _WIDE = 120
 """Console width from which origins are printed in full, in characters."""
+_NOTES = ("how the context begins the turn", "all that is sampled", "without reasoning and end of turn")
+"""What the texts are that rewards read."""
 
 
-def as_json(loaded: Loaded, plan: Plan) -> str:
+def as_json(loaded: Loaded, plan: Plan, example: Trajectory | None = None) -> str:
     """Everything that `print_plan` prints, as JSON."""
     data = {
         "config": loaded.to_show(),
         "origins": dict(loaded.origins),
         "plan": hidden(plan.to_json(), distinct(loaded.secrets)),
         "figures": [asdict(figure) for figure in figures(loaded.config, plan)],
+        **({} if example is None else {"reward_example": {"uid": example.prompt.uid, **_read(example)}}),
     }
     return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
 def print_plan(
-    loaded: Loaded, plan: Plan, *, show_defaults: bool, read_as: str = "", console: Console | None = None
+    loaded: Loaded,
+    plan: Plan,
+    example: Trajectory | None = None,
+    *,
+    show_defaults: bool,
+    read_as: str = "",
+    console: Console | None = None,
 ) -> None:
     """Print the config (only values that the user set, unless `show_defaults`), derived numbers, the
-    placement table, the algorithm's components, memory and warnings."""
+    placement table, the algorithm's components, memory, what rewards read of the `example`, and warnings."""
     console = console or Console(highlight=False, soft_wrap=False)
     hints = [read_as, "" if show_defaults else "values that you set; --all also shows defaults"]
     hint = "; ".join(filter(None, hints))
@@ -56,6 +66,11 @@ def print_plan(
         parts.append(("placement", placement_title(plan.layout), placement_table(plan.layout)))
         parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
     parts.append(("memory", "persistent state, without activations", _memory(loaded.config, plan)))
+    if example is not None:
+        lines = _table()
+        for (name, text), note in zip(_read(example).items(), _NOTES, strict=True):
+            lines.add_row(name, Text(repr(text), style="bold"), Text(note, style="dim"))
+        parts.append(("rewards read", f"{example.prompt.uid} answered with its reference", lines))
     for title, note, body in parts:
         console.print(Text.assemble((title, "bold cyan"), "  ", (note, "dim")))
         console.print(Padding(body, (0, 0, 1, 2), expand=False))
@@ -64,6 +79,11 @@ def print_plan(
     for warning in plan.warnings:  # each is one line, of which a setting can be copied
         text = f"  {warning.key}: {warning.message} [{warning.origin}]"
         console.print(Text(text, style="yellow"), soft_wrap=True)
+
+
+def _read(example: Trajectory) -> dict[str, str]:
+    """The texts of a turn, as rewards read them."""
+    return {"prefill": example.prefill, "text": example.sampled_text, "answer": example.answer_text}
 
 
 def _table() -> Table:

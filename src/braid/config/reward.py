@@ -54,12 +54,15 @@ class ExactReward(_Part):
 
 
 class PatternReward(_Part):
-    """1 if the text matches a regular expression, else 0; for format rewards."""
+    """1 if the turn matches a regular expression, else 0; for format rewards."""
 
     kind: Literal["pattern"]
-    """A regular expression to search for in the text."""
+    """A regular expression to search for in the last turn."""
     pattern: str
-    """Regular expression, searched for in the whole response (dot matches newlines)."""
+    """Regular expression, searched for in what the part reads (dot matches newlines)."""
+    reads: Literal["text", "answer"] = "text"
+    """text: the last turn with its special tokens and reasoning, and with the `<think>` with which the chat template
+    may begin it. answer: only the answer."""
 
 
 class FunctionReward(_Part):
@@ -96,7 +99,7 @@ class LengthReward(_Part):
     kind: Literal["length"]
     """A penalty for long responses."""
     unit: Literal["tokens", "characters"] = "tokens"
-    """tokens: tokens of the policy in all turns. characters: characters of the last turn."""
+    """tokens: tokens of the policy in all turns. characters: characters of the last turn, with its reasoning."""
     start: NonNegativeInt = 0
     """Length above which the penalty starts."""
     end: PositiveInt
@@ -189,8 +192,9 @@ class JudgeReward(_Part):
     """Environment variable that holds the server's API key; no key is sent when null."""
     prompt: str
     """Judge prompt, or the path of a .txt or .md file that holds it. `{prompt}` is the task (its last
-    message), `{response}` the text to judge, `{answer}` the reference, `{column}` any column; a literal brace
-    is doubled."""
+    message), `{response}` the policy's answer without its reasoning, `{answer}` the reference, `{column}` any
+    column; a literal brace is doubled. `{text}`, `{reasoning}` and `{prefill}` are as for functions, unless the
+    data have columns of these names."""
     system: str | None = None
     """System message of the judge; none when null."""
     pattern: str | None = None

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from braid.errors import ModelError
-from braid.types import Action, Message, StopReason
+from braid.types import Action, Message, StopReason, ToolCall
 from braid.users import encodable
 
 from .tokenizer import leading_tokens, whole_text
@@ -29,6 +29,18 @@ logger = logging.getLogger(__name__)
 
 Thinking = Literal["keep", "as_template"]
 _SENTINEL, _REASON = "@@answer {}@@", "@@reason {}@@"
+_REASONING = (
+    ("<|channel>thought", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<think>", "</think>"),
+)
+"""Markers around the reasoning of Gemma 4, Command A, Seed-OSS, MiniMax-M3 and Magistral, whose templates have the first
+of them; other models, and those that only a prompt tells to reason, write `<think>`."""
+_PREFILL_TOKENS = 64
+"""The prefilled part of a turn is found within as many tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +83,12 @@ class ChatFormat:
         )
         self._added = "|".join(re.escape(token) for token in added if len(token) > 1) or r"(?!)"
         self._forged = re.compile(rf"(?=(?:{self._added}))(.)", re.DOTALL)
+        markers = (pair for pair in _REASONING if pair[0] in self._template)
+        self._reasoning = start, end = next(markers, _REASONING[-1])
+        self._has_channels = "<|channel|>" in self._template or self._tool_format == "harmony"
+        # the user's own prompt may end with "<think></think>", as an example
+        closed = "" if self.is_plain else rf"(?:{re.escape(end)}\s*)?"
+        self._prefilled = re.compile(rf"(?:{re.escape(start)}\s*{closed}|<\|channel\|>\w+<\|message\|>)\Z")
 
         @lru_cache(maxsize=256)  # the trajectories of a group open alike, and games have few replies
         def encoded(text: str) -> list[int]:
@@ -195,21 +213,49 @@ class ChatFormat:
         ids: Sequence[int],
         tools: Sequence[ToolSchema] = (),
         *,
+        context_ids: Sequence[int] | None = None,
         stop_reason: StopReason = "stop",
         new_id: Callable[[], str] = lambda: "call",
     ) -> Action:
-        """The policy's turn as environments see it. `new_id` makes the ids of tool calls."""
-        kept = ids[:-1] if ids and ids[-1] in self._ends else ids
-        raw = self._text(kept)
-        reasoning, end, text = raw.rpartition("</think>")
-        if not end and self._opens_thinking:
-            reasoning, text = raw, ""  # cut while it was thinking
-        reasoning = reasoning.lstrip("\n").removeprefix("<think>").strip("\n")
-        text = text.lstrip("\n") if end else text
-        rest, calls = text, ()
-        if self._tool_format is not None:
-            rest, calls = parse_calls(text, tools, self._tool_format, new_id)
-        return Action(rest, reasoning, calls, stop_reason, raw)
+        """The policy's turn as environments and rewards see it. `context_ids` were read before it (None: they end as
+        the template starts an answer). `new_id` makes the ids of tool calls."""
+        num = len(ids)
+        while num and ids[num - 1] in self._ends:
+            num -= 1
+        prefill = self._usual_prefill if context_ids is None else self.prefill(context_ids)
+        return self._parsed(self._text(ids[:num]), prefill, tools, stop_reason, new_id)
+
+    def _parsed(
+        self,
+        raw: str,
+        prefill: str,
+        tools: Sequence[ToolSchema],
+        stop_reason: StopReason,
+        new_id: Callable[[], str],
+    ) -> Action:
+        answer, reasoning, to_tools = self._split(prefill + raw)
+        calls: tuple[ToolCall, ...] = ()
+        if self._tool_format == "harmony":
+            found = (parse_calls(message, tools, self._tool_format, new_id)[1] for message in to_tools)
+            calls = tuple(call for calls in found for call in calls)
+        elif self._tool_format is not None:
+            answer, calls = parse_calls(answer, tools, self._tool_format, new_id)
+        return Action(self._around_answer.sub("", answer), reasoning, calls, stop_reason, raw, prefill)
+
+    def example_turn(self, answer: str, context_ids: Sequence[int]) -> Action:
+        """A turn with this answer, after some reasoning if the model's format has it."""
+        (start, end), prefill = self._reasoning, self.prefill(context_ids)
+        if self._has_channels:
+            final = f"<|channel|>final<|message|>{answer}"
+            text = final if prefill else f"<|channel|>analysis<|message|>...<|end|><|start|>assistant{final}"
+            text = answer if "final" in prefill else text
+        elif prefill and end not in prefill:
+            text = f"...\n{end}\n\n{answer}"
+        elif not prefill and start in self._template:
+            text = f"{start}\n...\n{end}\n\n{answer}"
+        else:
+            text = answer
+        return self._parsed(text, prefill, (), "stop", lambda: "call")
 
     def check(self, *, uses_tools: bool) -> None:
         """Check that conversations with this template can be continued token by token. Raises ModelError with the
@@ -269,23 +315,64 @@ class ChatFormat:
         first = re.match(self._added, tail)
         return [*([first[0]] if first else []), *(self._text([token]) for token in self._ends)]
 
+    def prefill(self, context_ids: Sequence[int]) -> str:
+        """How the context begins the policy's turn: with the start of its reasoning, or with an empty one."""
+        match = self._prefilled.search(self._text(context_ids[-_PREFILL_TOKENS:]))
+        return "" if match is None else match[0]
+
     @cached_property
-    def _opens_thinking(self) -> bool:
-        """Whether the template opens the policy's reasoning for it."""
-        text = self._render([{"role": "user", "content": "ask"}], [])
-        return text.rstrip().endswith("<think>")
+    def _usual_prefill(self) -> str:
+        return self.prefill(self.opening([{"role": "user", "content": "ask"}]))
 
     @property
     def _thinking_start(self) -> str:
-        return "" if self._opens_thinking else "<think>"
+        """Empty if the template opens the policy's reasoning for it."""
+        start, end = self._reasoning
+        return "" if self._usual_prefill and end not in self._usual_prefill else start
+
+    def _split(self, turn: str) -> tuple[str, str, list[str]]:
+        """Answer, reasoning, and messages to tools of a turn, which may be cut. Reasoning without an end is no answer."""
+        if self._has_channels and re.search(r"<\|(?:channel|message)\|>", turn):
+            answer, reasoning, to_tools = "", list[str](), list[str]()
+            for message in turn.split("<|start|>"):
+                header, _, body = message.partition("<|message|>")
+                channel = header.rpartition("<|channel|>")[2].split() or [""]
+                body = re.split(r"<\|(?:end|return|call)\|>", body, maxsplit=1)[0]
+                if "to=" in header:
+                    to_tools.append(message)
+                elif channel[0] == "final":
+                    answer = body
+                elif channel[0] == "analysis":
+                    reasoning.append(body)
+            return answer, "\n".join(reasoning), to_tools
+        start, end = self._reasoning
+        reasoning, closed, answer = turn.rpartition(end)
+        answer, opened, unfinished = answer.partition(start)
+        thoughts = (reasoning.lstrip("\n").removeprefix(start).strip("\n"), unfinished.strip("\n"))
+        return answer.lstrip("\n") if closed or opened else answer, "\n".join(filter(None, thoughts)), [turn]
+
+    @cached_property
+    def _around_answer(self) -> re.Pattern[str]:
+        """Control tokens around an answer that are not of it: the one with which the template begins each, and special
+        tokens at its end, but for closing tags such as `</answer>`."""
+        try:
+            messages: list[Message] = [{"role": "user", "content": "ask"}]
+            text = self._render([*messages, {"role": "assistant", "content": _SENTINEL}], [], asks=False)
+        except ModelError:
+            text = ""
+        first = re.search(rf"(?:{self._added})\Z", text.rpartition(_SENTINEL)[0])
+        special = [str(t) for t in self.tokenizer.added_tokens_decoder.values() if t.special]
+        last = [token for token in special if "/" not in token or token == self.tokenizer.eos_token]
+        starts, ends = re.escape(first[0]) if first else "(?!)", "|".join(map(re.escape, last)) or "(?!)"
+        return re.compile(rf"\A(?:{starts})+|(?:(?:{ends})\s*)+\Z")
 
     def _split_reasoning(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """The tokens of a turn's reasoning, with its markers and the line ends after it, and the others without the
         end token."""
-        kept = list(ids[:-1] if ids and ids[-1] in self._ends else ids)
-        if "</think>" not in self._text(kept):
+        kept, marker = list(ids[:-1] if ids and ids[-1] in self._ends else ids), self._reasoning[1]
+        if marker not in self._text(kept):
             return [], kept
-        end = bisect_left(range(len(kept)), True, key=lambda i: "</think>" in self._text(kept[:i]))
+        end = bisect_left(range(len(kept)), True, key=lambda i: marker in self._text(kept[:i]))
         while end < len(kept) and not self._text(kept[end : end + 1]).strip("\n"):
             end += 1
         return kept[:end], kept[end:]

@@ -71,16 +71,6 @@ def whole_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def plain_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Decode token ids without special tokens and without clean-up of spaces."""
-    return str(tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def answer_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], end_token_ids: Sequence[int]) -> str:
-    """plain_text of a policy's turn without its end token, which may be no special token."""
-    return plain_text(tokenizer, ids[:-1] if ids[-1] in end_token_ids else ids)
-
-
 def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens that the tokenizer adds before a text."""
     with_special: list[int] = tokenizer("1")["input_ids"]  # pyright: ignore[reportAssignmentType]

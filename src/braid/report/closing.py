@@ -106,7 +106,9 @@ def _answer(sample: Sample) -> Text:
     trajectory = sample.trajectory
     if not trajectory.is_valid:
         return Text(_cut(f"invalid: {trajectory.reason}"), "yellow")
-    return Text(_cut(trajectory.answer_text)).append(f"  {trajectory.reward:g}", "dim")
+    return Text(_cut(trajectory.answer_text or trajectory.sampled_text)).append(
+        f"  {trajectory.reward:g}", "dim"
+    )
 
 
 def _cut(text: str, most: int = 160) -> str:

@@ -31,6 +31,9 @@ _STORED = (
     "metrics",
     "text",
     "answer_text",
+    "sampled_text",
+    "prefill",
+    "reasoning_text",
 )
 """Fields of Trajectory that are stored as they are."""
 
@@ -121,7 +124,7 @@ def _sample(record: dict[str, Any]) -> Sample:
                 messages=tuple(prompt["messages"]),
                 fields=prompt["fields"],
             ),
-            **{name: record[name] for name in _STORED},
+            **{name: record[name] for name in _STORED if name in record},
             env_steps=record["env_steps"] and _env_steps(record["env_steps"]),
         ),
         prompt_text=prompt["text"],

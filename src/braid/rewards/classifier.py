@@ -13,7 +13,7 @@ from .base import Classifier
 
 
 class ModelPart:
-    """Scores the conversation of prompt and response (the policy's last turn).
+    """Scores the conversation of prompt and response (the answer of the policy's last turn).
 
     Forward passes run in a thread, one at a time, so that the time limits of other parts' calls hold meanwhile.
     """

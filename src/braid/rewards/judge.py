@@ -113,6 +113,9 @@ def fill_template(template: str, trajectory: Trajectory, *, key: str) -> str:
     """Fill the template for one response. Raises RewardError if a column is missing or cannot be
     formatted."""
     columns = {**trajectory.prompt.fields, "prompt": task_of(trajectory), "response": trajectory.answer_text}
+    columns.setdefault("text", trajectory.sampled_text)
+    columns.setdefault("reasoning", trajectory.reasoning_text)
+    columns.setdefault("prefill", trajectory.prefill)
     columns.pop("answer", None)
     for name in _names(template):
         if name == "answer":

@@ -41,7 +41,7 @@ from .programs import read_tests
 from .rules import Extract, choice, exact, extraction, length, matches, repetition
 from .threads import CallThreads, LoopThread
 
-OFFERED = ("text", "answer", "prompt", "fields", "trajectory")
+OFFERED = ("text", "response", "reasoning", "prefill", "answer", "prompt", "fields", "trajectory")
 """Parameters that a reward function may declare, besides columns of its rows and its own."""
 TEXT_COMPARING = frozenset({"chain_sum", "products"})
 """reasoning-gym generators whose own scorer only compares short texts (verified in its source)."""
@@ -65,7 +65,7 @@ def build_part(  # noqa: C901  # one case per kind
         case ExactReward():
             return Part(exact(part, pattern(part.pattern)))
         case PatternReward():
-            return Part(matches(part.pattern, timeout_s, key=f"{key}.pattern"))
+            return Part(matches(part, timeout_s, key=f"{key}.pattern"))
         case ChoiceReward():
             return Part(choice(part))
         case LengthReward():
@@ -204,7 +204,10 @@ class Arguments:
         """The arguments of a call. Raises RewardError."""
         self.check(trajectory.prompt)
         offered = dict(trajectory.prompt.fields) | {
-            "text": trajectory.answer_text,
+            "text": trajectory.sampled_text,
+            "response": trajectory.answer_text,
+            "reasoning": trajectory.reasoning_text,
+            "prefill": trajectory.prefill,
             "answer": trajectory.prompt.fields.get("answer"),
             "prompt": task_of(trajectory),
             "fields": trajectory.prompt.fields,

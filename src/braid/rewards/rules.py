@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import regex
 
-from braid.config.reward import ChoiceReward, ExactReward, LengthReward, RepetitionReward
+from braid.config.reward import ChoiceReward, ExactReward, LengthReward, PatternReward, RepetitionReward
 from braid.errors import ConfigError, Problem, RewardError
 from braid.types import Trajectory
 
@@ -72,13 +72,15 @@ def exact(config: ExactReward, extract: Extract) -> Score:
     return score
 
 
-def matches(pattern: str, timeout_s: float, *, key: str) -> Score:
-    """1 if the pattern matches anywhere in the text."""
-    compiled = compile_pattern(pattern, key=key, flags=regex.DOTALL)
+def matches(config: PatternReward, timeout_s: float, *, key: str) -> Score:
+    """1 if the pattern matches anywhere in what it reads."""
+    compiled = compile_pattern(config.pattern, key=key, flags=regex.DOTALL)
 
     def score(trajectory: Trajectory) -> float:
+        is_text = config.reads == "text"
+        read = trajectory.prefill + trajectory.sampled_text if is_text else trajectory.answer_text
         try:
-            return float(compiled.search(trajectory.answer_text, timeout=timeout_s) is not None)
+            return float(compiled.search(read, timeout=timeout_s) is not None)
         except TimeoutError as error:
             raise _too_slow(timeout_s) from error
 
@@ -155,12 +157,12 @@ def choice(config: ChoiceReward) -> Score:
 
 def length(config: LengthReward, trajectory: Trajectory) -> float:
     """0 up to length `start`, falling linearly to -1 at `end`, and -1 beyond."""
-    size = trajectory.num_output_tokens if config.unit == "tokens" else len(trajectory.answer_text)
+    size = trajectory.num_output_tokens if config.unit == "tokens" else len(trajectory.sampled_text)
     return -min(max(size - config.start, 0) / (config.end - config.start), 1.0)
 
 
 def repetition(config: RepetitionReward, trajectory: Trajectory) -> float:
     """Minus the fraction of n-grams of words that occurred before."""
-    words = trajectory.answer_text.lower().split()
+    words = trajectory.sampled_text.lower().split()
     ngrams = [tuple(words[i : i + config.ngram]) for i in range(len(words) - config.ngram + 1)]
     return len(set(ngrams)) / len(ngrams) - 1.0 if ngrams else 0.0

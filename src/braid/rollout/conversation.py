@@ -100,6 +100,11 @@ class Conversation:
         self.unread = []
         calls = (f"call{number:03}{i:02}" for i in range(100))
         action = self._chat.parse(
-            ids, self._tools, stop_reason=completion.stop_reason, new_id=lambda: next(calls)
+            ids,
+            self._tools,
+            context_ids=request.prompt_ids,
+            stop_reason=completion.stop_reason,
+            new_id=lambda: next(calls),
         )
+        self._trajectory.set_last_turn(action)
         return turn, action

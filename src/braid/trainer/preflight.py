@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
 from braid.cluster.environment import environment
 from braid.config.env import ProgramEnv
 from braid.config.load import Loaded
@@ -32,6 +30,7 @@ from braid.data import checked
 from braid.data.prompts import Prompts
 from braid.errors import ConfigError, Problem, RewardError
 from braid.functions import load_function
+from braid.models.chat import ChatFormat
 from braid.plan import Plan, Verb, resolve
 from braid.report.streams import reward_prints_in
 from braid.rewards.base import Later, Part, Score, Services, column_of, references_of
@@ -40,7 +39,7 @@ from braid.rewards.programs import read_tests
 from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn
 
-from .conversations import env_maker, external_key, program_of
+from .conversations import chat_format, env_maker, external_key, program_of
 from .inputs import TextInputs, check_sources, read_inputs
 from .runnable import run_problems
 
@@ -48,15 +47,20 @@ _MAX_EXAMPLES = 4
 """Most prompts on which a reward function is tried until it returns a score."""
 
 
-def check(loaded: Loaded, verb: Verb) -> Plan:
-    """Resolve the plan of a run and check everything that can be checked without building it. Raises
-    ConfigError, DataError and ModelError."""
+def check(loaded: Loaded, verb: Verb) -> tuple[Plan, Trajectory | None]:
+    """Resolve the plan of a run and check everything that can be checked without building it. Returns also an example of
+    what its rewards read, a prompt answered with its reference; None without rewards of a text. Raises ConfigError,
+    DataError and ModelError."""
     loaded = with_absolute_paths(loaded)
     with environment(loaded.config.cluster.variables):
         inputs = read_inputs(loaded, verb)
         plan = resolve(loaded.config, _num_prompts(inputs, verb), verb=verb, origin_of=loaded.origin)
         check_inputs(loaded, plan, inputs)
-    return plan
+        if inputs is None or verb == "sft" or not loaded.config.reward.parts:
+            return plan, None
+        prompts = inputs.train.prompts + inputs.eval.prompts
+        chat = chat_format(loaded.config, inputs.tokenizer, inputs.end_token_ids)
+        return plan, _example(prompts[0], chat) if prompts else None
 
 
 def _num_prompts(inputs: TextInputs | None, verb: Verb) -> int | None:
@@ -76,12 +80,13 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
         if plan.verb == "train":
             check_sources(loaded, inputs)
         prompts = inputs.train.prompts + inputs.eval.prompts
+        chat = chat_format(config, inputs.tokenizer, inputs.end_token_ids)
         named = {source for part in config.reward.parts for source in part.sources}
         for i, part in enumerate(config.reward.parts):
             covered = prompts.chosen(prompts.are_covered(part.sources, named))
             if covered:
                 with reward_prints_in(None):
-                    problems += _part_problems(loaded, i, covered, inputs.tokenizer)
+                    problems += _part_problems(loaded, i, covered, chat)
     if problems:
         raise ConfigError([loaded.placed(problem) for problem in problems])
 
@@ -90,9 +95,7 @@ async def _no_policy(*_: object, **__: object) -> str:
     raise AssertionError("judges are not called before a run")
 
 
-def _part_problems(
-    loaded: Loaded, number: int, prompts: Prompts, tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Problem]:
+def _part_problems(loaded: Loaded, number: int, prompts: Prompts, chat: ChatFormat) -> Iterator[Problem]:
     config, base_dir, key = loaded.config, loaded.base_dir, f"reward.parts[{number}]"
     part, services = config.reward.parts[number], Services({}, _no_policy)
     if isinstance(part, ModelReward):
@@ -108,7 +111,7 @@ def _part_problems(
         yield from problems
         if isinstance(part, FunctionReward) and not problems:
             score = built.score if isinstance(built, Part) else partial(_alone, built)
-            yield from _failed_call(score, f"{key}.path", prompts, tokenizer)
+            yield from _failed_call(score, f"{key}.path", prompts, chat)
     finally:
         built.close()
 
@@ -177,7 +180,7 @@ def _failed_call(
     score: Score,
     key: str,
     prompts: Prompts,
-    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat,
 ) -> Iterator[Problem]:
     """Call the function on an example, a prompt answered with its reference. If it raises, other prompts are
     tried, since a function may reject some; a service that is unreachable or slow is left to the run."""
@@ -185,7 +188,7 @@ def _failed_call(
     first = ""
     with ThreadPoolExecutor(1) as pool:  # a separate event loop, since this thread may already run one
         for prompt in examples:
-            trajectory = _example(prompt, tokenizer)
+            trajectory = _example(prompt, chat)
             try:
                 as_score(pool.submit(asyncio.run, _call(score(trajectory))).result())
                 return
@@ -211,12 +214,15 @@ async def _call(later: float | Later) -> object:
     return await later() if callable(later) else later
 
 
-def _example(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> Trajectory:
+def _example(prompt: Prompt, chat: ChatFormat) -> Trajectory:
     """A single-turn trajectory whose answer is the reference, or empty if there is none."""
     try:
-        text = references_of(prompt)[0]
+        answer = references_of(prompt)[0]
     except RewardError:
-        text = ""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+        answer = ""
+    action = chat.example_turn(answer, prompt.token_ids)
+    ids: list[int] = chat.tokenizer(action.raw_text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
     turn = Turn(list(prompt.token_ids), ids, [0.0] * len(ids), "stop", 0)
-    return Trajectory(prompt, 0, segments=[Segment([turn])], text=text, answer_text=text)
+    trajectory = Trajectory(prompt, 0, segments=[Segment([turn])], text=action.raw_text)
+    trajectory.set_last_turn(action)
+    return trajectory

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from braid.config.reward import ModelReward
 from braid.config.schema import RunConfig
 from braid.errors import EngineError, RewardError
+from braid.models.chat import ChatFormat
 from braid.models.sequence_classifier import load_classifier
-from braid.models.tokenizer import plain_text
 from braid.rewards.base import Services
 from braid.rollout.engine import Request, RolloutEngine, Sampling
 from braid.types import Message
@@ -50,6 +50,7 @@ class PolicyJudge:
         seed: int,
     ) -> None:
         self._engine, self._tokenizer, self._ends, self._seed = engine, tokenizer, end_token_ids, seed
+        self._chat = ChatFormat(tokenizer, end_token_ids=end_token_ids)
 
     async def __call__(
         self, messages: Sequence[Message], *, max_tokens: int, temperature: float, key: tuple[int, ...]
@@ -67,7 +68,7 @@ class PolicyJudge:
             raise RewardError(f"engine: {error}") from error
         if completion.stop_reason == "length":
             raise RewardError("the judge's reply was truncated; raise max_tokens of this reward part")
-        return plain_text(self._tokenizer, completion.token_ids)
+        return self._chat.parse(completion.token_ids, context_ids=request.prompt_ids).text
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the messages. Without a chat template they are joined as plain text, separated by

@@ -17,7 +17,7 @@ from braid.config.env import Timeouts
 from braid.envs.agents.base import AgentEnv, EpisodeOver, Opening, Outcome, Seats, Step, ToolSchema
 from braid.errors import BraidError, ConfigError, EngineError, EnvError, Problem
 from braid.models.chat import ChatFormat
-from braid.models.tokenizer import answer_text, whole_text
+from braid.models.tokenizer import whole_text
 from braid.rollout.conversation import Conversation
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.types import Action, Group, Key, Message, Prompt, Trajectory, TruncatedBy, Turn, exact_sum
@@ -174,7 +174,6 @@ class AgentDriver:
                 return
             turn, action = sampled
             num_turns = len(trajectory.turns)
-            trajectory.answer_text = answer_text(tokenizer, turn.output_ids, sampling.stop_token_ids)
             trajectory.text += whole_text(tokenizer, turn.output_ids)
             has_room = conversation.num_tokens < limits.max_context_tokens
             if action.stop_reason == "length" and not (limits.continues_cut_turns and has_room):
@@ -282,9 +281,7 @@ class _Seat:
             raise self._end("context")
         turn, action = sampled
         self._turns.append(turn)
-        ids, ends = turn.output_ids, sampling.stop_token_ids
-        self._trajectory.answer_text = answer_text(chat.tokenizer, ids, ends)
-        self._trajectory.text += whole_text(chat.tokenizer, [*turn.context_ids, *ids])
+        self._trajectory.text += whole_text(chat.tokenizer, [*turn.context_ids, *turn.output_ids])
         self._trajectory.count(action.call_counts())
         if action.stop_reason == "length" and not limits.continues_cut_turns:
             raise self._end("turn_tokens")

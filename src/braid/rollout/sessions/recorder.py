@@ -21,9 +21,9 @@ import numpy as np
 
 from braid.errors import EngineError, ModelError
 from braid.models.chat import Answer, ChatFormat, ToolSchema
-from braid.models.tokenizer import answer_text, whole_text
+from braid.models.tokenizer import whole_text
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
-from braid.types import Message, Segment, Trajectory, TruncatedBy, Turn
+from braid.types import Action, Message, Segment, Trajectory, TruncatedBy, Turn
 from braid.users import described
 
 from .chat_api import ChatRequest, RequestError, answered, fingerprints, message_of
@@ -40,6 +40,7 @@ class Call:
     task: asyncio.Task[dict[str, Any]] = field(init=False)
     num_waiting: int = 1
     turn: Turn | None = None
+    action: Action = field(default_factory=lambda: Action(""))
     is_delivered: bool = False
 
 
@@ -189,13 +190,13 @@ class Session:
         ids = completion.token_ids
         number = sum(len(segment.turns) for segment in self._segments)
         calls = (f"call{number:03}{i:02}" for i in range(100))
-        action = self.chat.parse(ids, context.tools, new_id=lambda: next(calls))
+        action = self.chat.parse(ids, context.tools, context_ids=context.ids, new_id=lambda: next(calls))
         self._counts += action.call_counts()
         if request.lacks_call(action):
             self._counts.append(("calls/missing", 1.0))
         message = message_of(action, request.stops)
         segment, number = self._record(context, completion)
-        call.turn = segment.turns[number]
+        call.turn, call.action = segment.turns[number], action
         self._turns[answered(context.said, message)] = segment, number
         reason = "tool_calls" if "tool_calls" in message else completion.stop_reason
         read, written = len(context.ids), len(ids)
@@ -248,8 +249,7 @@ class Session:
             if last.stop_reason == "length":
                 trajectory.truncate("turn_tokens")
             trajectory.text = whole_text(self.chat.tokenizer, ids[len(trajectory.turns[0].context_ids) :])
-            ends = self.sampling.stop_token_ids
-            trajectory.answer_text = answer_text(self.chat.tokenizer, last.output_ids, ends)
+            trajectory.set_last_turn(next(call.action for call in self._calls if call.turn is last))
 
 
 @cache
