@@ -76,7 +76,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("env/mix/<kind>/<name>", "", "Another metric of env/, of one kind of environment in env.mix."),
     Metric("env/steps", "", "Env steps that simulators executed, including dropped groups."),
     Metric("env/steps_per_s", "env steps/s", "The same per second of rollout."),
-    Metric("env/success_once", "", "Share of a simulator's episodes with a success at any env step."),
+    Metric("env/success_once", "", "Share of a simulator's episodes with a success at any env step, up to where a rollout cut them."),
     Metric("env/success_at_end", "", "Share of them with a success at their last env step."),
     Metric("env/<name>", "", "Mean of a metric of the environment's own, summed over a trajectory."),
     Metric("rollout/batches", "", "Batches of prompts drawn (rollout.filter.then=resample)."),
