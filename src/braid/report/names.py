@@ -134,6 +134,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("sft/lr", "", "Learning rate."),
     Metric("sft/skipped_steps", "", "Steps skipped because of a loss or gradient that was not finite."),
     # evaluation; the source `all` is all sources together
+    Metric("eval/part/<part>", "", "Mean score of one reward part over all evaluation prompts, before its weight."),
+    Metric("eval/<source>/reward_min", "", "Lowest reward of the evaluation's valid answers."),
+    Metric("eval/<source>/reward_max", "", "Highest such reward."),
     Metric("eval/<source>/mean@<n>", "", "Mean reward of a source's valid answers, n per prompt; `all` for every source together."),
     Metric("eval/<source>/pass@<k>", "", "Chance that at least one of k answers to a prompt passes (unbiased estimate)."),
     Metric("eval/<source>/num", "", "Prompts evaluated."),
