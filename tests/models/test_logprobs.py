@@ -319,3 +319,39 @@ def test_logits_of_a_size_that_overflows_exp_stay_finite() -> None:
     assert torch.autograd.grad(kl.sum(), hidden)[0].isfinite().all()
     assert logprobs.tolist() == [0.0, 0.0, 0.0, -1e4]
     assert entropy.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("chunk_bytes", [8, 200, 2**26])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_bias_of_minus_infinity_excludes_tokens_from_every_number(
+    chunk_bytes: int, dtype: torch.dtype
+) -> None:
+    """As in a padded vocabulary: numbers and gradients are those of the head without these tokens."""
+    hidden, weight, bias, targets = (x.to(dtype) if x.is_floating_point() else x for x in _tensors(n=5, v=12))
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    padded = bias.detach().clone()
+    padded[8:] = float("-inf")
+    padded.requires_grad_()
+    targets = targets % 8
+
+    def results(weight: Tensor, bias: Tensor) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+        head = Head(weight, bias)
+        reference = TiledLogits(hidden.detach().flip(0), head, 0.6)
+        outputs = token_logprobs(
+            hidden,
+            head,
+            targets,
+            temperature=0.6,
+            with_entropy=True,
+            reference=reference,
+            chunk_bytes=chunk_bytes,
+        )
+        return outputs, torch.autograd.grad(_loss(*outputs), (hidden, weight, bias))
+
+    outputs, (of_hidden, of_weight, of_bias) = results(weight, padded)
+    expected, grads = results(weight[:8], padded[:8])
+    tolerance = {"atol": 1e-5, "rtol": 1e-2 if dtype == torch.bfloat16 else 1e-4}
+    torch.testing.assert_close(outputs, expected, **tolerance)
+    torch.testing.assert_close((of_hidden, of_weight[:8], of_bias[:8]), grads, **tolerance)
+    assert not of_weight[8:].any()
+    assert not of_bias[8:].any()

@@ -135,6 +135,25 @@ def test_an_evaluation_in_other_units_than_passed_or_not_is_shown_as_it_is() -> 
     assert "accuracy 50.0%  eval 183.500" in text_of(shown)
 
 
+def test_dense_rewards_are_shown_with_their_range_and_not_as_an_accuracy_of_zero() -> None:
+    dense = {"eval/all/mean@4": -0.25, "eval/all/reward_min": -1.5, "eval/all/reward_max": 0.625}
+    with console() as shown:
+        shown.log(0, 0, {**dense, "eval/all/pass@1": 0.0})
+        shown.log(1, 2, {"eval/all/mean@4": 0.0, "eval/all/pass@1": 0.0})
+        shown.log(2, 4, {**dense, "eval/all/pass@1": 0.125})
+    assert text_of(shown).splitlines() == [
+        "round 0  eval -0.250 (-1.5 to 0.625)",
+        "round 1  accuracy 0.0%",
+        "round 2  accuracy 12.5%  eval -0.250 (-1.5 to 0.625)",
+    ]
+    live = console("live", width=100, is_terminal=True)
+    live.log(0, 0, {**dense, "eval/all/pass@1": 0.0})
+    live.log(1, 2, {**dense, "eval/all/mean@4": 0.5, "eval/all/pass@1": 0.0})
+    picture = drawn(live)
+    assert "(-1.5 to 0.625)  initially -0.250" in picture
+    assert "accuracy" not in picture
+
+
 def test_a_resumed_run_shows_what_went_before() -> None:
     shown = console("live", is_terminal=True)
     shown.num_rounds = 4

@@ -102,7 +102,7 @@ def test_with_auto_reset_a_rollout_has_as_many_episodes_as_fit_and_the_last_one_
     assert len(starts) == 2, "all of a group begin in the same state"
     assert [row.is_terminal for row in rows_of(groups)] == [True, True, False] * 4
     cut = groups[0].trajectories[2].metrics
-    assert cut == {"truncated/rollout": 1.0}, "whether it would have succeeded is unknown"
+    assert cut == {"truncated/rollout": 1.0, "success_once": 0.0, "success_at_end": 0.0}, "up to the cut"
     actions = [steps.inputs["actions"].ravel().tolist() for _, steps in _steps(groups[:1])]
     assert len({tuple(of) for of in actions}) > 1, "each episode draws its own actions"
 
@@ -134,6 +134,14 @@ def test_without_auto_reset_a_rollout_s_steps_limit_its_episode() -> None:
     assert all(len(steps.rewards) == 3 and t.status is Status.TRUNCATED for t, steps in _steps(groups))
     whole = collect(max_decisions=LENGTH)
     assert all(t.status is Status.FINISHED for t, _ in _steps(whole)), "it has ended by itself"
+
+
+def test_a_success_counts_where_the_rollout_cuts_the_episode_later() -> None:
+    rules = EpisodeRules(max_episode_steps=8, ignore_terminations=True)
+    for cut_after, once in ((LENGTH - 1, 0.0), (LENGTH, 1.0), (LENGTH + 1, 1.0)):
+        for trajectory, _ in _steps(collect(rules=rules, max_decisions=cut_after)):
+            assert trajectory.metrics["truncated/rollout"] == 1.0
+            assert trajectory.metrics["success_once"] == once
 
 
 def test_an_invalid_episode_ends_its_rollout() -> None:

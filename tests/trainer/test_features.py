@@ -424,7 +424,8 @@ def test_metrics_and_rewards_go_by_the_source_of_each_row(load_tiny: LoadTiny, t
         for p, d in zip("abcd", ["x", "x", "y/z", "x"], strict=True)
     ]
     (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    line = lines(commands.train(loaded).run_dir)[-1]
+    run = commands.train(loaded).run_dir
+    line = lines(run)[-1]
     assert {
         "reward/source/x",
         "reward/source/y/z",
@@ -433,11 +434,21 @@ def test_metrics_and_rewards_go_by_the_source_of_each_row(load_tiny: LoadTiny, t
         "eval/all/num",
     } <= line.keys()
     assert (line["eval/x/num"], line["eval/y/z/num"]) == (3, 1)
+    (part,) = (name for name in line if name.startswith("eval/part/"))
+    assert line[part] == pytest.approx(line["eval/all/mean@1"])
+    assert line["eval/all/reward_min"] <= line[part] <= line["eval/all/reward_max"]
+    results = json.loads((run / "summary.json").read_text())["eval"]["last"]
+    assert set(results) == {"x", "y/z", "all"}
 
 
 def test_turns_of_conversations_are_counted(load_tiny: LoadTiny) -> None:
     line = lines(commands.train(load_tiny("run.max_rounds=1")).run_dir)[-1]
     assert line["rollout/turns_mean"] == 1.0
+
+
+def test_groups_of_one_are_not_said_to_have_equal_rewards(load_tiny: LoadTiny) -> None:
+    loaded = load_tiny("run.max_rounds=1", "rollout.group_size=1", "algorithm.recipe=reinforce")
+    assert "reward/same_in_group_fraction" not in lines(commands.train(loaded).run_dir)[-1]
 
 
 # restarts

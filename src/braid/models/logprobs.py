@@ -20,6 +20,7 @@ _MIN_COLUMNS = 256
 """Minimum tile width: narrower tiles make matrix products slow, so tokens are split first."""
 _ALIGNED_COLUMNS = 128
 """On GPUs the width of tiles is a multiple: products with rows of other lengths take kernels of a fraction of the rate."""
+_LEAST_BIAS = -1e30
 _CPU_TILE_BYTES = 8 * 2**20
 """Maximum tile size on CPUs: larger tiles do not fit the caches, and their memory is returned to the kernel
 after each use (1.4 times slower at 64 MiB)."""
@@ -55,7 +56,10 @@ class Head:
     def tile(self, states: Tensor, weight: Tensor, columns: slice, temperature: float = 1.0) -> Tensor:
         """Logits of `states` for a part of the vocabulary, divided by the temperature. `weight` are the rows of the
         weight for these `columns`."""
-        bias = None if self.bias is None else self.bias[columns]
+        bias = None
+        if self.bias is not None:
+            # -inf excludes the padding of a vocabulary; times a probability of 0 it would be nan.
+            bias = self.bias[columns].clamp(min=max(_LEAST_BIAS, torch.finfo(states.dtype).min / 2))
         return self.scaled(_product(states, weight.to(states.dtype).t(), bias), temperature)
 
     def scaled(self, raw: Tensor, temperature: float = 1.0) -> Tensor:

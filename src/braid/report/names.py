@@ -76,7 +76,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("env/mix/<kind>/<name>", "", "Another metric of env/, of one kind of environment in env.mix."),
     Metric("env/steps", "", "Env steps that simulators executed, including dropped groups."),
     Metric("env/steps_per_s", "env steps/s", "The same per second of rollout."),
-    Metric("env/success_once", "", "Share of a simulator's episodes with a success at any env step."),
+    Metric("env/success_once", "", "Share of a simulator's episodes with a success at any env step, up to where a rollout cut them."),
     Metric("env/success_at_end", "", "Share of them with a success at their last env step."),
     Metric("env/<name>", "", "Mean of a metric of the environment's own, summed over a trajectory."),
     Metric("rollout/batches", "", "Batches of prompts drawn (rollout.filter.then=resample)."),
@@ -134,6 +134,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("sft/lr", "", "Learning rate."),
     Metric("sft/skipped_steps", "", "Steps skipped because of a loss or gradient that was not finite."),
     # evaluation; the source `all` is all sources together
+    Metric("eval/part/<part>", "", "Mean score of one reward part over all evaluation prompts, before its weight."),
+    Metric("eval/<source>/reward_min", "", "Lowest reward of the evaluation's valid answers."),
+    Metric("eval/<source>/reward_max", "", "Highest such reward."),
     Metric("eval/<source>/mean@<n>", "", "Mean reward of a source's valid answers, n per prompt; `all` for every source together."),
     Metric("eval/<source>/pass@<k>", "", "Chance that at least one of k answers to a prompt passes (unbiased estimate)."),
     Metric("eval/<source>/num", "", "Prompts evaluated."),

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def evaluate(parts: Parts, *, is_due: bool) -> None:
-    """Record mean@n and pass@k of each evaluation source; every evaluation uses the same random numbers. Raises
+    """Record mean@n and pass@k of each evaluation source, and reward parts; every evaluation uses the same random numbers. Raises
     RolloutError, once the samples are stored, if too many trajectories of a source are invalid."""
     if not is_due or not parts.eval_prompts:
         return
@@ -39,6 +39,10 @@ def evaluate(parts: Parts, *, is_due: bool) -> None:
     for source, values in results.items():
         for name, value in values.items():
             parts.metrics.mean(f"eval/{source}/{name}", value)
+    if "part" not in parts.eval_prompts:  # the results of a source of this name would be mixed up with them
+        for trajectory in (t for group in groups for t in group.valid):
+            for part, value in trajectory.reward_parts.items():
+                parts.metrics.mean(f"eval/part/{part}", value)
 
 
 def show_films(parts: Parts, env: SimulatorEnv, use: Use, groups: Sequence[Group]) -> None:
@@ -83,7 +87,7 @@ def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
 
 
 def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: float) -> dict[str, float]:
-    """Compute mean@n and pass@k. mean@n: mean reward of valid trajectories. pass@k: probability that at least
+    """Compute mean@n, its range and pass@k. mean@n: mean reward of valid trajectories. pass@k: probability that at least
     one of k of a prompt's n samples succeeds, 1 - C(n - c, k) / C(n, k) for c successes (Chen et al. 2021),
     averaged over prompts with at least k valid samples. A trajectory succeeds if its reward is at least `success`, or as
     the simulator says."""
@@ -95,6 +99,7 @@ def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: flo
     for k in pass_at:
         chances = [_pass_at(k, len(of), sum(of)) for of in passed if len(of) >= k]
         out[f"pass@{k}"] = float(np.mean(chances)) if chances else float("nan")
+    out["reward_min"], out["reward_max"] = (min(flat), max(flat)) if flat else (float("nan"),) * 2
     out["num"] = float(len(groups))
     out["invalid"] = float(sum(len(g.trajectories) - len(g.valid) for g in groups))
     out["invalid_fraction"] = out["invalid"] / max(1, sum(len(g.trajectories) for g in groups))

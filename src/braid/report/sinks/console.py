@@ -33,8 +33,10 @@ MAX_WIDTH = 100
 ROUNDS_FOR_RATE = 20
 """Number of latest rounds from which the remaining time is estimated."""
 
-EVAL_MEAN = "eval/all/mean"
-"""Stands for eval/all/mean@n with any n. Hidden if it equals the accuracy."""
+EVAL_MEAN, ACCURACY = "eval/all/mean", "eval/all/pass@1"
+"""EVAL_MEAN stands for eval/all/mean@n with any n, and is hidden if it equals the accuracy. An accuracy of 0 beside another
+mean is hidden: rewards are dense, or partial so far."""
+EVAL_RANGE = "eval/all/reward_min", "eval/all/reward_max"
 
 
 def _share(value: float) -> str:
@@ -60,7 +62,7 @@ SHOWN = (
     Shown("success", "env/success_once", "{:.0%}".format),
     Shown("invalid", "rollout/invalid_fraction", _share, hides_zero=True),
     Shown("loss", "sft/loss", "{:.4f}".format),
-    Shown("accuracy", "eval/all/pass@1", "{:.1%}".format),
+    Shown("accuracy", ACCURACY, "{:.1%}".format),
     Shown("eval", EVAL_MEAN, "{:.3f}".format),
     Shown("eval invalid", "eval/all/invalid_fraction", _share, hides_zero=True),
     Shown("length", "rollout/output_length_mean", "{:.1f}".format, "{}"),
@@ -200,9 +202,9 @@ class Console:
     def _line(self, flat: Mapping[str, float]) -> str:
         values = _shown(flat)
         shown = [
-            f"{s.label} {s.text(values[s.name])} {self._unit(s)}".rstrip()
+            f"{s.label} {s.text(values[s.name])} {self._unit(s, values)}".rstrip()
             for s in SHOWN
-            if s.name in values and not (s.hides_zero and values[s.name] == 0)
+            if s.name in values and not _is_hidden(s, values)
         ]
         if (seconds := flat.get("time/round_s")) is not None:
             shown.append(f"{seconds:.1f} s")
@@ -259,7 +261,7 @@ class Console:
         table.add_column(no_wrap=True)
         for shown in SHOWN:
             value = self._latest.get(shown.name)
-            if value is not None and not (shown.hides_zero and value == 0):
+            if value is not None and not _is_hidden(shown, self._latest):
                 table.add_row(shown.label, shown.text(value), self._note(shown, width - 26))
         return table
 
@@ -268,20 +270,31 @@ class Console:
         if curve := self._curves.get(shown.name):
             return Text(sparkline(curve, max(room, 8)), "cyan")
         if shown.name.startswith("eval/") and (first := self._first[shown.name]) != self._latest[shown.name]:
-            return Text(f"initially {shown.text(first)}", "dim")
-        return Text(self._unit(shown), "dim")
+            note = f"{self._unit(shown, self._latest)}  initially {shown.text(first)}"
+            return Text(note.strip(), "dim")
+        return Text(self._unit(shown, self._latest), "dim")
 
-    def _unit(self, shown: Shown) -> str:
+    def _unit(self, shown: Shown, values: Mapping[str, float]) -> str:
+        """Its unit, or for EVAL_MEAN the range of rewards."""
+        if shown.name == EVAL_MEAN and all(math.isfinite(values.get(name, math.nan)) for name in EVAL_RANGE):
+            low, high = (values[name] for name in EVAL_RANGE)
+            return f"({low:.3g} to {high:.3g})"
         return shown.unit.format(self.counted)
+
+
+def _is_hidden(shown: Shown, values: Mapping[str, float]) -> bool:
+    hides_zero = shown.hides_zero or (shown.name == ACCURACY and EVAL_MEAN in values)
+    return hides_zero and values[shown.name] == 0
 
 
 def _shown(flat: Mapping[str, float]) -> dict[str, float]:
     """Select the values of the metrics in SHOWN."""
-    values = {s.name: flat[s.name] for s in SHOWN if s.name in flat}
+    names = (*(shown.name for shown in SHOWN), *EVAL_RANGE)
+    values = {name: flat[name] for name in names if name in flat}
     if "env/steps_per_s" in values:
         values.pop("rollout/tokens_per_s", None)
     mean = next((value for name, value in flat.items() if name.startswith(f"{EVAL_MEAN}@")), None)
-    if mean is not None and mean != values.get("eval/all/pass@1"):
+    if mean is not None and mean != values.get(ACCURACY):
         values[EVAL_MEAN] = mean
     return values
 

@@ -432,7 +432,7 @@ class Episode:
         trajectory.env_steps, success, rewards = self.steps, self.success, self.steps.rewards
         if self.is_cut:
             trajectory.truncate("rollout")
-        elif not np.isnan(success).any():
+        if not np.isnan(success).any():
             at_end, once = float(success[-1]), float(success.max())
             trajectory.metrics |= {"success_once": once, "success_at_end": at_end}
         trajectory.reward = exact_sum(rewards.ravel().tolist())
