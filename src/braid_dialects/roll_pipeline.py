@@ -158,7 +158,8 @@ PIPELINE = rows(
     # Other features
     missing("tag_to_template", "use a single template for all rows: data_args.template"),
     missing("{is_pure_opd,use_opd} {teacher,student_train,student_infer}.* actor_train.opd_kl_coef",
-            "distillation from a teacher is not implemented", default=False),
+            "distillation from a teacher is not translated; write it in braid's keys: reference.path is the teacher, "
+            "algorithm.kl_in=advantage, algorithm.kl_coef the coefficient", default=False),
     ignored("use_policy_loss_type use_topr_loss postive_loss_coef positive_loss_coef use_topr_neg_loss_coef "
             "balance_length minibatch_data_iter_num l2 use_reward_scaling use_reward_norm add_len_reward "
             "report_length_and_rewards length_profiler_dir val_greedy val_n_sample mask_type local_rank "

@@ -60,9 +60,9 @@ def _seen(folder: Path, tokenizer: PreTrainedTokenizerFast, path: str) -> list[A
 
     def conversation(
         messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[list[int], list[int], list[bool]]:
+    ) -> list[tuple[list[int], list[int], list[bool]]]:
         seen.append(json.loads(json.dumps([messages, tools])))
-        return [1], [2], [True]
+        return [([1], [2], [True])]
 
     source = FileSource(path=path, messages_key="messages", tools_key="tools")
     found = load_examples([source], DataConfig(), tokenizer, base_dir=folder, conversation=conversation)
@@ -134,7 +134,7 @@ def test_a_message_that_is_none_is_refused_with_its_row(
     with pytest.raises(DataError, match=rf"row 0: column 'messages'.*{why}"):
         load_examples(
             [FileSource(path="a.jsonl", messages_key="messages")], DataConfig(), tokenizer, base_dir=tmp_path,
-            conversation=lambda *_: ([1], [2], [True]),
+            conversation=lambda *_: [([1], [2], [True])],
         )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_an_answer_of_weight_0_is_read_and_not_imitated(chat_tokenizer: PreTrain
     chat = ChatFormat(chat_tokenizer, end_token_ids=[END_OF_TURN])
     said = [("user", "1+2="), ("assistant", "3"), ("user", "+4="), ("assistant", "7")]
     messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in said]
-    whole = chat.example(messages)
+    (whole,) = chat.examples(messages)
     assert whole[2] == [True, True, *[False] * 6, True, True]
     messages[1]["weight"], messages[3]["weight"] = 0, 1
-    assert chat.example(messages) == (whole[0], whole[1], [*[False] * 8, True, True])
+    assert chat.examples(messages) == [(whole[0], whole[1], [*[False] * 8, True, True])]

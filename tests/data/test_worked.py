@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from examples.solutions import chain_sum, chain_sum_or_guess
@@ -203,13 +203,27 @@ def test_two_sums_of_five_are_worked_out_and_the_others_guessed() -> None:
     assert answers == [chain_sum_or_guess(row) for row in rows]
 
 
-def _two_turns(row: dict[str, Any], folder: Path, tokenizer: PreTrainedTokenizerFast) -> ExampleSet:
+def _two_turns(
+    row: dict[str, Any],
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    thinking: Literal["keep", "as_template"] = "keep",
+    limit: int | None = None,
+) -> ExampleSet:
     (folder / "talks.jsonl").write_text(json.dumps(row))
     source = FileSource(
         path="talks.jsonl", messages_key="messages", tools_key="tools" if "tools" in row else None
     )
-    chat = ChatFormat(tokenizer, end_token_ids=[END_OF_TURN])
-    return load_examples([source], DataConfig(), tokenizer, base_dir=folder, conversation=chat.example)
+    chat = ChatFormat(tokenizer, end_token_ids=[END_OF_TURN], thinking=thinking)
+    return load_examples(
+        [source],
+        DataConfig(),
+        tokenizer,
+        base_dir=folder,
+        conversation=chat.examples,
+        max_positions=limit,
+    )
 
 
 def test_a_conversation_is_imitated_where_the_policy_writes(
@@ -223,6 +237,33 @@ def test_a_conversation_is_imitated_where_the_policy_writes(
     assert decode(example.prompt_ids) == "u1+2=~a"
     assert decode(example.response_ids) == "3~u+4=~a7~"
     assert example.response_mask == (True, True, *[False] * 6, True, True)
+
+
+def test_a_conversation_whose_history_changes_is_several_examples(
+    folder: Path, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    chat_tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last and m.reasoning_content %}{{ 'a<think>' + m.reasoning_content + '</think>' }}"
+        "{% else %}{{ m.role[0] }}{% endif %}{{ m.content }}~{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    chat_tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})  # pyright: ignore[reportArgumentType]
+    row = {
+        "messages": [
+            {"role": "user", "content": "1+2="},
+            {"role": "assistant", "content": "3", "reasoning_content": "1+1+1"},
+            {"role": "user", "content": "+4="},
+            {"role": "assistant", "content": "7", "reasoning_content": "3+4"},
+        ]
+    }
+    found = _two_turns(row, folder, chat_tokenizer, thinking="as_template")
+    texts = [
+        [chat_tokenizer.decode(list(ids)) for ids in (e.prompt_ids, e.response_ids)] for e in found.examples
+    ]
+    assert texts == [["u1+2=~a", "<think>1+1+1</think>3~"], ["u1+2=~a3~u+4=~a", "<think>3+4</think>7~"]]
+    longest = max(len(e.prompt_ids) + len(e.response_ids) for e in found.examples)
+    shorter = _two_turns(row, folder, chat_tokenizer, thinking="as_template", limit=longest - 1)
+    assert [*shorter.examples] == [found.examples[0]]
+    assert [count.dropped_overlong for count in shorter.counts.values()] == [1]
 
 
 @pytest.mark.parametrize("messages", ["hello", [{"role": "user", "content": "1"}], 3])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.models.test_chat import _ENDS, _format, _id
+from tests.models.test_chat import _ENDS, _format
 from tests.models.test_tool_calls import TOOL
 
 from braid.models.chat import ChatFormat
@@ -63,32 +63,34 @@ def test_an_opening_has_the_tokens_of_the_oracle(
     said=_WORDS,
     replies=st.lists(_WORDS, min_size=1, max_size=3),
     is_tool=st.booleans(),
-    is_cut=st.booleans(),
+    ends=st.lists(st.sampled_from(["end", "other", "cut"]), min_size=1, max_size=3),
 )
 def test_a_conversation_goes_on_with_the_tokens_of_the_oracle(
-    name: str, is_thought: bool, said: str, replies: list[str], is_tool: bool, is_cut: bool
+    name: str, is_thought: bool, said: str, replies: list[str], is_tool: bool, ends: list[str]
 ) -> None:
+    """Over several turns, each ended by the template's token, by <|endoftext|>, or by a limit."""
     chat, oracle = _pair(name)
     if (
         name == "glm4moe"
     ):  # the package ends other turns of GLM with <|endoftext|>, which the template never writes
-        is_thought, is_cut = True, False
+        is_thought, ends = True, ["end"] * len(ends)
     if name in _OPENS_THINKING:
         said = _THOUGHT.removeprefix("<think>\n") + said
     elif is_thought:
         said = _THOUGHT + said
     tools = [TOOL] if is_tool else []
-    before = chat.opening([{"role": "user", "content": "How much?"}], tools)
-    end = "<|observation|>" if is_tool and name == "glm4moe" else _ENDS[name]
-    sampled = chat.tokenizer.encode(said, add_special_tokens=False) + (
-        [] if is_cut else [_id(chat.tokenizer, end)]
-    )
+    history = chat.opening([{"role": "user", "content": "How much?"}], tools)
+    own = "<|observation|>" if is_tool and name == "glm4moe" else _ENDS[name]
     messages: list[Message] = [{"role": "user", "content": replies[0]}]
     if is_tool:
         messages = [
             {"role": "tool", "content": text, "name": "add", "tool_call_id": f"call0000{i}"}
             for i, text in enumerate(replies)
         ]
-    expected = oracle.bridge_to_next_turn(before, sampled, messages, tools=tools or None)
-    assert expected is not None
-    assert [*before, *sampled, *chat.delta(messages, tools, sampled)] == expected.token_ids
+    for end in ends:
+        token = {"end": own, "other": "<|endoftext|>", "cut": ""}[end]
+        sampled = chat.tokenizer.encode(said + token, add_special_tokens=False)
+        expected = oracle.bridge_to_next_turn(history, sampled, messages, tools=tools or None)
+        assert expected is not None
+        history = [*history, *sampled, *chat.delta(messages, tools, sampled)]
+        assert history == expected.token_ids

@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 Conversation = Callable[
-    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], tuple[list[int], list[int], list[bool]]
+    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[tuple[list[int], list[int], list[bool]]]
 ]
-"""From messages and tool schemas to the tokens of the prompt, those after it, and which of these the policy writes."""
+"""From messages and tool schemas to examples: the tokens of the prompt, those after it, and which of these the policy
+writes."""
 
 Piece = tuple[str, bool]
 """Part of a response, and whether the policy writes it (True) or reads it (False, an environment's reply)."""
@@ -146,21 +147,28 @@ def _checked(
 
 
 class ConversationMaker:
-    """Examples of whole conversations."""
+    """Examples of whole conversations; one of several examples where the chat template drops earlier reasoning. Example j
+    of row i has the index i * MAX_EXAMPLES + j."""
 
     fingerprint = ""
+    MAX_EXAMPLES = 1 << 20
 
     def __init__(self, source: SourceRows, conversation: Conversation | None) -> None:
         self._source, self._conversation = source, conversation
 
-    def fitting(self, _: int | None) -> tuple[list[int], Sequence[int], SourceCounts]:
-        """No rows that certainly fit, and all rows: each is checked when it is tokenized."""
-        num = len(self._source.rows)
-        return [], range(num), SourceCounts(num)
+    def fitting(self, limit: int | None) -> tuple[list[int], Sequence[int], SourceCounts]:
+        """Check all rows. Return the examples that fit into `limit` tokens, and the others."""
+        fits, num = ([], []), len(self._source.rows)
+        for row in range(num):
+            for number, example in enumerate(_conversation(self._source, row, self._conversation)):
+                length = len(example.prompt_ids) + len(example.response_ids)
+                fits[limit is not None and length > limit].append(row * self.MAX_EXAMPLES + number)
+        return fits[False], fits[True], SourceCounts(num)
 
     def examples(self, indices: Sequence[int]) -> list[Example]:
-        """The examples of rows."""
-        return [_conversation(self._source, index, self._conversation) for index in indices]
+        """The examples of these indices."""
+        places = (divmod(index, self.MAX_EXAMPLES) for index in indices)
+        return [_conversation(self._source, row, self._conversation)[number] for row, number in places]
 
 
 class ResponseMaker:
@@ -256,8 +264,8 @@ class ResponseMaker:
         raise DataError(f"{source.where(index)}: {why}")
 
 
-def _conversation(source: SourceRows, index: int, conversation: Conversation | None) -> Example:
-    """The example in a row's columns of messages and tools."""
+def _conversation(source: SourceRows, index: int, conversation: Conversation | None) -> list[Example]:
+    """The examples in a row's columns of messages and tools."""
     assert conversation is not None, "messages_key needs the model's chat format"
     where, columns = source.where(index), source.config
     messages, tools = (
@@ -273,10 +281,10 @@ def _conversation(source: SourceRows, index: int, conversation: Conversation | N
     if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[1:]):
         raise DataError(f"{where}: column {columns.messages_key!r}: {messages!r:.200}; {RULE}")
     try:
-        prompt_ids, ids, mask = conversation(messages, tools)
+        found = conversation(messages, tools)
     except ModelError as error:
         raise DataError(f"{where}: {error}") from error
-    return Example(tuple(prompt_ids), tuple(ids), tuple(mask))
+    return [Example(tuple(prompt_ids), tuple(ids), tuple(mask)) for prompt_ids, ids, mask in found]
 
 
 def _are_pieces(response: Any) -> bool:

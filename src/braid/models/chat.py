@@ -114,16 +114,19 @@ class ChatFormat:
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], last_ids: Sequence[int]
     ) -> list[int]:
         """Tokens from the end of the policy's turn `last_ids` to the start of its next one, with `messages` between
-        them. Begins with the template's end of a turn, unless the turn ends with it."""
+        them. Begins with the template's end of a turn, unless the turn ends with an end token."""
         if self.replies_are_text:
             return self._encode("".join(self._marked(message["content"]) for message in messages))
         closing, tail = self._tail(messages, tools)
-        last = self._text([last_ids[-1]]) if last_ids[-1] in self._ends else ""
-        if last and (closing + tail).startswith(last):
-            return self._encode((closing + tail).removeprefix(last))
-        if last and last in closing:
-            closing = closing.split(last, 1)[1]
-        return self._encode(closing + tail)
+        text = closing + tail
+        if last_ids[-1] not in self._ends:
+            return self._encode(text)
+        last = self._text([last_ids[-1]])
+        if text.startswith(last):
+            return self._encode(text.removeprefix(last))
+        if self._closes_turns and (end := re.match(rf"\s*(?:{self._added})", text)):
+            return self._encode(text[end.end() :])  # the policy's end token is in its place
+        return self._encode(text)
 
     def is_end(self, token_id: int) -> bool:
         """Whether the token ends a turn."""
@@ -159,24 +162,39 @@ class ChatFormat:
             ids += sampled[part] if part in sampled else self._encode(part)
         return ids
 
-    def example(
+    def examples(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
-    ) -> tuple[list[int], list[int], list[bool]]:
+    ) -> list[tuple[list[int], list[int], list[bool]]]:
         """A conversation to imitate, with answers of the role `assistant`: tokens of the prompt, those after it, and
-        which of these the policy writes: not those of answers whose `weight` is 0. Raises ModelError if the template
-        does not show an answer where the policy would write it."""
+        which of these the policy writes: not those of answers whose `weight` is 0. Another example begins where a new
+        segment would in an episode, when the template drops the reasoning of earlier turns. Raises ModelError if the
+        template does not show an answer where the policy would write it."""
         imitated = [message.get("weight") != 0 for message in messages]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         first: Any = messages[: answers[0]]
         prompt, ids, mask = self.opening(first, tools), list[int](), list[bool]()
+        found, past = list[tuple[list[int], list[int], list[bool]]](), list[Answer]()
         for i, following in zip(answers, [*answers[1:], len(messages)], strict=True):
             replies: Any = messages[i + 1 : following]
             written = self._written(messages[: i + 1], replies, tools)
-            read = self.delta(replies, tools, written) if following < len(messages) else []
-            ids += [*written, *read]
-            mask += [imitated[i]] * len(written) + [False] * len(read)
-        return prompt, ids, mask
+            ids += written
+            mask += [imitated[i]] * len(written)
+            if following == len(messages):
+                break
+            past.append(Answer(written, replies))
+            if self.thinking == "keep" or self.replies_are_text:
+                read = self.delta(replies, tools, written)
+            else:
+                whole, history = self.conversation(first, past, tools), [*prompt, *ids]
+                if whole[: len(history)] != history:
+                    found.append((prompt, ids, mask))
+                    prompt, ids, mask = whole, [], []
+                    continue
+                read = whole[len(history) :]
+            ids += read
+            mask += [False] * len(read)
+        return [example for example in (*found, (prompt, ids, mask)) if any(example[2])]
 
     def _written(
         self, messages: Sequence[Mapping[str, Any]], replies: Sequence[Any], tools: Sequence[ToolSchema]
@@ -192,14 +210,16 @@ class ChatFormat:
         text = text[len(before) :]
         if self.is_plain and replies and text.endswith(self.stop_strings(tools) or ("\0",)):
             return self._encode(text)
-        ends = [self._text([token]) for token in self._ends]
-        found = max(ends, key=text.rfind)
-        if found in text:
-            return self._encode(text[: text.rindex(found) + len(found)])
+        ends = [end for token in self._ends if (end := self._text([token]))] or ["\0"]
+        last = list(re.finditer(rf"(?:(?:{'|'.join(map(re.escape, ends))})\s*)+", text))[-1:]
+        if (
+            last
+        ):  # the first of those in a row: some templates write the end of the text after that of the turn
+            first = next(end for end in sorted(ends, key=len, reverse=True) if last[0][0].startswith(end))
+            return self._encode(text[: last[0].start() + len(first)])
         tail = self._tail(replies, tools)[1] if replies else ""
         marker = next(
-            (token for token, end in zip(self._ends, ends, strict=True) if tail.startswith(end)),
-            self._ends[0],
+            (token for token in self._ends if tail.startswith(self._text([token]) or "\0")), self._ends[0]
         )
         return [*self._encode(text), marker]
 
@@ -323,6 +343,13 @@ class ChatFormat:
     @cached_property
     def _usual_prefill(self) -> str:
         return self.prefill(self.opening([{"role": "user", "content": "ask"}]))
+
+    @cached_property
+    def _closes_turns(self) -> bool:
+        """Whether the template writes an end token after each answer; GLM's next role ends the turn instead."""
+        user: Message = {"role": "user", "content": "ask"}
+        text = self._render([user, {"role": "assistant", "content": _SENTINEL}], [], asks=False)
+        return re.match(rf"\s*(?:{self._added})", text.rpartition(_SENTINEL)[2]) is not None
 
     @property
     def _thinking_start(self) -> str:

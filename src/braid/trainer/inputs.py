@@ -89,7 +89,7 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
             examples,
             data,
             tokenizer,
-            conversation=chat_format(config, tokenizer, ends).example,
+            conversation=chat_format(config, tokenizer, ends).examples,
             base_dir=base_dir,
             max_positions=max_positions,
             end_token_ids=ends,
