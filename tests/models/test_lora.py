@@ -13,7 +13,8 @@ import numpy as np
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.algorithms.recipes import RECIPES
 from braid.config.model import ModelConfig
@@ -24,6 +25,7 @@ from braid.models.base import copy_weights
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
+from braid.models.tokenizer import character_tokenizer
 from braid.models.value import ValueModel
 from braid.rollout.engine import Request, Sampling
 from braid.rollout.engines.native import NativeEngine
@@ -319,6 +321,138 @@ def test_layers_that_cannot_have_an_adapter_are_refused(tmp_path: Path, target: 
         _load(_config(path=str(tmp_path)))
     with pytest.raises(ModelError, match=what if target == "lm_head" else "has no layer"):
         _load(_config(targets=[target]))
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "num_experts": 4},
+    "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": {
+        "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16,
+        "v_head_dim": 16, "num_key_value_heads": 2,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MIXTURES)
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts, as a folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tokens = {"vocab_size": 96, "pad_token_id": None, "bos_token_id": None, "eos_token_id": 1}
+    more = {"num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.1, "max_position_embeddings": 64}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(request.param, **{**sizes, **tokens, **more, **MIXTURES[request.param]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    save_pretrained(CausalLM(model), character_tokenizer("".join(map(chr, range(33, 117)))), folder)
+    return folder
+
+
+def _of_mixture(folder: Path, **lora: Any) -> CausalLM:
+    """A mixture with non-zero adapters."""
+    lm = _load(ModelConfig.model_validate({"path": str(folder), "lora": {"rank": 3, "alpha": 5.0, **lora}}))
+    generator = torch.Generator().manual_seed(1)
+    for _, tensor in lm.named_weights():
+        tensor.data.normal_(0, 0.2, generator=generator)
+    return lm
+
+
+def test_adapters_of_experts_are_merged_into_exports_critics_and_copies(
+    mixture: Path, tmp_path: Path
+) -> None:
+    plain, lm = _load(ModelConfig(path=str(mixture))), _of_mixture(mixture)
+    before = _logprobs(lm)
+    assert (before - _logprobs(plain)).abs().max() > 0.1
+    merged = {name: tensor.detach() for name, tensor in lm.merged_weights()}
+    expected = dict(plain.merged_weights())
+    assert {name: t.shape for name, t in merged.items()} == {n: t.shape for n, t in expected.items()}
+    experts = [name for name in merged if "experts." in name and merged[name].ndim == 3]
+    assert experts
+    assert not any(torch.allclose(merged[name][e], expected[name][e]) for name in experts for e in range(4))
+
+    save_pretrained(lm, load_tokenizer(ModelConfig(path=str(mixture))), tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values())
+    torch.testing.assert_close(
+        _logprobs(CausalLM(loaded)), before, rtol=0, atol=2e-5
+    )  # W + BA is rounded once
+
+    critic = ValueModel.copy_of(lm)
+    for name, tensor in critic.named_weights():
+        if not name.startswith("value_head."):
+            torch.testing.assert_close(tensor.detach(), merged[name])
+    assert all(p.requires_grad for p in critic.module.parameters())
+    reference = AdapterReference(lm)
+    assert torch.equal(_logprobs(reference), before)
+    _train(_backend(lm), 2)
+    assert torch.equal(_logprobs(reference), before)
+
+
+def test_fresh_adapters_of_experts_change_no_bit_and_all_learn(mixture: Path) -> None:
+    lm = _load(ModelConfig.model_validate({"path": str(mixture), "lora": {"rank": 3}}))
+    assert torch.equal(_logprobs(lm), _logprobs(_load(ModelConfig(path=str(mixture)))))
+    frozen = {name: p.detach().clone() for name, p in lm.module.named_parameters() if ".lora_" not in name}
+    losses = _train(_backend(lm), 8)
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(lm.module.get_parameter(name), p) for name, p in frozen.items())
+    experts = [t for name, t in lm.named_weights() if ".experts." in name and "lora_B" in name]
+    assert experts
+    assert all(tensor.any() for tensor in experts)
+
+
+def test_the_engine_samples_from_the_adapted_experts(mixture: Path) -> None:
+    lm = _of_mixture(mixture)
+    request = Request((5, 9, 7), Sampling(max_new_tokens=8), key=(0, 1))
+    completion = asyncio.run(NativeEngine(lm, decode=str).generate(request))
+    ids = np.array([5, 9, 7, *completion.token_ids])
+    row = Row({"input_ids": ids}, np.arange(len(ids)) >= 3, group=0, trajectory=0)
+    (adapted,) = _backend(lm).infer([row], LOGPROBS)
+    np.testing.assert_allclose(completion.logprobs, adapted["logprobs"][3:], rtol=0, atol=2e-5)  # fp32
+
+
+def test_experts_are_chosen_or_left_out_by_name(mixture: Path) -> None:
+    names = [
+        name for name, _ in _of_mixture(mixture, targets=["o_proj", "experts.down_proj"]).named_weights()
+    ]
+    kinds = {name.partition("layers.")[2][2:].rpartition(".lora_")[0] for name in names}
+    assert kinds == {"self_attn.o_proj", "mlp.experts"}
+    names = [name for name, _ in _of_mixture(mixture, targets=["o_proj"]).named_weights()]
+    assert not [name for name in names if "experts" in name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"modules_to_save": ["o_proj"]}, r"modules_to_save=\['o_proj'\]"),
+        ({"trainable_token_indices": [3, 4]}, r"trainable_token_indices=\[3, 4\]"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"bias": "all"}, "bias=all"),
+    ],
+)
+def test_adapter_folders_that_train_more_than_matrices_say_so(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
+    _peft_folder(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    with pytest.raises(
+        ModelError, match=rf"parts or options that are not supported: {reason}; use plain LoRA"
+    ):
+        _load(_config(path=str(tmp_path)))
+
+
+def test_a_matrix_per_expert_is_refused_with_the_reason(mixture: Path, tmp_path: Path) -> None:
+    settings = peft.LoraConfig(r=2, target_modules=["o_proj"])
+    peft.get_peft_model(_load(ModelConfig(path=str(mixture))).model, settings).save_pretrained(str(tmp_path))
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.0.mlp.experts.3.down_proj.lora_A.weight"
+    save_file(weights | {name: torch.zeros(2, 24)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match="matrices of each expert by itself, as of transformers 4"):
+        _of_mixture(mixture, path=str(tmp_path))
 
 
 def test_gradient_checkpointing_gives_adapters_the_same_gradients() -> None:

@@ -1,8 +1,10 @@
 """Low-rank adapters on a policy (LoRA, Hu et al. 2021, arXiv 2106.09685), through peft: an adapted layer computes
-W x + (alpha / rank) B A x; A and B are trained, W and the rest of the model are frozen."""
+W x + (alpha / rank) B A x; A and B are trained, W and the rest of the model are frozen. The experts of a layer, which
+transformers keeps in one parameter [experts, ...], have an A and a B each."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,11 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from braid.config.backends import LoraConfig
 from braid.errors import ModelError, suggest
 
 from .base import unique_weights
+from .experts import is_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,6 +30,15 @@ _ADAPTER = "default"
 _PREFIX = "base_model.model."
 """Prefix of weight names in peft's files."""
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_UNSUPPORTED = (
+    "bias",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "use_dora",
+    "layer_replication",
+)
+"""Settings of peft that train or change more than the matrices A and B."""
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
@@ -41,14 +54,18 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
         settings = _read_settings(folder)
     else:
         alpha: Any = config.rank if config.alpha is None else config.alpha
-        targets = _targets(model, config.targets)
-        settings = peft.LoraConfig(r=config.rank, lora_alpha=alpha, target_modules=targets)
+        layers, experts = _targets(model, config.targets)
+        settings = peft.LoraConfig(
+            r=config.rank, lora_alpha=alpha, target_modules=layers, target_parameters=experts or None
+        )
     _check(model, settings)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            peft.inject_adapter_in_model(settings, model, _ADAPTER)
+            # In a transformers model peft would read names as those of transformers 4, where experts were layers.
+            place: nn.Module = model if folder is not None else nn.ModuleDict({"model": model})
+            peft.inject_adapter_in_model(settings, place, _ADAPTER)
         except (ValueError, KeyError, RuntimeError) as error:
             raise ModelError(f"cannot apply model.lora to {type(model).__name__}: {error}") from error
     for _, tensor in named_adapters(model):
@@ -86,7 +103,9 @@ class Recipe:
     parts: tuple[str, ...]
     scale: float = 1.0
     is_transposed: bool = False
-    """Whether W is stored as [in, out]."""
+    """Whether W is stored as [in, out], or [experts, in, out]."""
+    num_experts: int = 0
+    """Number of experts if W is the parameter of a layer's experts: A is [experts * rank, in], and B [out, rank * experts]."""
 
     @torch.no_grad()
     def weight(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -96,21 +115,21 @@ class Recipe:
         if not low_rank:
             return base
         a, b = (tensor.float().flatten(1) for tensor in low_rank)  # kernels of convolutions as matrices
+        if self.num_experts and base.ndim == 3:  # that of a router is a matrix
+            a, b = a.unflatten(0, (self.num_experts, -1)), b.unflatten(1, (-1, self.num_experts))
+            change = torch.einsum("ore,eri->eio" if self.is_transposed else "ore,eri->eoi", b, a)
+            return (base.float() + change * self.scale).to(base.dtype)
         change = b @ a * self.scale
         return (base.float() + (change.T if self.is_transposed else change.view_as(base))).to(base.dtype)
 
 
 def recipes(module: nn.Module) -> dict[str, Recipe]:
     """Recipes of the merged weights by name in a model folder, tied ones once."""
-    adapted, out = dict(_adapted(module)), dict[str, Recipe]()
+    adapted = dict(_recipe(name, layer) for name, layer in _adapted(module))
+    out = dict[str, Recipe]()
     for name, _ in unique_weights(module):
-        owner, _, leaf = name.rpartition(".")
-        if ".lora_A." in name or ".lora_B." in name:
-            continue
-        base = owner.removesuffix(".base_layer")
-        is_merged = base in adapted and leaf == "weight"
-        recipe = _recipe(base, adapted[base]) if is_merged else Recipe((name,))
-        out[f"{base}.{leaf}".removeprefix(".")] = recipe
+        if ".lora_A." not in name and ".lora_B." not in name:
+            out[_plain(name)] = adapted.get(name, Recipe((name,)))
     return out
 
 
@@ -125,12 +144,14 @@ def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def plain_copy(module: PreTrainedModel) -> PreTrainedModel:
     """Copy of the module with adapters merged and all weights trainable."""
     copy = deepcopy(module)
-    for name, layer in list(_adapted(copy)):
-        base: nn.Module = layer.base_layer
-        recipe = _recipe(name, layer)
-        base.weight.data = recipe.weight([copy.get_parameter(part) for part in recipe.parts])
-        parent, _, leaf = name.rpartition(".")
-        setattr(copy.get_submodule(parent), leaf, base)
+    layers = dict(_adapted(copy))
+    for name, layer in layers.items():
+        weight, recipe = _recipe(name, layer)
+        copy.get_parameter(weight).data = recipe.weight([copy.get_parameter(part) for part in recipe.parts])
+    for name, layer in layers.items():
+        if _plain(name) == name:  # adapters of several parameters of a module are nested
+            parent, _, leaf = name.rpartition(".")
+            setattr(copy.get_submodule(parent), leaf, layer.get_base_layer())
     return copy.requires_grad_(True)
 
 
@@ -139,31 +160,62 @@ def _adapted(module: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((n, layer) for n, layer in module.named_modules() if hasattr(layer, "lora_A"))
 
 
-def _recipe(name: str, layer: Any) -> Recipe:
-    """Recipe of the weight of an adapted layer."""
-    modules = ("base_layer", f"lora_A.{_ADAPTER}", f"lora_B.{_ADAPTER}")
-    parts = tuple(f"{name}.{part}.weight" for part in modules)
-    return Recipe(parts, layer.scaling[_ADAPTER], getattr(layer, "fan_in_fan_out", False))
+def _plain(name: str) -> str:
+    """A name without the modules that adapters put around the ones that they adapt."""
+    return name.replace(".base_layer", "")
 
 
-def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> str | list[str]:
-    """Convert `names` to peft's `target_modules`. Each is a suffix of a layer's dotted name; all-linear
-    selects all linear layers except the head."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+def _recipe(name: str, layer: Any) -> tuple[str, Recipe]:
+    """Name in the module and recipe of the weight of an adapted layer."""
+    inner, base = layer.base_layer, f"{name}.base_layer"
+    while hasattr(inner, "base_layer"):
+        inner, base = inner.base_layer, f"{base}.base_layer"
+    of_experts = hasattr(layer, "parameter_name")
+    weight = f"{base}.{layer.parameter_name if of_experts else 'weight'}"
+    parts = (weight, *(f"{name}.{part}.{_ADAPTER}.weight" for part in ("lora_A", "lora_B")))
+    scale = layer.scaling[_ADAPTER]
+    if of_experts:
+        return weight, Recipe(parts, scale, bool(getattr(inner, "is_transposed", False)), layer.num_experts)
+    return weight, Recipe(parts, scale, getattr(layer, "fan_in_fan_out", False))
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Names of the parameters that each hold a weight of all experts of a layer."""
+    return [
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if is_experts(module)
+        or type(module).__name__.endswith("Experts")  # Llama 4 and JetMoE have their own
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
+
+
+def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """The linear layers and the parameters of experts that `names` select. Each is a suffix of a dotted name; all-linear
+    selects all of them except the head."""
+    layers = [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear | Conv1D)
+        and not ("Router" in type(layer).__name__ or "router" in name.split("."))
+    ]
+    experts = _experts(model)
+    head = model.get_output_embeddings()
+    heads = [name for name, layer in model.named_modules() if layer is head]
     if names == ("all-linear",):
-        head = model.get_output_embeddings()
-        own = [name for name, layer in layers.items() if layer is not head]
-        # peft knows only the heads of transformers' models
-        return "all-linear" if hasattr(model, "config") else own
-    head = _fixed_head(model)
-    ends = sorted({name.rpartition(".")[2] for name, layer in layers.items() if layer is not head})
+        return [name for name in layers if name not in heads], experts
+    fixed = heads if _fixed_head(model) is not None else []
     for target in names:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
+        if not any(f".{name}".endswith(f".{target}") for name in (*layers, *experts)):
+            ends = sorted({name.rpartition(".")[2] for name in (*layers, *experts) if name not in fixed})
             raise ModelError(
                 f"model.lora.targets: {type(model).__name__} has no layer {target!r}{suggest(target, ends)}; "
                 f"available: {', '.join(ends)}; all-linear selects all of them"
             )
-    return list(names)
+    chosen = tuple(f".{target}" for target in names)
+    is_layer = any(f".{name}".endswith(chosen) for name in layers)
+    return list(names) if is_layer else [], [name for name in experts if f".{name}".endswith(chosen)]
 
 
 def _check(model: PreTrainedModel, settings: Any) -> None:
@@ -196,10 +248,14 @@ def _read_settings(folder: Path) -> Any:
             "save_pretrained wrote"
         )
     settings = peft.PeftConfig.from_pretrained(str(folder))
-    if not isinstance(settings, peft.LoraConfig) or settings.use_dora or settings.bias != "none":
+    if not isinstance(settings, peft.LoraConfig):
+        raise ModelError(f"model.lora.path={folder} contains {settings.peft_type} adapters; use plain LoRA")
+    kinds = {key: getattr(settings, key, None) for key in _UNSUPPORTED}
+    if has := [
+        f"{key}={value}" for key, value in kinds.items() if value not in (None, False, "none", [], {})
+    ]:
         raise ModelError(
-            f"model.lora.path={folder} contains {settings.peft_type} adapters with unsupported options (DoRA, biases); "
-            "use plain LoRA"
+            f"model.lora.path={folder} has trained parts or options that are not supported: {', '.join(has)}; use plain LoRA"
         )
     settings.inference_mode, settings.lora_dropout = False, 0.0
     return settings
@@ -207,6 +263,11 @@ def _read_settings(folder: Path) -> Any:
 
 def _read_weights(model: PreTrainedModel, folder: Path) -> None:
     saved, mine = load_file(folder / _WEIGHTS), dict(named_adapters(model))
+    if any(re.search(r"\.experts\.\d+\.", name) for name in saved):
+        raise ModelError(
+            f"model.lora.path={folder} has matrices of each expert by itself, as of transformers 4; this version keeps the "
+            "experts of a layer in one parameter: load the folder with peft and this version of transformers, and save it again"
+        )
     bases = {f"{_PREFIX}{name}": p for name, p in model.named_parameters() if ".base_layer." in name}
     mine |= {name: bases[name] for name in saved.keys() & bases.keys()}  # peft saves that of an adapted head
     wrong = sorted(saved.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != saved[n].shape]

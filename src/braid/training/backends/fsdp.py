@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from braid.config.backends import FsdpConfig, OffloadConfig
 from braid.config.train import TrainConfig
+from braid.errors import ModelError
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.lora import Recipe, recipes
@@ -80,6 +81,11 @@ class FsdpBackend(RankBackend):
     ) -> None:
         """The process group must be initialized. `model` holds its weights on rank 0, and is sharded in
         place. It may be in host memory, from where it is moved layer by layer."""
+        if kind == "fsdp" and any(recipe.num_experts for recipe in recipes(model.module).values()):
+            raise ModelError(
+                "train.backend=fsdp cannot train adapters of routed experts; set train.backend=fsdp2, or model.lora.targets to "
+                "layers beside the experts, such as [q_proj, k_proj, v_proj, o_proj]"
+            )
         if config.fsdp.cpu_offload:  # everything is in host memory already
             config = config.model_copy(update={"offload": OffloadConfig()})
         model.leave_gradients_to_autograd()
