@@ -49,7 +49,7 @@ def test_a_dict_trains_with_a_reward_and_callbacks_and_the_run_can_be_read(tmp_p
     assert run.path == tmp_path / "tiny"
     again = braid.load_run(tmp_path / "tiny")
     assert again.summary["status"] == "finished"
-    assert [line["round"] for line in again.metrics()] == [0, 1]
+    assert [line["round"] for line in again.metrics] == [0, 1]
     assert len(list(again.samples(1))) == 4
     with pytest.raises(
         FileNotFoundError, match=r"of round 4 are not stored in .*samples; stored rounds: 1 \(report\."
@@ -78,13 +78,27 @@ def test_a_callback_that_raises_ends_the_run(tmp_path: Path, kind: type[BaseExce
         braid.train(config(tmp_path), reward=even, callbacks=[fail])
 
 
+@pytest.mark.parametrize("way", ["returns", "raises"])
+def test_a_callback_stops_the_run_with_a_checkpoint(tmp_path: Path, way: str) -> None:
+    def stop(round_: int, _: Mapping[str, float]) -> object:
+        if round_ == 1 and way == "raises":
+            raise braid.StopTraining
+        return braid.STOP if round_ == 1 else None
+
+    run = braid.train(config(tmp_path), ["run.max_rounds=9"], reward=even, callbacks=[stop])
+    assert (run.summary["status"], run.summary["round"], run.summary["error"]) == ("stopped", 1, None)
+    assert [line["round"] for line in run.metrics] == [0, 1]
+    again = braid.train(run.path, ["run.resume=latest", "run.max_rounds=2"], reward=even)
+    assert (again.path, again.summary["status"], again.summary["round"]) == (run.path, "finished", 2)
+
+
 def test_a_function_of_an_earlier_process_is_asked_for(tmp_path: Path) -> None:
     given = config(tmp_path, reward={"parts": [{"kind": "function", "path": "braid.given.lost"}]})
     with pytest.raises(ConfigError, match=r"'lost' was passed to braid\.train from Python and is not stored"):
         braid.train(given)
     with pytest.raises(ConfigError, match="holds no run"):
         braid.load_run(tmp_path)
-    with pytest.raises(AttributeError, match="it has Run"):
+    with pytest.raises(AttributeError, match="it has STOP, Run"):
         _ = braid.fit
 
 

@@ -1,7 +1,7 @@
 """The Python API: the commands of the command line as functions.
 
     run = braid.train("config.yaml", reward=lambda text, answer: float(answer in text))
-    run.metrics()[-1]["reward/mean"]
+    run.metrics[-1]["reward/mean"]
 
 Importing this module is cheap; torch and the rest are imported by the first call.
 """
@@ -20,7 +20,7 @@ import yaml
 from braid.config.load import Loaded, load_config
 from braid.config.run_folder import file_of
 from braid.config.schema import RunConfig
-from braid.errors import ConfigError, ReportError
+from braid.errors import ConfigError, ReportError, StopTraining
 from braid.functions import give
 from braid.users import described, is_the_users
 
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 Config = str | Path | Mapping[str, Any]
 """A YAML file, the same as a dict, or the folder of a run."""
-Callback = Callable[[int, Mapping[str, float]], None]
-"""Called with the round and its metrics (docs/metrics.md) after each round."""
+Callback = Callable[[int, Mapping[str, float]], object]
+"""Called with the round and its metrics (docs/metrics.md) after each round. The run stops if it returns STOP or raises
+StopTraining."""
+STOP = object()
+"""Returned by a callback, it ends the run after this round, with a checkpoint and the status `stopped`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class Run:
         """Status and results so far."""
         return json.loads((self.path / "summary.json").read_text("utf-8"))
 
+    @property
     def metrics(self) -> list[dict[str, float]]:
         """The metrics of each round, by name."""
         lines = (self.path / "metrics.jsonl").read_text("utf-8").splitlines()
@@ -90,8 +94,8 @@ def train(
 
     `overrides` are `key=value` texts as on the command line. `reward` replaces the config's reward parts; its
     parameters are those of reward functions (docs/rewards.md). Workers on other machines receive it by value.
-    The run folder keeps only its name, so that resuming needs this function again. An exception in a callback
-    ends the run.
+    The run folder keeps only its name, so that resuming needs this function again. A callback stops
+    the run after a round by returning STOP or raising StopTraining; any other exception in it ends the run as failed.
 
     Raises ConfigError, DataError or ModelError for bad input, other BraidErrors if the run fails, and
     RunInterrupted after a signal.
@@ -154,11 +158,15 @@ class _CallbackSink:
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:  # noqa: ARG002  # the protocol
         try:
-            self.call(round_, flat)
+            result = self.call(round_, flat)
+        except StopTraining:
+            raise
         except BaseException as error:
             if not is_the_users(error):
                 raise
             raise ReportError(f"a callback raised {described(error)}") from error
+        if result is STOP:
+            raise StopTraining
 
     def close(self) -> None:
         pass

@@ -121,6 +121,10 @@ class ReportError(BraidError, RuntimeError):
     """A report file of the run could not be written."""
 
 
+class StopTraining(BraidError):
+    """Raised by a callback of the Python API: the run ends after this round, with a checkpoint and the status stopped."""
+
+
 class TargetMissed(BraidError):
     """The run ended without reaching eval.target."""
 

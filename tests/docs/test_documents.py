@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
@@ -42,8 +43,14 @@ def test_blocks_parse(path: Path) -> None:
         compile(block, str(path), "exec")
 
 
-def test_grpo_from_parts_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    exec(blocks(ROOT / "docs" / "api.md", "python")[1], {})
+@pytest.mark.parametrize("is_in_notebook", [False, True])
+def test_grpo_from_parts_learns(capsys: pytest.CaptureFixture[str], is_in_notebook: bool) -> None:
+    code = blocks(ROOT / "docs" / "api.md", "python")[1]
+
+    async def cell() -> None:
+        exec(code, {})
+
+    asyncio.run(cell()) if is_in_notebook else exec(code, {})
     first, *_, last = capsys.readouterr().out.splitlines()
     assert float(first.split()[1]) < 0.4  # one token in some sixteen is right by chance
     assert float(last.split()[1]) > 0.95

@@ -34,7 +34,9 @@ def closing(
     """Stack the parts of the closing report, to be printed with crop=False: a path is one line, however long. `results`
     and `samples` are of the first and the last evaluation; they and the `files` may be missing. The first results are
     None if there was one evaluation."""
-    style = {"finished": "bold green", "interrupted": "bold yellow"}.get(status, "bold red")
+    style = {"finished": "bold green", "interrupted": "bold yellow", "stopped": "bold yellow"}.get(
+        status, "bold red"
+    )
     parts: list[RenderableType] = [
         Rule(style="dim"),
         Text.assemble((status.replace("_", " "), style), (f" after {time_text}", "")),

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 from rich.console import RenderableType
 
-from braid.errors import ReportError, WorkerError, disk_fix
+from braid.errors import ReportError, StopTraining, WorkerError, disk_fix
 from braid.types import Group, Row
 
 from .batches import write_batch
@@ -30,7 +30,7 @@ from .sinks.console import Console, clock
 
 logger = logging.getLogger(__name__)
 
-Status = Literal["running", "finished", "failed", "interrupted", "not_learned"]
+Status = Literal["running", "finished", "failed", "interrupted", "stopped", "not_learned"]
 
 
 class Counted(Protocol):
@@ -81,6 +81,8 @@ class Reporter:
         self._evaluated: Path | None = None
         self._is_summary_late = False
         self._has_begun = False
+        self.is_stop_asked = False
+        """Whether a sink has raised StopTraining."""
         self._state = self._earlier = _State()
         self._start_s = self._line_s = time.monotonic()
         self._is_rewound = False
@@ -230,6 +232,8 @@ class Reporter:
             act()
         except ReportError:
             raise
+        except StopTraining:
+            self.is_stop_asked = True
         except Exception as error:  # a tracker's failure must not end the run
             self._sinks.remove(sink)
             why = f"{type(error).__name__}: {error}"

@@ -36,6 +36,7 @@ from braid.errors import (
     Problem,
     RolloutError,
     RunInterrupted,
+    StopTraining,
     TargetMissed,
     WorkerError,
 )
@@ -43,7 +44,7 @@ from braid.models.base import copy_weights
 from braid.models.tokenizer import load_tokenizer
 from braid.plan import Plan, Verb, longest_row, resolve
 from braid.plan.threads import num_sharing, thread_counts
-from braid.report.reporter import Reporter
+from braid.report.reporter import Reporter, Status
 from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Sink, Tracker
 from braid.report.sinks.build import build_sinks
@@ -281,9 +282,15 @@ def _run_in_folder(
         with _told(reporter, store):
             new_parts = partial(build.build, loaded, plan, inputs, reporter, store, cluster)
             grace_s = 0.0 if verb == "eval" else config.run.stop_within_s
-            _keep_trying(config, reporter, store, new_parts, begin, partial(_stoppable, loop, stop, grace_s))
+            done: Status = "finished"
+            try:
+                _keep_trying(
+                    config, reporter, store, new_parts, begin, partial(_stoppable, loop, stop, grace_s)
+                )
+            except StopTraining:
+                done = "stopped"
             missed = _missed(config, reporter, verb)
-            reporter.finish("not_learned" if missed else "finished", missed)
+            reporter.finish("not_learned" if missed and done == "finished" else done, missed)
     return Outcome(run_dir.path, missed is None)
 
 

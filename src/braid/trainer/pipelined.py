@@ -33,7 +33,7 @@ def run(parts: Parts) -> None:
     groups = GroupsInFlight(parts, pipeline)
     with groups.closing():
         while True:
-            if parts.stop.is_requested:
+            if parts.stop.is_requested or parts.reporter.is_stop_asked:
                 pipeline.stop()
             match pipeline.decide():
                 case Submit(draws):

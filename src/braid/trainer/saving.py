@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from braid.cluster.interrupts import RoundCut
 from braid.config.env import AgentEnvConfig
+from braid.errors import StopTraining
 from braid.rollout.engine import NewWeights
 from braid.training.backend import TrainingBackend
 from braid.training.group import ModelGroup
@@ -66,9 +67,15 @@ def restore(parts: Parts, state: dict[str, Any], folder: Path) -> None:
 
 
 def stop_if_asked(parts: Parts) -> None:
-    """If a signal has asked the run to stop, save unsaved state and raise KeyboardInterrupt."""
+    """If a signal has asked the run to stop, save unsaved state and raise KeyboardInterrupt; if a callback has,
+    StopTraining."""
     if parts.stop.is_requested:
         _end(parts, counters(parts))
+    if parts.reporter.is_stop_asked:
+        at = counters(parts)
+        if at["progress"] != parts.saved:
+            _save(parts, at)
+        raise StopTraining
 
 
 @contextmanager

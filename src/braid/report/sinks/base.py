@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 class Sink(Protocol):
     """Receives the metrics of each round. A sink that raises is removed for the rest of the run; only a
-    ReportError, as raised by metrics.jsonl, ends the run."""
+    ReportError, as raised by metrics.jsonl, ends the run, and StopTraining after the round."""
 
     name: str
     """Display name in messages."""
