@@ -164,7 +164,8 @@ def test_a_generator_gives_its_entries_and_how_to_score_them(tmp_path: Path) -> 
     rows = _read(source, tmp_path)
     assert len(rows) == 5
     assert {"question", "answer", "metadata"} <= rows[0].keys()
-    assert rows[0]["reasoning_gym"] == {"generator": "chain_sum", "params": {"max_terms": 2}}
+    of_scorer = {"generator": "chain_sum", "params": {"max_terms": 2}, "answer": rows[0]["answer"]}
+    assert rows[0]["reasoning_gym"] == of_scorer
     shifted = _read(source.model_copy(update={"seed": 4}), tmp_path)
     assert [r["question"] for r in shifted][:-1] == [r["question"] for r in rows][1:]
     assert len(_read(source.model_copy(update={"limit": 2}), tmp_path)) == 2
