@@ -108,7 +108,7 @@ _GROUPINGS = {"batch": "batch", "traj_group_id": "group", "tags": "source"}
 _METHODS = {"identity": ("none", "none"), "mean": ("own", "none"), "mean_std": ("own", "own")}
 
 
-def _statistics(_: Any, source: Source) -> Became:
+def _statistics(_: Any, source: Source) -> Any:
     own = _GROUPINGS.get(source["reward_normalization.grouping"] or "batch", "none")
     kinds = _METHODS.get(source["reward_normalization.method"] or "identity", ("none", "none"))
     given = [source[f"reward_normalization.norm_{what}_type"] for what in ("mean", "std")]
@@ -117,6 +117,12 @@ def _statistics(_: Any, source: Source) -> Became:
     mean, std = (own if kind == "own" else kind for kind in kinds)
     if source["adv_estimator"] == "gigpo":
         return algorithm(normalize_by_std=std != "none", reward_mean="none", reward_std="none")
+    is_lone = own == "group" and (source["train_env_manager.group_size"] or 1) == 1
+    if is_lone and std != "none" and mean != "group":
+        return unsupported(
+            "use grouping=batch, or a group_size above 1: with a standard deviation, ROLL sets the reward of a group of "
+            "one to 0, whatever the statistics"
+        )
     return algorithm(reward_mean=mean, reward_std=std)
 
 

@@ -222,6 +222,17 @@ def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
         ({"train_env_manager": {"num_groups_partition": [15]}}, "sums to 15, but num_env_groups is 16"),
         ({"train_env_manager": {"group_size_redundancy": 1}}, "group_size_redundancy"),
         ({"reward_normalization": {"method": "asym_clip"}}, "use mean_std"),
+        (
+            {
+                "train_env_manager": {"group_size": 1},
+                "reward_normalization": {
+                    "grouping": "traj_group_id",
+                    "norm_mean_type": "batch",
+                    "norm_std_type": "batch",
+                },
+            },
+            "reward of a group of one to 0",
+        ),
         ({"adv_estimator": "step_reinforce"}, "method=identity"),
         ({"adv_estimator": "gigpo", "reward_normalization": {"grouping": "tags"}}, "grouping=traj_group_id"),
         ({"exp_mode": "eval"}, "braid eval"),
