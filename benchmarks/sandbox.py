@@ -7,7 +7,7 @@ import time
 
 from braid.errors import ConfigError
 from braid.isolation.sandbox import Limits, adopt_orphans, find_isolation, kill_children
-from braid.rewards.programs import passes
+from braid.rewards.programs import ProgramTest, passes
 
 REPEATS = 20
 
@@ -20,7 +20,7 @@ def main() -> None:
         except ConfigError as error:
             print(f"{asked}: {error}")
             continue
-        for name, test in (("prints", ("", "", "")), ("assertions", ("pass", "", ""))):
+        for name, test in (("prints", ProgramTest()), ("assertions", ProgramTest("pass"))):
             times = []
             for _ in range(REPEATS):
                 start = time.perf_counter()

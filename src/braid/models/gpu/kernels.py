@@ -187,8 +187,9 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = ctx.saved_tensors
         grad = grad if grad.stride(3) == 1 else grad.contiguous()
-        return _turned(grad, *ctx.saved_tensors, ctx.dtype, is_back=True), None, None, None
+        return _turned(grad, cos, sin, ctx.dtype, is_back=True), None, None, None
 
 
 @triton.jit
