@@ -20,7 +20,7 @@ from tempfile import gettempdir
 import psutil
 import pytest
 
-LIMIT_S = 300.0
+LIMIT_S = 180.0
 """Limit for anything that a test waits for. Only failures reach it; a loaded machine can be a hundred times
 slower than an idle one."""
 

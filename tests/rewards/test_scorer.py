@@ -177,7 +177,7 @@ def test_a_column_is_an_argument_by_its_own_name(answered: Answered, score: Scor
     rows = [answered("a", difficulty=3), answered("a", difficulty=3, level=2.0, answer="x"), answered("a")]
     first, second, third = score(rows, _function("column"), retries=0)
     assert (first.reward, second.reward) == (3.5, 6.5)
-    assert "'rewards.py:column' needs 'difficulty'; braid provides text, answer" in third.reason
+    assert "'rewards.py:column' needs 'difficulty'; braid provides text, response" in third.reason
     (set_by_params,) = score([answered("a", difficulty=3, level=2.0)], _function("column", level=10))
     assert set_by_params.reward == 30.5
     (misspelt,) = score([answered("a")], _function("needs"))

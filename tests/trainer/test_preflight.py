@@ -62,7 +62,7 @@ def of(name: str) -> str:
     ("overrides", "words"),
     [
         ([of("missing_column")], "letters:0 with the answer 'a': KeyError: 'nope' (rewards.py:7); 3 other prompts failed too"),
-        ([of("wants")], "rewards.py:wants' needs 'level'; braid provides text, answer"),
+        ([of("wants")], "rewards.py:wants' needs 'level'; braid provides text, response"),
         ([of("one").replace("}]", ", group: true}]")], "returned 1.0 (float); with group=true"),
         ([of("nothing")], "returned None (NoneType), not a number"),
         ([of("late")], "KeyError: 'late'"),
