@@ -35,7 +35,9 @@ def of_file(dialect: Dialect, values: Mapping[str, Any], _: str | None) -> Diale
     """The dialect of a file: RLinf's, with the keys of an evaluation in the places of those of training."""
     task = values.get("runner.task_type")
     is_robots = (
-        any(path.startswith("env.eval.") for path in values) if task is None else task.startswith("embodied")
+        any(path.startswith("env.eval.") for path in values)
+        if task is None
+        else str(task).startswith("embodied")
     )
     if not is_robots or not (values.get("runner.only_eval") is True or task == "embodied_eval"):
         return dialect

@@ -200,6 +200,7 @@ def _busy(code: str) -> subprocess.Popen[str]:
         ("with stop.graceful(3600): insist()", 2, signal.SIGTERM),
         ("with stop.graceful(3600): compute()", 2, signal.SIGTERM),
         ("with stop.graceful(0.01), stop.cuttable(): insist()", 1, signal.SIGTERM),
+        ("with stop.graceful(0.01): insist()", 1, signal.SIGTERM),
     ],
 )
 def test_a_process_that_does_not_end_is_ended_whatever_it_is_doing(
@@ -216,7 +217,7 @@ def test_a_process_that_does_not_end_is_ended_whatever_it_is_doing(
 
 
 def test_an_update_or_save_is_finished_however_long_it_takes() -> None:
-    child = _busy("with stop.graceful(0.01): work()")
+    child = _busy("with stop.graceful(0.01), stop.finishing(): work()")
     child.send_signal(signal.SIGTERM)
     out, err = child.communicate(timeout=LIMIT_S)
     assert (child.returncode, out) == (0, "finished\n"), err

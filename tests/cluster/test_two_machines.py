@@ -86,8 +86,8 @@ def _spread(folder: Path, placement: dict[str, str], sections: Settings, *, roun
 def _driven(machine: Machine, path: Path, *overrides: str) -> Iterator[subprocess.Popen[bytes]]:
     """A driver on the machine, which writes to `said` beside the config."""
     command = machine.command(
-        sys.executable, "-m", "braid.cli.main", "train", str(path), "report.console=plain", *overrides
-    )
+        sys.executable, "-X", "faulthandler", "-m", "braid.cli.main", "train", str(path), "report.console=plain", *overrides,
+    )  # fmt: skip
     with (
         (path.parent / "said").open("w") as said,
         subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment()) as driver,
@@ -96,7 +96,10 @@ def _driven(machine: Machine, path: Path, *overrides: str) -> Iterator[subproces
             yield driver
         finally:
             for process in psutil.Process(driver.pid).children() if driver.poll() is None else []:
+                process.send_signal(signal.SIGABRT)  # shows where it hangs
+                psutil.wait_procs([process], 5.0)
                 process.kill()
+                sys.stdout.write((path.parent / "said").read_text())
 
 
 def _train(machine: Machine, path: Path, *overrides: str) -> tuple[int, str]:
@@ -207,14 +210,16 @@ def test_a_run_folder_that_is_not_shared_is_refused(cluster: Cluster, shared: Pa
     _assert_empty(cluster)
 
 
-def test_a_signal_ends_a_run_whose_engine_on_the_other_machine_is_stopped(
-    cluster: Cluster, shared: Path
+@pytest.mark.parametrize("role", ["rollout", "rows"])
+def test_a_signal_ends_a_run_whose_worker_on_the_other_machine_is_stopped(
+    role: str, cluster: Cluster, shared: Path
 ) -> None:
-    path = _spread(shared / "stopped", {"policy": "0", "rollout": "1"}, {}, rounds=1000)
+    """In whatever the run waits for it: sampling, the transfer of a round's rows, or a sync of weights."""
+    path = _spread(shared / f"stopped-{role}", {"policy": "0", "rollout": "1"}, {}, rounds=1000)
     with _driven(cluster.one, path, "run.stop_within_s=3") as driver:
         _await_step(path, 1)
-        (engine,) = _workers(cluster.other, "rollout")
-        engine.suspend()
+        (worker,) = _workers(cluster.other, role)
+        worker.suspend()
         (python,) = psutil.Process(driver.pid).children()
         python.send_signal(signal.SIGTERM)
         begin = time.monotonic()

@@ -29,6 +29,7 @@ exec setpriv --reuid $TESTER --regid $TESTER --clear-groups --inh-caps=-all "$@"
 """
 """Runs a command as a user who has $REACHED, but nothing else in the $CLOSED folders of root."""
 TESTS = Path(__file__).parents[1]
+_QUICK = ("-m", "not slow")
 
 
 @pytest.mark.parametrize(
@@ -36,9 +37,9 @@ TESTS = Path(__file__).parents[1]
     [
         ["isolation", "test_functions.py", "test_redaction.py"],
         ["rewards/test_attacks.py"],
-        ["rewards/test_code.py", "envs/test_python_tool.py"],
-        ["checkpoint", "report", "data"],
-        ["faults", "cli/test_main.py"],
+        ["rewards/test_code.py", "envs/test_python_tool.py", *_QUICK],
+        ["checkpoint", "report", "data", *_QUICK],
+        ["faults", "cli/test_main.py", *_QUICK],
     ],
     ids=lambda files: files[0],
 )
@@ -47,12 +48,13 @@ def test_tests_pass_for_an_ordinary_user(files: list[str], home: Path) -> None:
     closed = {str(folder) for path in reached if (folder := _first_closed(Path(path)))}
     within = {"REACHED": " ".join(sorted(reached)), "CLOSED": " ".join(sorted(closed)), "TESTER": str(USER)}
     options = ["-q", "-n", "0", "-p", "no:cacheprovider", f"--basetemp={home}/tests"]
-    tests = [sys.executable, "-m", "pytest", *options, *(str(TESTS / file) for file in files)]
-    caches = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME"}  # those of root
-    environment = {name: value for name, value in os.environ.items() if name not in caches}
+    tests = [sys.executable, "-m", "pytest", *options, *files]
+    # Caches and reports of root's.
+    of_root = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "PYTEST_ADDOPTS"}
+    environment = {name: value for name, value in os.environ.items() if name not in of_root}
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", AS_USER, "sh", *tests],
-        cwd=TESTS.parent,
+        cwd=TESTS,
         env=environment | within | {"HOME": str(home), "TMPDIR": str(home)},
         capture_output=True,
         text=True,

@@ -347,7 +347,9 @@ def test_rows_that_call_a_function_are_scored_by_its_result(
 ) -> None:
     code, tests, columns = [*CALLS.values()][number]
     expected = 0.0 if code == "x = 1" else 1.0
-    (scored,) = score([answered(fenced(code), tests=tests, **columns)], {"kind": "code"})
+    (scored,) = score(
+        [answered(fenced(code), tests=tests, **columns)], {"kind": "code", "test_timeout_s": 60}
+    )
     assert (scored.reason, scored.reward) == ("", expected)
 
 

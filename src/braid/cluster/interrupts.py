@@ -49,6 +49,7 @@ class StopSignals:
         self._grace_s: float | None = None
         self._since_s = 0.0
         self._cuttable = 0
+        self._finishing = 0
         self._to_watch: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         """The number of the signal that asks for a stop; None ends `_watch`. Its `put` may be interrupted by a handler that
         calls it."""
@@ -78,11 +79,10 @@ class StopSignals:
 
     @property
     def must_end_since_s(self) -> float | None:
-        """When (time.monotonic) the run had to end, or the round that is cut; None if neither has to. An update or save is
-        finished, however long it takes."""
+        """When (time.monotonic) the run had to end, or its time was over; None if neither is so, and in `finishing`."""
         if self._ending_since_s is not None:
             return self._ending_since_s
-        return self._late_since_s if self._cuttable else None
+        return None if self._finishing else self._late_since_s
 
     @property
     def is_graceful(self) -> bool:
@@ -121,6 +121,15 @@ class StopSignals:
             raise
         finally:
             self._cuttable -= 1
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """The block, an update or a save, is finished, however late it is."""
+        self._finishing += 1
+        try:
+            yield
+        finally:
+            self._finishing -= 1
 
     def check_time(self, needed_s: float | None) -> None:
         """Raise RoundCut if a stop is requested and less than `needed_s` seconds of the grace period are

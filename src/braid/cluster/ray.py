@@ -387,7 +387,9 @@ class RayGroup(WorkerGroup[W]):
             here = ray.util.get_node_ip_address()
             kill(process.pid for process in self._processes if process.node == here)
             self._listens = False
-            self._listening.join()
+            self._listening.join(
+                _GRACE_S
+            )  # longer only while it waits for a report of a machine that is gone
 
     def _listen(self) -> None:
         """Log the workers' reports, and note which workers are lost."""

@@ -67,7 +67,12 @@ class GroupsInFlight:
         steps.show_outputs(parts, [*selection.kept, *selection.dropped])
         self._report(selection)
         self._in_update = [*kept, *dropped]
-        self._update = in_thread(lambda: steps.train(parts, selection))
+
+        def update() -> None:
+            with parts.stop.finishing():
+                steps.train(parts, selection, steps.fetch_rows(parts, selection))
+
+        self._update = in_thread(update)
 
     def _report(self, selection: Selection) -> None:
         """Record metrics of everything that was sampled for the round and since the last one."""

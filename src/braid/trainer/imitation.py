@@ -17,7 +17,8 @@ def run(parts: Parts) -> None:
         if progress.is_reported:
             progress.round += 1
             progress.step += 1
-            steps.record(parts.metrics, "sft", sft.learn())
+            with parts.stop.finishing():
+                steps.record(parts.metrics, "sft", sft.learn())
             progress.is_reported = False
         is_last = progress.round == sft.num_steps
         cadence = parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end)

@@ -40,6 +40,9 @@ def _train_round(parts: Parts) -> None:
         parts.progress.round += 1
         selection = steps.rollout(parts)
         parts.stop.check_time(parts.update_s)
+        with parts.stop.cuttable():
+            rows = steps.fetch_rows(parts, selection)
     with steps.timed_update(parts):
-        steps.train(parts, selection)
+        with parts.stop.finishing():
+            steps.train(parts, selection, rows)
         saving.sync_weights(parts)

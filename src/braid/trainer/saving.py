@@ -39,7 +39,7 @@ def save(parts: Parts, *, is_due: bool) -> None:
 def _save(parts: Parts, at: Mapping[str, Any]) -> None:
     """Write a checkpoint of the models' current state and the matching counters `at`."""
     start = time.perf_counter()
-    with parts.timed("save"):
+    with parts.timed("save"), parts.stop.finishing():
         parts.store.save(at["progress"]["step"], partial(_write_state, parts, at))
     parts.clock.saved(time.perf_counter() - start)
     parts.saved = at["progress"]
@@ -100,14 +100,14 @@ def sync_weights(parts: Parts, when: NewWeights = "drain") -> None:
         with parts.stop.cuttable():
             roles.sync_weights(parts, when)
     except RoundCut:
-        if not _ranks_answer(parts):
-            parts.rollouts.close()  # ranks that wait for an engine then fail, within 5 s on another machine
         _end(parts, counters(parts))
 
 
 def _end(parts: Parts, at: Mapping[str, Any]) -> NoReturn:
     """Write a checkpoint as `_save` does, unless there is one of `at` already, and end the run."""
     if at["progress"] != parts.saved:
+        if not _ranks_answer(parts):
+            parts.rollouts.close()  # ranks that wait for one of its workers then fail, within 5 s on another machine
         if _ranks_answer(parts):
             _save(parts, at)
         else:

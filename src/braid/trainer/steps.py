@@ -56,7 +56,8 @@ def warm_up(parts: Parts) -> None:
             while progress.warm_steps < num_steps:
                 parts.reporter.progress("warm_up", progress.warm_steps, num_steps)
                 parts.metrics = Metrics()
-                record(parts.metrics, "sft", parts.supervised.learn())
+                with parts.stop.finishing():
+                    record(parts.metrics, "sft", parts.supervised.learn())
                 progress.warm_steps += 1
                 save(parts, is_due=False)
                 stop_if_asked(parts)
@@ -212,9 +213,15 @@ def _report_selection(parts: Parts, selection: Selection) -> None:
         metrics.add("rollout/replaced_groups", selection.num_replaced)
 
 
-def train(parts: Parts, selection: Selection) -> None:
-    """Train on the groups of a round."""
-    rows = compute_advantages(parts, selection)
+def fetch_rows(parts: Parts, selection: Selection) -> list[RowMetadata]:
+    """Have the trainer's ranks fetch the round's rows from the workers that sampled them."""
+    with parts.timed("compute_advantages"):
+        return parts.buffer.open(parts.rollouts.start_rows(selection.kept))
+
+
+def train(parts: Parts, selection: Selection, rows: list[RowMetadata]) -> None:
+    """Train on the groups of a round, whose `rows` were fetched."""
+    rows = compute_advantages(parts, selection, rows)
     update(parts, rows)
     steer_kl(parts, rows)
     update_reference(parts)
@@ -222,12 +229,11 @@ def train(parts: Parts, selection: Selection) -> None:
     parts.progress.is_reported = False
 
 
-def compute_advantages(parts: Parts, selection: Selection) -> list[RowMetadata]:
-    """Build the round's rows and compute log-probs, values and advantages. Returns the rows to train on; an
+def compute_advantages(parts: Parts, selection: Selection, rows: list[RowMetadata]) -> list[RowMetadata]:
+    """Compute log-probs, values and advantages of the round's rows. Returns the rows to train on; an
     empty list if there is nothing to learn from, which is logged, and raises TrainingError after
     MAX_EMPTY_ROUNDS in a row."""
     with parts.timed("compute_advantages"):
-        rows = parts.buffer.open(parts.rollouts.start_rows(selection.kept))
         if rows:
             _infer_fields(parts, rows)
             computed, parts.reward_moments = parts.buffer.compute_advantages(
@@ -460,5 +466,5 @@ def export(parts: Parts) -> None:
     if parts.tokenizer is None or not parts.is_due(config.export_every_rounds):
         return
     home = parts.reporter.run_dir.exports if config.export_dir is None else Path(config.export_dir)
-    with parts.timed("export"):
+    with parts.timed("export"), parts.stop.finishing():
         parts.cluster.export(parts.tokenizer, home / f"step_{parts.progress.step}")
