@@ -18,7 +18,7 @@ from torch import Tensor
 STD_EPSILON = 1e-6
 """Added to the standard deviation that rewards are divided by; as in RLinf, ROLL and SkyRL."""
 
-EQUAL_RELATIVE, EQUAL_ABSOLUTE = 2.0**-22, 1e-12
+EQUAL_RELATIVE, EQUAL_ABSOLUTE = 2.0**-23, 1e-12
 """Rewards of a group are equal if they differ by no more than this: by the resolution of float32 at the largest of them, in
 which simulators report. Sums that were rounded differently would otherwise be divided by their tiny deviation."""
 
