@@ -183,8 +183,8 @@ def test_adapters_learn_the_task(load_tiny: LoadTiny) -> None:
     # the frozen head of a random model gives logits below 1, which this temperature makes decisive
     keys = ("model.lora={rank: 8}", "train.optimizer.lr=0.01", "rollout.sampling.temperature=0.1")
     run = _train(load_tiny, "run", *keys, "run.max_rounds=60")
-    lines = _lines(run)
-    assert lines[-1]["reward/mean"] > lines[1]["reward/mean"] + 0.3
+    rewards = [line["reward/mean"] for line in _lines(run) if "reward/mean" in line]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:5]) / 5 + 0.3  # of 32 answers a round
 
 
 def test_adapters_with_a_critic_train_both(load_tiny: LoadTiny) -> None:

@@ -167,7 +167,7 @@ def _report_groups(parts: Parts, groups: Sequence[Group]) -> None:
         metrics.mean(name, sum(values), len(values))
     _report_envs(parts, valid)
     rewards = [t.reward for t in trajectories if t.reward is not None]
-    metrics.mean("reward/std", float(np.std(rewards)) if rewards else 0.0)
+    metrics.mean("reward/std", float(np.std(sorted(rewards))) if rewards else 0.0)
     seen = [group.compared_rewards for group in groups if group.valid]
     if parts.config.rollout.group_size > 1:
         same = sum(all(reward_std(of) == 0 for of in rewards) for rewards in seen)
