@@ -426,8 +426,8 @@ class Row:
     `observations` are what the decisions observed, such as states or images: arrays of any dtype with one entry
     per decision, and a last one where the row goes on after its last decision. `observed` refers to them.
 
-    `fields` starts with behavior_logprobs and rewards (float64 until advantages are computed); old_logprobs, ref_logprobs, kl, values, advantages
-    and returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
+    `fields` starts with behavior_logprobs and rewards (float64 until advantages are computed); old_logprobs,
+    ref_logprobs, kl, values, advantages and returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
     so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
     any limit cut it. `group` is the prompt's index in the round, `baseline` the reward of its greedy answer,
     if there is one. `agent` is the index of the row's agent within its trajectory, `source` the prompt's source. `score` is the trajectory's reward before shaping. `player` is the name of

@@ -212,9 +212,8 @@ class ChatFormat:
             return self._encode(text)
         ends = [end for token in self._ends if (end := self._text([token]))] or ["\0"]
         last = list(re.finditer(rf"(?:(?:{'|'.join(map(re.escape, ends))})\s*)+", text))[-1:]
-        if (
-            last
-        ):  # the first of those in a row: some templates write the end of the text after that of the turn
+        # The first of those in a row: some templates write the end of the text after that of the turn.
+        if last:
             first = next(end for end in sorted(ends, key=len, reverse=True) if last[0][0].startswith(end))
             return self._encode(text[: last[0].start() + len(first)])
         tail = self._tail(replies, tools)[1] if replies else ""

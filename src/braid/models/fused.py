@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .gpu import has_kernels
-from .linear import Linear
+from .linear import Linear, compute_dtype
 
 _CHUNK_ELEMENTS = 1 << 17
 """Number of elements of an activation that are processed at a time, so that they stay in the cache."""
@@ -36,7 +36,7 @@ class RMSNorm(nn.Module):
             from .gpu.kernels import RMSNorm as Norm  # imports Triton
 
             # What reads it are products, which autocast would have each convert it.
-            dtype = _computed_in(x) if x.dtype == torch.float32 else x.dtype
+            dtype = compute_dtype(x) if x.dtype == torch.float32 else x.dtype
             return Norm.apply(x, scale, self.eps, dtype)
         if torch.is_grad_enabled() and _is_fused(x) and scale.dtype == torch.float32:
             return _RMSNorm.apply(x, scale, self.eps)
@@ -121,11 +121,6 @@ def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda and has_kernels(x.device) and x.dtype != torch.float64
 
 
-def _computed_in(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
 _Rotary = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -148,7 +143,7 @@ def _fuse_rotary(module: str) -> None:
             return original(q, k, cos, sin, *args, **kwargs)
         from .gpu.kernels import Rotary  # imports Triton
 
-        dtype = _computed_in(q)  # of attention
+        dtype = compute_dtype(q)  # of attention
         return Rotary.apply(q, cos, sin, dtype), Rotary.apply(k, cos, sin, dtype)
 
     scope["apply_rotary_pos_emb"] = apply

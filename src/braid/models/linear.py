@@ -112,3 +112,9 @@ def _compiled_gradient(grad: Tensor, x: Tensor) -> Tensor:
     from .cpu.products import fits_panels, weight_gradient  # imports Numba, which takes half a second
 
     return weight_gradient(grad, x) if fits_panels(x.shape[1]) else _gradient(grad, x)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Type of products with `x`: autocast's, or that of `x`."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .compiling import compiled
-from .linear import linear, uses_onednn
+from .linear import compute_dtype, linear, uses_onednn
 
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _MIN_COLUMNS = 256
@@ -51,7 +51,7 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V] in float32 (float64 for float64 weights); factors of the matrix product have the type
         of `hidden` or autocast's. Not differentiable, because the logits are modified in place."""
-        return self.tile(hidden.to(_compute_dtype(hidden)), self.weight, slice(None))
+        return self.tile(hidden.to(compute_dtype(hidden)), self.weight, slice(None))
 
     def tile(self, states: Tensor, weight: Tensor, columns: slice, temperature: float = 1.0) -> Tensor:
         """Logits of `states` for a part of the vocabulary, divided by the temperature. `weight` are the rows of the
@@ -77,7 +77,7 @@ class TiledLogits:
 
     def __init__(self, hidden: Tensor, head: Head, temperature: float) -> None:
         """Under autocast, products run in its type."""
-        self._states = hidden.detach().to(_compute_dtype(hidden))
+        self._states = hidden.detach().to(compute_dtype(hidden))
         self._head, self._temperature = head, temperature
 
     @property
@@ -160,7 +160,7 @@ class _TokenLogprobs(torch.autograd.Function):
         rule: _Rule,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         device = hidden.device.type
-        ctx.dtype = _compute_dtype(hidden)
+        ctx.dtype = compute_dtype(hidden)
         exact = torch.float64 if ctx.dtype == torch.float64 else torch.float32
         states = hidden.to(ctx.dtype)
         target_logits, log_total = (hidden.new_zeros(len(targets), dtype=exact) for _ in range(2))
@@ -377,9 +377,3 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     else:
         total.add_(_product(left, right))
-
-
-def _compute_dtype(hidden: Tensor) -> torch.dtype:
-    """Type of the products: autocast's, or that of the hidden states."""
-    device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

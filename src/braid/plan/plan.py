@@ -37,8 +37,8 @@ class Plan:
     Token counts are upper bounds; None if there are no tokens (simulators). With `learns_values`, values
     are learned by a separate critic (`needs_critic`) or by a value head of the policy. `planned_rounds` and the planned
     steps are None while they depend on an unknown number of training prompts, and 0 for commands other than
-    train; `planned_warmup_steps` are those of critic warm-up on a value head of the policy. Steps are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `memory`
-    is empty if the model's size is unknown. `round_bytes` is the least and the most host memory of a round's trajectories.
+    train; `planned_warmup_steps` are those of critic warm-up on a value head of the policy. Steps are upper bounds
+    too: a round with fewer valid prompts than mini-batches has fewer. `memory` is empty if the model's size is unknown. `round_bytes` is the least and the most host memory of a round's trajectories.
     """
 
     verb: Verb

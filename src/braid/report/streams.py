@@ -99,7 +99,6 @@ def reward_prints_in(log: Path | None) -> Iterator[None]:
         yield
     finally:
         for name, stream in ours.items():
-            if (
-                getattr(sys, name) is stream
-            ):  # else the display was closed meanwhile, which restored those before it
+            # Else the display was closed meanwhile, which restored those before it.
+            if getattr(sys, name) is stream:
                 setattr(sys, name, before[name])

@@ -22,8 +22,8 @@ _log = logging.getLogger(__name__)
 
 
 def evaluate(parts: Parts, *, is_due: bool) -> None:
-    """Record mean@n and pass@k of each evaluation source, and reward parts; every evaluation uses the same random numbers. Raises
-    RolloutError, once the samples are stored, if too many trajectories of a source are invalid."""
+    """Record mean@n and pass@k of each evaluation source, and reward parts; every evaluation uses the same random
+    numbers. Raises RolloutError, once the samples are stored, if too many trajectories of a source are invalid."""
     if not is_due or not parts.eval_prompts:
         return
     with parts.timed("evaluate"):

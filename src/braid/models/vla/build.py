@@ -97,11 +97,8 @@ def export_vla(config: RunConfig, weights: Mapping[str, Tensor], folder: Path) -
     model = config.model
     module: Any = load_module(model, config.run.seed, torch.device("cpu"))
     named = named_adapters(module) if model.lora is not None else unique_weights(module)
-    beside = (
-        "value_layers.",
-        "noise_net.",
-        f"{config.critic.head_name}.",
-    )  # folders of the model have no such parts
+    # Folders of the model have no such parts.
+    beside = ("value_layers.", "noise_net.", f"{config.critic.head_name}.")
     copy_weights({name: of for name, of in weights.items() if not name.startswith(beside)}, named)
     export_with(partial(_save, module, model), folder)
 

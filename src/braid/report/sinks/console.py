@@ -133,9 +133,8 @@ class Console:
     def say(self, text: str) -> None:
         """Print a line, above the live display if there is one."""
         if self.mode != "none":
-            self.screen.print(
-                Text(printable(text)), soft_wrap=True
-            )  # a path or command is copied as one line
+            # A path or command is copied as one line.
+            self.screen.print(Text(printable(text)), soft_wrap=True)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
