@@ -1,6 +1,7 @@
 # make demo    a fresh machine to a trained model
-# make test    everything that CI runs
-# make check   the quick everyday part
+# make check   lint, types, import rules and quick tests: after every change
+# make test    the same, and of every slow kind of test at least one
+# make slow    all other slow tests; CI runs both
 # make nightly every learned task with three seeds, for hours; fails if a run misses its bar (benchmarks/learned.py)
 # make bench   the benchmarks of speed and memory
 # make gpu     what a machine with a CUDA GPU does and how fast, in gpu.json; needs no make setup
@@ -22,7 +23,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of processes
 
-.PHONY: demo setup backends vllm agents robots gpu wheel test check nightly lint types walls quick all format bench docs clean
+.PHONY: demo setup backends vllm agents robots gpu wheel test slow check nightly lint types walls quick most format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
@@ -79,9 +80,12 @@ gpu:
 wheel: setup
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
 
-test: lint types walls all
+test: lint types walls most
 
 check: lint types walls quick
+
+slow: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
+	$(BIN)/pytest -q -n 3 --dist loadgroup -m "slow and not smoke"
 
 nightly: $(AGENTS) $(ROBOTS)
 	$(BIN)/python benchmarks/learned.py
@@ -99,8 +103,8 @@ walls: setup
 quick: $(AGENTS) $(ROBOTS)
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
 
-all: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
-	$(BIN)/pytest -q -n 3 --dist loadgroup
+most: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
+	$(BIN)/pytest -q -n 3 --dist loadgroup -m "smoke or not slow"
 
 format: setup
 	$(BIN)/ruff check --fix
