@@ -85,6 +85,10 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
             expected = {name for name, _ in model.named_parameters()}
+            for layer in model.modules():
+                if isinstance(layer, RoutedExperts) and next(layer.parameters()).device.type == "cpu":
+                    # Kernels of experts on a CPU read packed weights, which vLLM packs only while it makes the kernel.
+                    layer.quant_method.moe_kernel = None
             initialize_layerwise_reload(model)
             try:
                 loaded = model.load_weights(weights)
