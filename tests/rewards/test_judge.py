@@ -324,10 +324,10 @@ def test_reasoning_that_a_server_leaves_in_its_reply_is_not_scored(
 ) -> None:
     pattern = r"\A\s*(\d+)"
     with serving(lambda *_: completion(reply)) as server:
-        (scored,) = score([answered("42")], judge(server.url, pattern=pattern))
-    assert scored.reward == 9.0
+        (scored,) = score([answered("42", answer="42")], judge(server.url, pattern=pattern))
+    assert (scored.reward, scored.reason) == (9.0, "")
     with serving(lambda *_: completion("<think>9? Or")) as server:
-        (scored,) = score([answered("42")], judge(server.url, max_retries=0))
+        (scored,) = score([answered("42", answer="42")], judge(server.url), retries=0)
     assert scored.reward is None
     assert "is reasoning alone; raise" in str(scored.reason)
 
