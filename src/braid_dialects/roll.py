@@ -62,7 +62,9 @@ _PIPELINES = {
 }
 """Pipelines that braid lacks -> keys and sections that only they have."""
 _RULES = table(rows(PIPELINE, ALGORITHM, WORKERS, DATA, REWARDS, AGENTIC, OTHER_PIPELINES))
-_TEACHER = {f"teacher.{key.removeprefix('reference.')}": key for key in _RULES if key.startswith("reference.")}
+_TEACHER = {
+    f"teacher.{key.removeprefix('reference.')}": key for key in _RULES if key.startswith("reference.")
+}
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], _: str | None) -> Dialect:

@@ -209,8 +209,13 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_paths_and_lists_are_whole_at_any_width(tmp_path: Path, width: int) -> None:
-    model, stops = f"/data/{'a-deep-folder/' * 6}Qwen2.5-Math-7B", "[</answer>, a long stop string, and one more of them]"
-    text = show(tmp_path, "model={}", f"model.path={model}", f"rollout.sampling.stop_strings={stops}", width=width)
+    model, stops = (
+        f"/data/{'a-deep-folder/' * 6}Qwen2.5-Math-7B",
+        "[</answer>, a long stop string, and one more of them]",
+    )
+    text = show(
+        tmp_path, "model={}", f"model.path={model}", f"rollout.sampling.stop_strings={stops}", width=width
+    )
     for name, value in (("path", model), ("stop_strings", stops)):
         (found,) = (line for line in text.splitlines() if line.split()[:1] == [name])
         assert found.split(None, 1)[1].startswith(value), "it can be copied"

@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from braid.config.model import ModelConfig
 from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
-
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 from braid.rollout.engine import Request, RolloutEngine, Sampling
 
@@ -36,7 +35,9 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
         initializer_range=0.3, vocab_size=128, max_position_embeddings=128, pad_token_id=None, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
     )  # fmt: skip
-    save_pretrained(CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32)), tokenizer, folder)
+    save_pretrained(
+        CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32)), tokenizer, folder
+    )
     lora = {"rank": 4, "alpha": 8.0}
     chosen = ModelConfig.model_validate({"path": str(folder), "lora": lora})
     lm = load_policy(chosen, temperature=1.0, seed=0, device=torch.device("cpu"))
@@ -53,7 +54,9 @@ def _sync(engine: RolloutEngine, version: int, weights: Iterator[tuple[str, Tens
     asyncio.run(engine.set_weights(version, "drain", load))
 
 
-def test_adapters_of_experts_are_merged_into_what_vllm_samples_from(mixture: CausalLM, tmp_path: Path) -> None:
+def test_adapters_of_experts_are_merged_into_what_vllm_samples_from(
+    mixture: CausalLM, tmp_path: Path
+) -> None:
     request = Request((5, 9, 7), Sampling(max_new_tokens=12, temperature=1.0), key=(0, 1))
     with vllm(mixture, tmp_path) as engine:
         _sync(engine, 1, mixture.merged_weights())
@@ -66,7 +69,10 @@ def test_a_missing_part_of_a_fused_parameter_is_an_error(tmp_path: Path) -> None
     lm = load_policy(MODEL, temperature=1.0, seed=0, device=torch.device("cpu"))
     with vllm(lm, tmp_path) as engine:
         _sync(engine, 1, lm.merged_weights())
-        for version, part, said in ((2, "1.self_attn.k_proj", "qkv_proj.weight (k)"), (3, "0.mlp.up_proj", "(1)")):
+        for version, part, said in (
+            (2, "1.self_attn.k_proj", "qkv_proj.weight (k)"),
+            (3, "0.mlp.up_proj", "(1)"),
+        ):
             others = ((name, tensor) for name, tensor in lm.merged_weights() if part not in name)
             with pytest.raises(EngineError, match="the weight sync lacked 1 weights") as caught:
                 _sync(engine, version, others)

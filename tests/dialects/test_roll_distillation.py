@@ -90,7 +90,7 @@ def _rows(made: dict[str, np.ndarray]) -> list[Row]:
         {"adv_estimator": "reinforce", "gamma": 0.5, "max_len_mask": True, "whiten_advantages": True},
         {"adv_estimator": "gae", "lambd": 0.9, "kl_penalty": "mse", "whiten_advantages": True},
     ],
-    ids=lambda changes: "-".join(changes),
+    ids="-".join,
 )
 @pytest.mark.parametrize("coef", [None, 0.25])
 def test_advantages_are_those_of_roll(tmp_path: Path, changes: dict[str, Any], coef: float | None) -> None:

@@ -407,7 +407,9 @@ def test_fresh_adapters_of_experts_change_no_bit_and_all_learn(mixture: Path) ->
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["o_proj", "experts.gate_up_proj"], ["down_proj"]])
-def test_the_plan_knows_the_number_of_parameters_of_adapted_experts(mixture: Path, targets: list[str]) -> None:
+def test_the_plan_knows_the_number_of_parameters_of_adapted_experts(
+    mixture: Path, targets: list[str]
+) -> None:
     lora = LoraConfig(rank=3, targets=tuple(targets))
     size = size_of_folder(mixture)
     assert size is not None

@@ -18,9 +18,7 @@ _GAP, _LEAST_NOTE, _LEAST_VALUE = 2, 24, 12
 def print_rows(console: Console, rows: Sequence[Row], *, indent: int) -> None:
     """Print rows as columns. Names and values are never broken; notes wrap at spaces, and are below values that reach into
     their column."""
-    name_width, value_width, note_width = (
-        max((len(row[i]) for row in rows), default=0) for i in range(3)
-    )
+    name_width, value_width, note_width = (max((len(row[i]) for row in rows), default=0) for i in range(3))
     start = indent + name_width + _GAP
     room = console.width - start - _GAP
     if value_width + note_width > room:

@@ -415,7 +415,11 @@ class ChatFormat:
             for m in messages
         ]
         for message in chat:
-            if message["role"] == "assistant" and self._reasoning_key not in message and "reasoning_content" in message:
+            if (
+                message["role"] == "assistant"
+                and self._reasoning_key not in message
+                and "reasoning_content" in message
+            ):
                 message[self._reasoning_key] = message.pop("reasoning_content")
         if self.is_plain:
             return "".join(

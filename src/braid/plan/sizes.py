@@ -114,7 +114,9 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
         head_dim=spec.head_dim,
         max_positions=spec.max_positions,
         linear={
-            f"layers.{n}.{name}": sum(shape) for n in range(spec.num_layers) for name, shape in matrices.items()
+            f"layers.{n}.{name}": sum(shape)
+            for n in range(spec.num_layers)
+            for name, shape in matrices.items()
         },
     )
 

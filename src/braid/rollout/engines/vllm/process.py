@@ -120,7 +120,9 @@ def missing_parts(model: nn.Module) -> Iterator[str]:
             loaded.setdefault(parameter, set()).update(_parts_of(call.arguments))
         for parameter, parts in loaded.items():
             if None not in parts:  # the parameter as a whole
-                yield from (f"{name}.{parameter} ({of})" for of in _all_parts(layer, parameter) if of not in parts)
+                yield from (
+                    f"{name}.{parameter} ({of})" for of in _all_parts(layer, parameter) if of not in parts
+                )
 
 
 def _parts_of(arguments: Mapping[str, Any]) -> list[Any]:
