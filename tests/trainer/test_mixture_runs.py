@@ -54,6 +54,8 @@ def test_ppo_with_adapters_of_experts_trains_policy_critic_and_engine(
             f"rollout.engine={engine}",
             "rollout.max_invalid_fraction=0",
             "data.max_prompt_tokens=8",
+            "reward.parts=[{kind: function, path: 'rewards.py:early'}]",
+            rewards="def early(response):\n    return sum(letter < 'e' for letter in response)\n",
         )
     ).run_dir
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -88,7 +88,9 @@ def tiny_config(config: PreTrainedConfig, passed: frozenset[str]) -> PreTrainedC
             if re.fullmatch(r"\w+_token_id|\w+_idx", key) and type(value) is int and value >= VOCAB:
                 values[key] = VOCAB - 1
         if of_layers:
-            part.per_layer_config = _tiny_layers(of_layers, values, is_large)
+            part.per_layer_config = _tiny_layers(  # pyright: ignore[reportAttributeAccessIssue]  # its setter takes a mapping
+                of_layers, values, is_large
+            )
     return config
 
 

@@ -127,12 +127,11 @@ def missing_parts(model: nn.Module) -> Iterator[str]:
 
 def _parts_of(arguments: Mapping[str, Any]) -> list[Any]:
     """What a call of a weight loader loads: [None] for a whole parameter."""
-    if "expert_id" in arguments:
-        if arguments["loaded_weight"].ndim == 3:  # of all experts
-            return [None]
-        return [f"{arguments['shard_id']} of expert {arguments['expert_id']}"]
+    if arguments.get("expert_id") is not None and arguments["shard_id"] is not None:
+        is_of_all = arguments["loaded_weight"].ndim == 3
+        return [None] if is_of_all else [f"{arguments['shard_id']} of expert {arguments['expert_id']}"]
     shard = arguments.get("loaded_shard_id")
-    return list(shard) if isinstance(shard, tuple) else [shard]
+    return list(shard) if isinstance(shard, tuple | list) else [shard]
 
 
 def _all_parts(layer: nn.Module, parameter: str) -> list[Any]:
