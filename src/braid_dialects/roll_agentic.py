@@ -116,7 +116,16 @@ def _statistics(_: Any, source: Source) -> Any:
         kinds = tuple({"group": "own", "batch": "batch", None: "none"}[kind] for kind in given)
     mean, std = (own if kind == "own" else kind for kind in kinds)
     if source["adv_estimator"] == "gigpo":
-        return algorithm(normalize_by_std=std != "none", reward_mean="none", reward_std="none")
+        if mean == "group" and std in ("group", "none"):
+            return algorithm(normalize_by_std=std != "none", reward_mean="none", reward_std="none")
+        return unsupported(
+            f"use method=mean or mean_std: gigpo compares with the group's own statistics, not mean={mean}, std={std}"
+        )
+    if std != "none" and mean != own and (mean == "none" or std == own):
+        return unsupported(
+            f"use the same statistics for mean and deviation, not mean={mean}, std={std}: ROLL sets rewards whose standard "
+            "deviation is 0 to 0, whatever the mean"
+        )
     is_lone = own == "group" and (source["train_env_manager.group_size"] or 1) == 1
     if is_lone and std != "none" and mean != "group":
         return unsupported(

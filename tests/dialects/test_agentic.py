@@ -233,6 +233,27 @@ def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
             },
             "reward of a group of one to 0",
         ),
+        (
+            {
+                "reward_normalization": {
+                    "grouping": "traj_group_id",
+                    "norm_mean_type": "batch",
+                    "norm_std_type": "group",
+                }
+            },
+            "mean=batch, std=group.*deviation is 0 to 0",
+        ),
+        (
+            {"reward_normalization": {"norm_mean_type": None, "norm_std_type": "batch"}},
+            "mean=none, std=batch",
+        ),
+        (
+            {
+                "adv_estimator": "gigpo",
+                "reward_normalization": {"norm_mean_type": "batch", "norm_std_type": "group"},
+            },
+            "the group's own statistics, not mean=batch",
+        ),
         ({"adv_estimator": "step_reinforce"}, "method=identity"),
         ({"adv_estimator": "gigpo", "reward_normalization": {"grouping": "tags"}}, "grouping=traj_group_id"),
         ({"exp_mode": "eval"}, "braid eval"),
