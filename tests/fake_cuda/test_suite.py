@@ -16,6 +16,7 @@ from tests.fake_cuda import REPOSITORY, environment
         "gpu/test_native_engine.py",
         "gpu/test_training.py",
         "fake_cuda/on_device/test_device.py",
+        "fake_cuda/on_device/test_waits.py",
         "fake_cuda/on_device/test_live_runs.py",
     ],
 )
