@@ -234,9 +234,9 @@ def _valued(recipe: Recipe, batch: PackedBatch) -> PackedBatch:
     if recipe.value_level == "token":
         return batch
     if recipe.value_level == "action":
-        return replace(batch, mask=batch.mask & (batch.unit % batch.action_size == 0))
+        return batch.with_mask(batch.mask & (batch.unit % batch.action_size == 0))
     assert batch.decision is not None, "batches of rows carry the index of decisions"
-    return replace(batch, mask=first_positions(batch.decision))
+    return batch.with_mask(first_positions(batch.decision))
 
 
 def _reduced(per_token: Tensor, batch: PackedBatch) -> Tensor:
