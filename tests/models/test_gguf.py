@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from braid.config.model import ModelConfig
 from braid.config.rollout import SamplingConfig
+from braid.config.schema import RunConfig
 from braid.errors import ModelError
 from braid.gguf_file import converted_folder, read_header
 from braid.models import gguf as gguf_models
@@ -26,6 +27,7 @@ from braid.models.folders import check_folder
 from braid.models.gguf import convert
 from braid.models.loading import TORCH_DTYPES, load_policy, save_pretrained
 from braid.models.tokenizer import end_token_ids, load_tokenizer
+from braid.plan import available, resolve
 from braid.plan.end_tokens import end_tokens
 from braid.plan.sizes import size_of_folder
 
@@ -231,6 +233,17 @@ def test_a_missing_package_is_named(write: Callable[..., Path], monkeypatch: pyt
     monkeypatch.setattr(gguf_models, "find_spec", lambda name: None if name == "gguf" else find(name))
     with pytest.raises(ModelError, match=r"needs the package gguf.*pip install 'braid-rl\[gguf\]'"):
         convert(str(file), "model.path")
+    monkeypatch.setattr(available, "find_spec", lambda name: None if name == "gguf" else find(name))
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(file)},
+            "env": {"kind": "agent", "name": "guess", "max_context_tokens": 64},
+            "rollout": {"sampling": {"max_new_tokens": 4}},
+        }
+    )
+    (problem,) = available.missing_packages(config, resolve(config, verb="eval"))
+    assert problem[0] == "model.path"
+    assert "needs the package gguf, which is not installed" in problem[1]
 
 
 def test_a_file_without_a_tokenizer_needs_that_of_a_folder(
