@@ -1,4 +1,5 @@
-"""Model sizes, from a build spec or the headers of a folder's safetensors files, without loading the model."""
+"""Model sizes, from a build spec, the headers of a folder's safetensors files or that of a GGUF file, without loading the
+model."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from braid.config.env import SimulatorEnv
 from braid.config.model import BuildSpec
 from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.config.schema import RunConfig
+from braid.gguf_file import is_gguf, read_header
 from braid.json_text import read_json
 
 from .machine import cpu_info
@@ -29,6 +31,16 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts per layer in transformers configs."""
 _EXPERT = re.compile(r"(?P<layer>.+)\.experts\.\d+\.(?P<kind>gate_proj|up_proj|down_proj|w1|w2|w3)")
 """A layer of one expert in a folder's files."""
+_GGUF_LAYERS = {
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_output": "o_proj",
+    "ffn_gate": "gate_proj",
+    "ffn_up": "up_proj",
+    "ffn_down": "down_proj",
+}
+"""Linear layers by the names of llama.cpp -> those of transformers; others have no common ones."""
 _LEAST_COMPILED = 4e10
 """Tokens of a round, at most, times parameters: two seconds of sampling, of which compiled steps save half. To compile them
 takes five seconds once, and as much for attention in training."""
@@ -78,7 +90,7 @@ class ModelSize:
 def policy_size(config: RunConfig) -> ModelSize | None:
     """Size of the policy; None if its files do not contain it or are not in a local folder."""
     build = config.model.build
-    return size_of_folder(config.model.path) if build is None else size_of_spec(build)
+    return size_of_folder(config.model.source) if build is None else size_of_spec(build)
 
 
 def size_of_spec(spec: BuildSpec) -> ModelSize:
@@ -122,11 +134,13 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
 
 
 def size_of_folder(folder: str | Path | None) -> ModelSize | None:
-    """Size of the model in a Hugging Face folder; None if its files do not contain it (the loader reports a
+    """Size of the model in a Hugging Face folder or GGUF file; None if its files do not contain it (the loader reports a
     folder that is not a model)."""
     if folder is None:
         return None
     try:
+        if is_gguf(folder):
+            return _size_of_gguf(folder)
         config = read_json(Path(folder) / "config.json")
         shapes = _tensor_shapes(Path(folder))
         text: Mapping[str, Any] = config.get("text_config", config)
@@ -147,6 +161,30 @@ def size_of_folder(folder: str | Path | None) -> ModelSize | None:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
+
+
+def _size_of_gguf(file: str | Path) -> ModelSize:
+    """See size_of_folder."""
+    header = read_header(file)
+    shapes = {name: list(shape) for name, (shape, _) in header.tensors.items()}
+    heads, hidden = header.setting("attention.head_count"), header.setting("embedding_length")
+    layers = {
+        name: name.replace(layer, _GGUF_LAYERS.get(layer, layer))
+        for name in shapes
+        if name.startswith("blk.") and (layer := name.removesuffix(".weight").rpartition(".")[2])
+    }
+    return ModelSize(
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        head_parameters=math.prod(shapes.get("output.weight", [0])),
+        hidden_size=hidden,
+        num_layers=header.setting("block_count"),
+        num_heads=heads,
+        num_kv_heads=header.setting("attention.head_count_kv") or heads,
+        num_experts=header.setting("expert_count") or 0,
+        head_dim=header.setting("attention.key_length") or hidden // heads,
+        max_positions=header.setting("context_length"),
+        linear=_linear({name: shapes[old] for old, name in layers.items()}),
+    )
 
 
 def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:

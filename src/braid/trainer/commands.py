@@ -76,7 +76,7 @@ PASSING = (EngineError, EnvError, RolloutError, OSError)
 """Possibly transient failures, of engines, environments, rollouts or the operating system rather than of
 config or training: a restart may succeed (run.max_restarts). So it may after a worker died or hung."""
 _LONGEST_PAUSE_S = 60.0
-_HOLDS_WEIGHTS = ("model.path.", "model.build.", "model.mlp.", "model.lora.")
+_HOLDS_WEIGHTS = ("model.path.", "model.gguf.", "model.build.", "model.mlp.", "model.lora.")
 """Keys that say which weights a model has."""
 
 _COUNTED = {"token": "action tokens", "action": "env steps", "chunk": "decisions"}
