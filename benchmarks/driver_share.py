@@ -51,8 +51,8 @@ def measure(config: Path) -> list[tuple[float, float, float]]:
     ends: list[tuple[float, float, float]] = []
     report = Progress.report
 
-    def timed(progress: Progress) -> None:
-        report(progress)
+    def timed(self: Progress) -> None:
+        report(self)
         ends.append((time.perf_counter(), time.thread_time(), time.process_time()))
 
     Progress.report = timed
