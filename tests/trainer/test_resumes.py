@@ -190,8 +190,8 @@ def test_a_run_saves_by_time_without_a_cadence(load_tiny: LoadTiny, monkeypatch:
     never = "checkpoint.at_end=false"
     run = commands.train(load_tiny(never, "checkpoint.keep=null")).run_dir
     assert not list(run.glob("checkpoints/step_*")), "the first ten seconds need no checkpoint"
-    monkeypatch.setattr("braid.trainer.parts._LEAST_S", 0.0)
-    monkeypatch.setattr("braid.trainer.parts._SAVED_SHARE", float("inf"))
+    monkeypatch.setattr("braid.trainer.progress._LEAST_S", 0.0)
+    monkeypatch.setattr("braid.trainer.progress._SAVED_SHARE", float("inf"))
     run = commands.train(load_tiny(never, "checkpoint.keep=null", "run.name=b")).run_dir
     assert sorted(path.name for path in run.glob("checkpoints/step_*")) == [
         "step_0",
