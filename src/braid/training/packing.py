@@ -58,10 +58,10 @@ def micro_batches(
 
 def trajectories_of(rows: Iterable[OfTrajectory]) -> list[list[int]]:
     """Indices of the rows of each trajectory."""
-    found: dict[int, list[int]] = {}
+    indices: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(row.trajectory, []).append(index)
-    return list(found.values())
+        indices.setdefault(row.trajectory, []).append(index)
+    return list(indices.values())
 
 
 def grouped_micro_batches(
@@ -137,8 +137,12 @@ def pack(
     before = np.cumsum([0, *(row.num_decisions for row in rows[:-1])], dtype=np.int32)
     decisions = [np.where(row.mask, row.decision + num, -1) for row, num in zip(rows, before, strict=True)]
 
-    seen = {name: np.concatenate([row.observations[name] for row in rows]) for name in rows[0].observations}
-    first = np.cumsum([0, *(len(next(iter(row.observations.values()))) for row in rows)]) if seen else ()
+    observations = {
+        name: np.concatenate([row.observations[name] for row in rows]) for name in rows[0].observations
+    }
+    first = (
+        np.cumsum([0, *(len(next(iter(row.observations.values()))) for row in rows)]) if observations else ()
+    )
 
     return PackedBatch(
         inputs={name: join([row.inputs[name] for row in rows]) for name in rows[0].inputs},
@@ -148,8 +152,10 @@ def pack(
         weights=None if spread is None else torch.from_numpy(spread).to(device),
         decision=join(decisions),
         action_size=rows[0].action_size,
-        observations={name: torch.from_numpy(values).to(device) for name, values in seen.items()},
-        observed=join([row.observed + n for row, n in zip(rows, first, strict=False)]) if seen else None,
+        observations={name: torch.from_numpy(values).to(device) for name, values in observations.items()},
+        observed=join([row.observed + n for row, n in zip(rows, first, strict=False)])
+        if observations
+        else None,
         shared=shared if any(skips) else (),
         trajectories=tuple(numbers[row.trajectory] for row in rows),
     )
