@@ -138,10 +138,10 @@ def load_run(path: str | Path) -> Run:
 
 def _loaded(config: Config, overrides: Sequence[str], reward: Callable[..., float] | None) -> Loaded:
     file = None if isinstance(config, Mapping) else file_of(Path(config))
-    given = [_override(*item) for item in config.items()] if isinstance(config, Mapping) else []
+    settings = [_override(*item) for item in config.items()] if isinstance(config, Mapping) else []
     if reward is not None:
-        given.append(_override("reward.parts", [{"kind": "function", "path": give(reward)}]))
-    return load_config(file, [*given, *overrides])
+        settings.append(_override("reward.parts", [{"kind": "function", "path": give(reward)}]))
+    return load_config(file, [*settings, *overrides])
 
 
 def _override(key: str, value: Any) -> str:

@@ -65,22 +65,22 @@ def _given(name: str) -> Callable[..., Any]:
 
 
 def _member(module: ModuleType, names: Sequence[str], path: str, *, allows_class: bool) -> Callable[..., Any]:
-    found: Any = module
+    member: Any = module
     for name in names:
-        if not hasattr(found, name):
-            known = [n for n in vars(found) if not n.startswith("_")]
+        if not hasattr(member, name):
+            known = [n for n in vars(member) if not n.startswith("_")]
             where = Path(module.__file__).name if ":" in path and module.__file__ else module.__name__
             raise _NotFound(f"{path!r}: {where!r} has no {name!r}{suggest(name, known)}")
-        found = getattr(found, name)
-    if isinstance(found, type) and not allows_class:
-        instance = found.__name__.lower()
+        member = getattr(member, name)
+    if isinstance(member, type) and not allows_class:
+        instance = member.__name__.lower()
         raise _NotFound(
             f"{path!r} is a class, not a function; name a function, or an instance: define `{instance} = "
-            f"{found.__name__}()` in the module and use {path.removesuffix(found.__name__)}{instance}"
+            f"{member.__name__}()` in the module and use {path.removesuffix(member.__name__)}{instance}"
         )
-    if not callable(found):
-        raise _NotFound(f"{path!r} is a {type(found).__name__}, not a function")
-    return found
+    if not callable(member):
+        raise _NotFound(f"{path!r} is a {type(member).__name__}, not a function")
+    return member
 
 
 def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:

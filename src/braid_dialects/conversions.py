@@ -44,8 +44,8 @@ def mapped(values: Mapping[Any, Any]) -> Convert:
     """Look up the native value, the result or the next step in a table."""
 
     def convert(value: Any, source: Source) -> Any:
-        found = values[value]
-        return found(value, source) if callable(found) else found
+        result = values[value]
+        return result(value, source) if callable(result) else result
 
     return convert
 

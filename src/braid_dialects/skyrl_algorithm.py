@@ -97,8 +97,8 @@ def corrections(source: Source) -> list[dict[str, Any]]:
     kind = source[f"{at}tis_ratio_type"]
     if kind or source[f"{AT}.use_tis"]:
         cap = source[f"{at}{kind}_tis_ratio_clip_high" if kind else f"{AT}.tis_imp_ratio_cap"]
-        of = {"level": kind or "token", "mode": "truncate"}
-        out.append({**of, "low": 0.0, "high": float(cap), "tokens": "kept"})
+        truncation = {"level": kind or "token", "mode": "truncate"}
+        out.append({**truncation, "low": 0.0, "high": float(cap), "tokens": "kept"})
     if metric := source[f"{at}sequence_mask_metric"]:
         name, level = {"product": ("product", "sequence"), "geometric": ("geo", "geometric")}[metric]
         low, high = (float(source[f"{at}{name}_mask_{end}"]) for end in ("low", "high"))

@@ -65,18 +65,18 @@ def print_key(key: str, console: Console | None = None) -> None:
     """Print what a key does in braid's own format and in each dialect that has it. Raises ConfigError if it
     is unknown everywhere."""
     console = console or Console(highlight=False)
-    found = False
+    is_known = False
     for dialect in DIALECTS.values():
         rule = dialect.rule_of(key)
         if rule is not None:
-            found = True
+            is_known = True
             _print_facts(console, dialect.title, key, _facts(rule, key, dialect))
     for path, field in fields_of(RunConfig):
         if path == key:
-            found = True
+            is_known = True
             facts = [("takes", allowed(field)), ("does", field.description or ""), *_sources_of(path)]
             _print_facts(console, "braid", key, facts)
-    if not found:
+    if not is_known:
         raise ConfigError([Problem(key, f"unknown key in every config format{_near(key)}")])
 
 

@@ -115,9 +115,9 @@ def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> Iter
 def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
     """(key path, value, origin) of every leaf; a list of plain values counts as one leaf."""
     for (path, is_item), group in groupby(leaves(loaded.to_show()), key=_line_of):
-        found = list(group)
-        values = [shown(value) for _, value in found]
-        origins = dict.fromkeys(loaded.origins[path_text(leaf)] for leaf, _ in found)
+        entries = list(group)
+        values = [shown(value) for _, value in entries]
+        origins = dict.fromkeys(loaded.origins[path_text(leaf)] for leaf, _ in entries)
         yield path, f"[{', '.join(values)}]" if is_item else values[0], ", ".join(origins)
 
 

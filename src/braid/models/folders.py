@@ -144,8 +144,8 @@ def read_model(path: str, key: str, kind: str, load: Callable[..., Any], **optio
     faults = {
         "unknown to the model": [weight for weight in surplus if weight not in heads],
         "of another shape": [
-            f"{weight} {tuple(saved)} instead of {tuple(own)}"
-            for weight, saved, own in sorted(info["mismatched_keys"])
+            f"{weight} {tuple(saved)} instead of {tuple(expected)}"
+            for weight, saved, expected in sorted(info["mismatched_keys"])
         ],
     }
     if any(faults.values()):
@@ -174,13 +174,13 @@ def read_tokenizer(path: str, key: str, trust_remote_code: bool, **options: Any)
     return read(path, key, "tokenizer", AutoTokenizer.from_pretrained, **options)
 
 
-def read_chat_template(given: str, key: str) -> str:
-    """The Jinja template: `given` itself, or the content of the .jinja file that it names."""
-    if not given.endswith(".jinja"):
-        return given
-    file = Path(given).expanduser()
+def read_chat_template(text: str, key: str) -> str:
+    """The Jinja template: `text` itself, or the content of the .jinja file that it names."""
+    if not text.endswith(".jinja"):
+        return text
+    file = Path(text).expanduser()
     if not file.is_file():
         raise ModelError(
-            f"{key}={given}: no such file; set it to a Jinja template or the path of a .jinja file"
+            f"{key}={text}: no such file; set it to a Jinja template or the path of a .jinja file"
         )
     return file.read_text(encoding="utf-8")

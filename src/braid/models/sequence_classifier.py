@@ -144,8 +144,8 @@ class SequenceClassifier:
         """Logits [B, labels] in float32. transformers' decoders read the last position that is not
         `config.pad_token_id`; for a model without a padding token an id that no row contains is used."""
         config = self._model.config.get_text_config()
-        own: int | None = config.pad_token_id
-        unused = set(range(len(self._tokenizer))).difference(*rows) if own is None else {own}
+        pad_before: int | None = config.pad_token_id
+        unused = set(range(len(self._tokenizer))).difference(*rows) if pad_before is None else {pad_before}
         if not unused and len(rows) > 1:
             return torch.cat([self._logits([row]) for row in rows])
         pad = min(unused, default=None)
@@ -159,7 +159,7 @@ class SequenceClassifier:
         try:
             return self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float()
         finally:
-            config.pad_token_id = own
+            config.pad_token_id = pad_before
 
     @torch.inference_mode()
     def check_padding(self) -> None:

@@ -55,15 +55,17 @@ _POSITIONS = (
 def length_keys(config: PreTrainedConfig) -> dict[str, int]:
     """Lengths at which an architecture may change its behavior, from every part of the config: key ->
     tokens."""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for part in _parts(config):
         values = vars(part)
         ropes = list(_ropes(part))
-        for of in (values, *ropes):
-            found |= {k: v for k, v in of.items() if re.fullmatch(_LENGTHS, k) and type(v) is int and v > 0}
+        for section in (values, *ropes):
+            lengths |= {
+                k: v for k, v in section.items() if re.fullmatch(_LENGTHS, k) and type(v) is int and v > 0
+            }
         if ropes:
-            found |= {k: v for k, v in values.items() if re.fullmatch(_POSITIONS, k) and type(v) is int}
-    return found
+            lengths |= {k: v for k, v in values.items() if re.fullmatch(_POSITIONS, k) and type(v) is int}
+    return lengths
 
 
 def tiny_config(config: PreTrainedConfig, passed: frozenset[str]) -> PreTrainedConfig:
@@ -79,9 +81,9 @@ def tiny_config(config: PreTrainedConfig, passed: frozenset[str]) -> PreTrainedC
             k: VOCAB for k, v in values.items() if re.fullmatch(_VOCAB, k) and type(v) is int and v > VOCAB
         }
         _shrink_layers(values)
-        for of in (values, *_ropes(part)):
-            for key in [k for k in of if k in length_keys(part)]:
-                of[key] = SHORT if key in passed else NEVER
+        for section in (values, *_ropes(part)):
+            for key in [k for k in section if k in length_keys(part)]:
+                section[key] = SHORT if key in passed else NEVER
         for key, value in list(values.items()):
             if key not in length_keys(part) and re.fullmatch(_POSITIONS, key) and type(value) is int:
                 values[key] = min(value, 128)

@@ -84,9 +84,9 @@ def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """All tokens that end an answer: model.eos_token_id if set, else the tokenizer's end token and those of
     the model's generation_config.json or config.json. Raises ModelError if that file is invalid."""
-    own: Any = tokenizer.eos_token_id
+    end_id: Any = tokenizer.eos_token_id
     if config.eos_token_id is not None or config.path is None:
-        return (own,)
+        return (end_id,)
     path = model_path(config)
 
     find = partial(cached_file, path, _raise_exceptions_for_missing_entries=False)
@@ -100,7 +100,7 @@ def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tu
         raise ModelError(
             f"model.path={path}: {error}; correct the file, or set model.eos_token_id"
         ) from error
-    return tuple(dict.fromkeys([own, *ids]))
+    return tuple(dict.fromkeys([end_id, *ids]))
 
 
 def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: str) -> None:
@@ -138,8 +138,8 @@ def _vocab_size(config: ModelConfig) -> int | None:
     path = model_path(config)
     check_folder(path, "model.path", needs_weights=True)
     load, remote = AutoConfig.from_pretrained, config.trust_remote_code
-    found = read(path, "model.path", "causal language model", load, trust_remote_code=remote)
-    return found.get_text_config(decoder=True).vocab_size
+    model_config = read(path, "model.path", "causal language model", load, trust_remote_code=remote)
+    return model_config.get_text_config(decoder=True).vocab_size
 
 
 def _check_fits(tokenizer: PreTrainedTokenizerBase, name: str, vocab_size: int | None) -> None:

@@ -146,9 +146,9 @@ def score_reader(config: JudgeReward, timeout_s: float, *, key: str) -> Callable
     extract = extraction(pattern, timeout_s, key=f"{key}.pattern", flags=flags)
 
     def read(reply: str) -> float:
-        found = extract(reply)
+        extracted = extract(reply)
         try:
-            score = scores[found.casefold()] if scores and found else float(found or "")
+            score = scores[extracted.casefold()] if scores and extracted else float(extracted or "")
         except (KeyError, ValueError):
             raise RewardError(f"the judge's reply has no score: {_shown(reply)}") from None
         if not math.isfinite(score):

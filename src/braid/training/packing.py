@@ -59,10 +59,10 @@ def micro_batches(
 
 def trajectories_of(rows: Iterable[OfTrajectory]) -> list[list[int]]:
     """Indices of the rows of each trajectory."""
-    found: dict[int, list[int]] = {}
+    indices: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(row.trajectory, []).append(index)
-    return list(found.values())
+        indices.setdefault(row.trajectory, []).append(index)
+    return list(indices.values())
 
 
 def grouped_micro_batches(
@@ -141,11 +141,15 @@ def pack(
     before = np.cumsum([0, *(row.num_decisions for row in rows[:-1])], dtype=np.int32)
     decisions = [np.where(row.mask, row.decision + num, -1) for row, num in zip(rows, before, strict=True)]
 
-    seen = {name: np.concatenate([row.observations[name] for row in rows]) for name in rows[0].observations}
-    first = np.cumsum([0, *(len(next(iter(row.observations.values()))) for row in rows)]) if seen else ()
+    observations = {
+        name: np.concatenate([row.observations[name] for row in rows]) for name in rows[0].observations
+    }
+    first = (
+        np.cumsum([0, *(len(next(iter(row.observations.values()))) for row in rows)]) if observations else ()
+    )
 
     on_host = {"mask": join([row.mask for row in rows])}
-    if seen:
+    if observations:
         on_host["observed"] = join([row.observed + n for row, n in zip(rows, first, strict=False)])
     return PackedBatch(
         inputs={name: send([row.inputs[name] for row in rows]) for name in rows[0].inputs},
@@ -155,8 +159,8 @@ def pack(
         weights=None if spread is None else to_device(spread, device),
         decision=send(decisions),
         action_size=rows[0].action_size,
-        observations={name: to_device(values, device) for name, values in seen.items()},
-        observed=to_device(on_host["observed"], device) if seen else None,
+        observations={name: to_device(values, device) for name, values in observations.items()},
+        observed=to_device(on_host["observed"], device) if observations else None,
         shared=shared if any(skips) else (),
         trajectories=tuple(numbers[row.trajectory] for row in rows),
         on_host=on_host,

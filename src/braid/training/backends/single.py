@@ -149,8 +149,8 @@ class SingleBackend:
         start = time.perf_counter()
         head = self._model.value_head
         if head is not None and head.normalizes and "values" in loss.outputs:
-            own = [row.fields["returns"][row.mask] for row in rows] if self._counts_rows else []
-            returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *own]))
+            local_returns = [row.fields["returns"][row.mask] for row in rows] if self._counts_rows else []
+            returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *local_returns]))
             self._observe(head, np.concatenate(returns))
         running = Running(self._device)
         config, is_whole = self._config, loss.whole_trajectories
@@ -188,9 +188,9 @@ class SingleBackend:
         """`value` of every rank."""
         return [value]
 
-    def _num_passes(self, own: int) -> int:
+    def _num_passes(self, num_micro_batches: int) -> int:
         """Passes that every rank runs: the most micro-batches of any of them."""
-        return max(self._over_ranks(own))
+        return max(self._over_ranks(num_micro_batches))
 
     @torch.no_grad()
     def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
@@ -262,8 +262,8 @@ class SingleBackend:
 
     def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
         """Report of the step over the rows of all ranks, the same on each."""
-        own = num_tokens if self._counts_rows else 0
-        parts = self._over_ranks((*running.numbers(self._grad_norm()), own))
+        local_tokens = num_tokens if self._counts_rows else 0
+        parts = self._over_ranks((*running.numbers(self._grad_norm()), local_tokens))
         metrics: dict[str, tuple[float, float]] = {}
         maxima: dict[str, float] = {}
         for _, _, means, greatest, _ in parts:
