@@ -251,8 +251,8 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ),
         ("algorithm.entropy_coef=.nan", "algorithm.entropy_coef: nan is not a number, or null [override]"),
         (
-            "algorithm.dual_clip=1",
-            "algorithm.dual_clip: 1 is not a number > 1, or 'off', or null [override]",
+            "algorithm.policy_loss.dual_clip=1",
+            "algorithm.policy_loss.dual_clip: 1 is not a number > 1, or 'off' [override]",
         ),
         (
             "rollout.sampling.stop_token_ids=[1,x]",
