@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import PrivateAttr
 
+from braid.functions import give, given
 from braid.sections import Section
 
 K = TypeVar("K", bound="Kind")
@@ -36,6 +37,11 @@ class Kind(Section):
         """A user's function as a kind of the family."""
         raise NotImplementedError(f"{cls.__name__} has no form as a function")
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a user's own, named by its path."""
+        return self._base_dir is not None
+
     def at(self: K, path: str, base_dir: Path) -> K:
         """The same, of the user's class or function at `path`."""
         named = self.model_copy(update={"kind": path})
@@ -48,9 +54,18 @@ class Kind(Section):
             return super().__reduce_ex__(protocol)
         family = next(base for base in type(self).__mro__ if base.__dict__.get("config_key"))
         settings = self.model_dump(exclude_unset=True, exclude={"kind"})
-        return _load_again, (family, self.kind, settings, self._base_dir)
+        return _load_again, (family, self.kind, settings, self._base_dir, given(self.kind))
 
 
-def _load_again(family: type[Kind], path: str, settings: Mapping[str, Any], base_dir: Path) -> Kind:
+def _load_again(
+    family: type[Kind],
+    path: str,
+    settings: Mapping[str, Any],
+    base_dir: Path,
+    passed: Callable[..., Any] | None,
+) -> Kind:
+    """`passed` is what was passed to the Python API of the process that sent it."""
+    if passed is not None:
+        give(passed, path.rpartition(".")[2])
     own = import_module("braid.algorithms.own")
     return own.own_kind(family, path, settings, base_dir=base_dir)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from braid.errors import ConfigError, suggest
-from braid.functions import load_function
+from braid.functions import is_given, load_function
 
 from .kinds import Kind
 
@@ -30,7 +30,9 @@ def own_kind(family: type[K], path: str, settings: Mapping[str, Any], *, base_di
     try:
         loaded = load_function(path, base_dir=base_dir, key=family.config_key, allows_class=True)
     except ConfigError as error:
-        raise ValueError(error.problems[0].message) from error
+        if not is_given(path):
+            raise ValueError(error.problems[0].message) from error
+        loaded = _Missing(error.problems[0].message)  # an evaluation or an export does not need it
     if not isinstance(loaded, type):
         if settings:
             raise ValueError(
@@ -48,6 +50,16 @@ def own_kind(family: type[K], path: str, settings: Mapping[str, Any], *, base_di
         except ValidationError as error:
             raise ValueError(f"{path}: {_first_problem(error, loaded)}") from None
     return made.at(path, base_dir)
+
+
+class _Missing:
+    """In place of a function that was passed to the Python API of another process."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __call__(self, *_: Any) -> Any:
+        raise ValueError(self._why)
 
 
 def _first_problem(error: ValidationError, own: type[Kind]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -21,6 +21,10 @@ class FunctionLoss(PolicyLoss):
         loss = cls()
         loss._function = function
         return loss
+
+    @property
+    def metrics(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self._function, "metrics", {})
 
     def per_token(self, tokens: Tokens) -> Surrogate:
         returned = self._function(tokens)
