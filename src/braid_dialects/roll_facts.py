@@ -228,6 +228,11 @@ def variant(source: Source) -> str:
     return (source["actor_train.pg_variant"] or "vanilla") if worker.endswith("ActorPGWorker") else "ppo"
 
 
+HAS_RATIO = unless(
+    lambda s: variant(s) in ("vanilla", "kimi15"), lambda s: f"pg_variant={variant(s)} uses no ratio"
+)
+
+
 # Data and rewards
 
 

@@ -20,7 +20,7 @@ from .conversions import (
     unless_null,
 )
 from .roll_agentic import estimator
-from .roll_facts import NO_VALIDATION, ONE_PROCESS, kl_place, variant
+from .roll_facts import HAS_RATIO, NO_VALIDATION, ONE_PROCESS, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, unsupported
 from .values import Takes, choice, takes
@@ -201,7 +201,13 @@ _STATISTICS = {name: name for name in ("batch", "group", "running")} | {"None": 
 def _clip(_: Any, source: Source) -> Became:
     low, high = ("pg_clip_low", "pg_clip_high") if source["use_pg_clip_range"] else ("pg_clip", "pg_clip")
     dual = 1.0 + 2.0 * source["pg_clip"] if source["dual_clip_loss"] else "off"
-    return algorithm(clip_low=float(source[low]), clip_high=float(source[high]), dual_clip=dual)
+    return Became(
+        {
+            "algorithm.policy_loss.clip_low": float(source[low]),
+            "algorithm.policy_loss.clip_high": float(source[high]),
+            "algorithm.policy_loss.dual_clip": dual,
+        }
+    )
 
 
 def _kl(_: Any, source: Source) -> Became:
@@ -342,15 +348,15 @@ ALGORITHM = section("", "algorithm")(
     to("value_clip", ".*", "positive?", _NO_VALUES, null_as("off"), default=None),
     # Loss
     to("ppo_epochs", "{trained}.passes_per_round", "count", default=1),
-    to("pg_clip", ".clip_high", "positive", _PPO_ONLY, _UNREAD_CLIP, _clip, default=0.2,
+    to("pg_clip", ".policy_loss.clip_high", "positive", _PPO_ONLY, _UNREAD_CLIP, _clip, default=0.2,
        note="ratio in [1 - pg_clip, 1 + pg_clip]; the dual clip is 1 + 2 pg_clip"),
-    to("use_pg_clip_range", ".clip_high", "bool", _PPO_ONLY, _clip, default=False),
-    to("pg_clip_low pg_clip_high", ".clip_high", "non-negative", _PPO_ONLY, needs("use_pg_clip_range"), _clip,
+    to("use_pg_clip_range", ".policy_loss.clip_high", "bool", _PPO_ONLY, _clip, default=False),
+    to("pg_clip_low pg_clip_high", ".policy_loss.clip_high", "non-negative", _PPO_ONLY, needs("use_pg_clip_range"), _clip,
        default=0.2),
-    to("dual_clip_loss", ".dual_clip", "bool", _PPO_ONLY, _clip, default=False,
+    to("dual_clip_loss", ".policy_loss.dual_clip", "bool", _PPO_ONLY, _clip, default=False,
        note="for negative advantages the loss is at most -(1 + 2 pg_clip) A"),
-    to("importance_sampling", ".ratio_level", {"token": "token", "seq": "sequence"},
-       unless(lambda s: variant(s) == "vanilla", "pg_variant=vanilla uses no ratio"), default="token",
+    to("importance_sampling", ".policy_loss.ratio_level", {"token": "token", "seq": "sequence"},
+       HAS_RATIO, default="token",
        note="seq: exp(mean log-ratio) for all tokens, as in GSPO"),
     to("loss_agg_mode", ".aggregation", _AGGREGATIONS, default="seq-mean-token-mean",
        note="over the optimizer step; ROLL's seq-mean-token-sum-norm divides by padded lengths"),

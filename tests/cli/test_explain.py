@@ -246,7 +246,7 @@ def test_a_key_is_explained_in_each_dialect_that_has_it() -> None:
     assert "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)" in text_of(wide)
     assert "  also      trainer.algorithm.ppo_loss_type\n" in text_of(wide)
     wide = console(200)
-    print_key("algorithm.clip_low", wide)
+    print_key("algorithm.policy_loss.clip_low", wide)
     assert "  SkyRL     trainer.algorithm.eps_clip_low" in text_of(wide)
 
 

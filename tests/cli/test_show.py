@@ -142,7 +142,7 @@ def test_critic_warm_up_is_subtracted_from_the_policys_steps(tmp_path: Path) -> 
 
 
 def test_the_recipe_shows_what_the_config_changed_and_what_is_unused(tmp_path: Path) -> None:
-    text = show(tmp_path, "algorithm.clip_high=0.3", "algorithm.kl_clamp=off")
+    text = show(tmp_path, "algorithm.policy_loss.clip_high=0.3", "algorithm.kl_clamp=off")
     algorithm = text[text.index("algorithm  recipe grpo") :]
     assert line(algorithm, "clip_high") == "clip_high 0.3 override"
     assert line(algorithm, "clip_low") == "clip_low 0.2 recipe"

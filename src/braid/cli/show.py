@@ -13,7 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from braid.algorithms.recipes import RECIPES
+from braid.algorithms.kinds import Kind
+from braid.algorithms.recipes import RECIPES, Recipe
 from braid.config.explain import show_value
 from braid.config.load import Loaded
 from braid.config.schema import RunConfig
@@ -162,18 +163,34 @@ def _algorithm(loaded: Loaded, plan: Plan) -> list[Row]:
     derived: dict[str, str] = dict.fromkeys(("logprob_level", "entropy_level", "advantage_level"), "env")
     derived["corrections"] = "pipeline" if loaded.config.max_lag else "rollout.native.dtype"
     rows: list[Row] = []
-    for field in fields(recipe):
-        key, value = f"algorithm.{field.name}", getattr(recipe, field.name)
-        is_set = getattr(config, field.name) is not None
+    named = _parts(RECIPES[config.recipe])
+    for (part, setting), value in _parts(recipe).items():
+        key = ".".join(name for name in ("algorithm", part, setting) if name)
+        is_set = (chosen := getattr(config, part)) is not None
+        if isinstance(chosen, Kind):
+            is_set = (setting or "kind") in chosen.model_fields_set
         style = "dim" if key in idle else "bold" if is_set else ""
         if is_set:
-            origin = loaded.origin(key)
+            origin = loaded.origin(key if setting or not isinstance(chosen, Kind) else f"{key}.kind")
         else:
-            origin = "recipe" if value == getattr(RECIPES[config.recipe], field.name) else derived[field.name]
+            origin = "recipe" if named.get((part, setting), value) == value else derived[part]
         origin += ", unused" if key in idle else ""
+        name = Text(f"  {setting}" if setting else part, style="dim" if key in idle else "")
         text = Text("off" if value is None else shown(value), style=style)
-        rows.append((Text(field.name, style="dim" if key in idle else ""), text, Text(origin, style="dim")))
+        rows.append((name, text, Text(origin, style="dim")))
     return rows
+
+
+def _parts(recipe: Recipe) -> dict[tuple[str, str], Any]:
+    """The recipe's parts, and after a kind its settings: (part, setting, or empty for the part itself) -> value."""
+    parts: dict[tuple[str, str], Any] = {}
+    for field in fields(recipe):
+        value = getattr(recipe, field.name)
+        parts[field.name, ""] = value.kind if isinstance(value, Kind) else value
+        if isinstance(value, Kind):
+            settings = value.model_dump(mode="json", exclude={"kind"})
+            parts |= {(field.name, name): item for name, item in settings.items()}
+    return parts
 
 
 def _memory(config: RunConfig, plan: Plan) -> RenderableType:

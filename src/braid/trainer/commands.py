@@ -42,6 +42,7 @@ from braid.models.base import copy_weights
 from braid.models.tokenizer import load_tokenizer
 from braid.plan import Plan, Verb, longest_row, resolve
 from braid.plan.threads import num_sharing, thread_counts
+from braid.report.names import declare
 from braid.report.reporter import Reporter, Status
 from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Sink, Tracker
@@ -246,6 +247,7 @@ def _run_in_folder(
         spec = replace(spec, loaded=loaded)
         _divide_cores(config, plan)
         console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
+        declare("policy", plan.recipe.policy_loss.metrics)
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
 
         def begin() -> None:
