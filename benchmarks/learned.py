@@ -3,8 +3,8 @@
     python benchmarks/learned.py [TASK ...] --seeds 0 1 2
     python benchmarks/learned.py quickstart --seeds 0-19 --jobs 8      (from a clone without `make setup`: PYTHONPATH=src:.)
 
-Tasks are the configs of benchmarks/learned and of examples; policies and demonstrations that they read are made first, except the
-pretrained model of smollm2, smollm2_lora and smollm2_tool: `make smollm2`. Each run has a
+Tasks are the configs of benchmarks/learned, among them a file of ROLL, and of examples; policies and demonstrations that
+they read are made first, except the pretrained model of smollm2, smollm2_lora and smollm2_tool: `make smollm2`. Each run has a
 process of its own; `--jobs` of them at a time divide the cores. Prints each seed's result in the first evaluation, if there is one
 before training, and in the last, and the ranges of both over the seeds. Bars are in eval.target; the optimum, where it is known, is in
 a config's first line. A run that fails is reported as such, and the others go on. Exits with 1 if a bar is missed or a run fails.
@@ -27,10 +27,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braid.config.load import load_config
 from braid.config.report import EvalConfig
 from braid.cores import num_cores
 from braid.errors import ConfigError
+from braid_dialects.load import read_config, recognise
 
 CONFIGS = Path(__file__).parent / "learned"
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -84,12 +84,21 @@ def prepare(task: Task, folder: Path) -> list[str]:
 def train(config: Path, metric: str, overrides: Sequence[str], jobs: int, folder: Path, seed: int) -> Result:
     """Train a config with a seed, beside `jobs` - 1 others; the run is in a folder beside `folder`."""
     folder = folder.with_name(f"{folder.name}_{seed}")
-    command = [sys.executable, "-m", "braid", "train", str(config), *overrides]
-    command += [
+    own = [
         f"run.seed={seed}",
         f"run.output_dir={folder.parent}",
         f"run.name={folder.name}",
         "report.console=none",
+    ]
+    prefix = "" if recognise(config) == "native" else "braid."
+    command = [
+        sys.executable,
+        "-m",
+        "braid",
+        "train",
+        str(config),
+        *overrides,
+        *(f"{prefix}{key}" for key in own),
     ]
     threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // jobs))} if jobs > 1 else {}
     code = subprocess.run(command, check=False, env={**threads, **os.environ}).returncode
@@ -161,7 +170,7 @@ def main() -> None:
             task, place = TASKS[name], Path(folder)
             overrides = prepare(task, place / name)
             try:
-                of = load_config(task.config, overrides).config.eval
+                of = read_config(task.config, overrides).loaded.config.eval
             except ConfigError:  # the runs say why
                 of = EvalConfig()
             run = partial(train, task.config, of.target_metric, overrides, args.jobs, place / name)

@@ -209,7 +209,7 @@ def recomputes_old_logprobs(source: Source) -> bool:
     """Whether ROLL computes log-probs again before an update; otherwise it has only the engine's."""
     if source["force_disable_old_logprobs_recompute"]:
         return False
-    has_steps = max(batches(source).values()) > 1
+    has_steps = max(batches(source).values()) > 1 or source["adv_estimator"] in ("gigpo", "step_reinforce")
     return source["enable_old_logprobs_recompute"] or source["init_kl_coef"] > 0 or has_steps
 
 

@@ -147,7 +147,7 @@ def test_show_prints_the_corrections_that_a_file_sets(capsys: pytest.CaptureFixt
     )
     algorithm = capsys.readouterr().out.partition("recipe grpo")[2]
     told = " ".join(algorithm.split()).partition("corrections ")[2]
-    correction = "{level: token, mode: truncate, low: 0.0, high: 2.0, measure: ratio, tokens: all}"
+    correction = "{level: token, mode: truncate, low: 0.0, high: 2.0, measure: ratio, tokens: kept}"
     assert told.startswith(f"[{correction}] override")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from braid.models.selfcheck import (
     check_against_plain,
     check_tiny_copy,
 )
+from braid.models.tiny import tiny_config
 from braid.rollout.engines.native.selfcheck import check_decoding
 
 Make = Callable[..., PreTrainedModel]
@@ -240,3 +242,13 @@ def test_an_overflow_of_finite_weights_is_named(tiny_model: Make) -> None:
         model.get_parameter("model.layers.0.mlp.up_proj.weight").fill_(1e38)
     with pytest.raises(ModelError, match="its weights are finite: it overflows in float32"):
         check_against_plain(CausalLM(model))
+
+
+def test_a_tiny_config_keeps_settings_of_single_layers_and_can_be_read_again(tmp_path: Path) -> None:
+    """Gemma 4's layers with full attention have larger heads: transformers' per_layer_config, by number of the layer."""
+    config = AutoConfig.for_model("gemma4_text")
+    tiny_config(config, frozenset()).save_pretrained(tmp_path)
+    tiny = AutoConfig.from_pretrained(tmp_path)
+    assert tiny.num_hidden_layers < config.num_hidden_layers
+    heads = [layer.head_dim for layer in tiny.per_layer_config]
+    assert dict(zip(tiny.layer_types, heads, strict=True)) == {"sliding_attention": 16, "full_attention": 32}
