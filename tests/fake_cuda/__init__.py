@@ -10,7 +10,7 @@ graph is captured, for anything that waits for the device, copies of pageable me
 memory holds 0xFF. `waits` counts each time that the host waits for the device, with the line of code.
 
 It does not show speed, the numbers of CUDA's kernels and of its generator, streams that run at the same time, reads beyond
-a tensor's end, fragmentation, torch.compile, NCCL's hangs, or other versions of PyTorch.
+a tensor's end, fragmentation, memory of other processes, torch.compile, NCCL's hangs, or other versions of PyTorch.
 
     eval $(python -m tests.fake_cuda)         # sets the environment of this shell
     pytest tests/gpu

@@ -25,8 +25,9 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     },
 }
 """Files with tests, and what they need in the environment beside the device."""
-STEPS = [step.__name__ for step in machine.STEPS if step.__name__ not in ("tests", "engines")]
-"""Steps of `make gpu` but that of the tests above, and that of engines, which are not built for the device."""
+STEPS = [s.__name__ for s in machine.STEPS if s.__name__ not in ("tests", "engines", "offloading")]
+"""Steps of `make gpu` but that of the tests above, that of engines, which are not built for the device, and one that asks another
+process for the device's free memory, of which each process has its own count."""
 
 
 @pytest.mark.slow

@@ -28,12 +28,12 @@ RUNS: dict[str, tuple[str, Settings]] = {
         },
     ),
     "hybrid, every role": (
-        "shared_memory",
+        "nccl",
         {**MODES["hybrid, every role"][0], **MODES["hybrid, every role"][1]},
     ),
 }
 """Transport of the weights and settings. NCCL has one rank per device, so weights pass through host memory where only some
-engines share the policy's."""
+engines share that of the policy's first rank."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -158,10 +158,11 @@ def test_the_memory_that_an_update_will_take_is_known_in_advance(dtype: str, tra
 
 
 def test_an_engine_leaves_the_memory_that_others_will_take() -> None:
-    lm, budgets = language_model(), list[int | None]()
+    lm, budgets = language_model(), list[int]()
     for to_come in (0, torch.cuda.mem_get_info()[0] // 2):
         engine = NativeEngine(lm, decode=str, owns_weights=True, bytes_to_come=lambda num=to_come: num)
         sample(engine)
+        assert engine._cache.budget_tokens is not None
         budgets.append(engine._cache.budget_tokens)
         engine.close()
     assert budgets[1] == pytest.approx(budgets[0] / 2, rel=0.01)
