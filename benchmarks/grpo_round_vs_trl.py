@@ -9,7 +9,7 @@ loss saw) per second of whole rounds, the first round left out.
     python benchmarks/grpo_round_vs_trl.py --model smollm2 [--dtype bf16] ...      (after: make smollm2)
 
 With a large `--vocab`, and with `--model`, TRL trains in micro-batches of 16 rows, since it stores all logits; braid as always. bf16 is
-autocast on both sides, with weights in fp32. Of a pretrained `--model` the learning rate is 0, so that the lengths of answers stay as
+autocast on both sides, with weights in fp32. Of a pretrained `--model` the learning rate is practically 0, so that the lengths of answers stay as
 they are, and prompts are in its chat template. The memory is the most that a side's process took (VmHWM; on a GPU what PyTorch
 allocated there).
 """
@@ -34,6 +34,8 @@ from braid.plan.sizes import size_of_folder
 
 PROMPTS, GROUP, MAX_NEW = 16, 8, 128
 LR = 1e-5
+NO_LR = 1e-30
+"""Learning rate that changes no weight of fp32; braid refuses 0."""
 SMOLLM2 = Path(__file__).parents[1] / "examples" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -242,7 +244,7 @@ def main() -> None:
         size = size_of_folder(folder)
         assert size is not None, "the folder has weights"
         compare(
-            args.model, size.parameters, replace(setting, folder=folder, lr=0.0, is_chat=True), args.repeats
+            args.model, size.parameters, replace(setting, folder=folder, lr=NO_LR, is_chat=True), args.repeats
         )
         return
     for name in args.sizes:

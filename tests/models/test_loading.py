@@ -126,7 +126,9 @@ def test_a_hub_name_that_cannot_be_fetched_is_reported(monkeypatch: pytest.Monke
 
 
 def test_a_file_in_place_of_a_folder(folder: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json is a file; set it to the folder that contains it"):
+    with pytest.raises(
+        ModelError, match=r"config\.json is a file; set it to the folder that contains it, or to a .gguf file"
+    ):
         _load(folder / "config.json")
 
 

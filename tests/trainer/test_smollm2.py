@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 from tests.needs import WITH_VLLM, needs
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from braid.config.load import load_config
 from braid.config.model import ModelConfig
@@ -71,6 +71,14 @@ def _exported(run: Path) -> dict[str, Tensor]:
     return load_file(commands.export(run) / "model.safetensors")
 
 
+def _complete(folder: Path) -> PreTrainedModel:
+    """The model of a folder that has all of its weights and no others."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, info = loaded
+    assert not any(info.values())
+    return model
+
+
 @pytest.fixture(scope="module")
 def run_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _run(tmp_path_factory.mktemp("single"), "single", 2)
@@ -97,8 +105,7 @@ def test_log_probs_are_those_of_plain_transformers() -> None:
 
 def test_an_export_loads_in_plain_transformers_as_the_policy_that_was_trained(run_of_two: Path) -> None:
     folder = commands.export(run_of_two)
-    plain, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values())
+    plain = _complete(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.apply_chat_template(CONVERSATION, tokenize=False).endswith("82.<|im_end|>\n")
     loaded = load_config(run_of_two / "config.yaml", [f"model.path={folder}"]).config.model
@@ -154,8 +161,7 @@ def test_vllm_samples_with_the_weights_of_each_round(tmp_path: Path) -> None:
 def test_other_forms_of_training_finish_and_export(settings: dict[str, Any], tmp_path: Path) -> None:
     run = _run(tmp_path, "run", 2, **settings)
     assert [line["status/invalid"] for line in _metrics(run)] == [0, 0]
-    plain, info = AutoModelForCausalLM.from_pretrained(commands.export(run), output_loading_info=True)
-    assert not any(info.values())
+    plain = _complete(commands.export(run))
     start = AutoModelForCausalLM.from_pretrained(MODEL.parent, gguf_file=MODEL.name, dtype=plain.dtype)
     weight = "model.layers.3.mlp.up_proj.weight"
     assert not torch.equal(plain.get_parameter(weight), start.get_parameter(weight))

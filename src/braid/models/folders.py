@@ -52,7 +52,7 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
     does not exist."""
     folder = Path(path)
     if isfile(folder):
-        raise ModelError(f"{key}={path} is a file, not a .gguf file; set it to the folder that contains it")
+        raise ModelError(f"{key}={path} is a file; set it to the folder that contains it, or to a .gguf file")
     if not isdir(folder):
         if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
             _check_hub_name(path, key)
