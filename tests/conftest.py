@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 from tests.leftovers import nothing_is_left
+from tests.smoke import mark_smoke
 
 __all__ = ["nothing_is_left"]
 
@@ -49,6 +50,11 @@ def _leaves_nothing(request: pytest.FixtureRequest) -> None:
     about_processes = request.path.parent.name in ("faults", "cluster", "weights")
     if about_processes or request.node.get_closest_marker("xdist_group") is not None:
         request.getfixturevalue("nothing_is_left")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_smoke(items, Path(__file__).parent, is_whole=not any("::" in argument for argument in config.args))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -38,9 +38,9 @@ def wait_passively(environment: MutableMapping[str, str] = os.environ) -> None:
 def num_cores(root: Path = Path("/")) -> int:
     """Number of cores that this process may use: of its CPU affinity, and at most the CPU quota of its container (cgroup v2 or
     v1, below `root`), rounded up."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_quota(folder) for folder in _control_groups(root))
-    return max(1, min([found, *(math.ceil(quota) for quota in quotas if quota is not None)]))
+    return max(1, min([num_available, *(math.ceil(quota) for quota in quotas if quota is not None)]))
 
 
 def num_threads() -> int:

@@ -24,12 +24,22 @@ GIVEN: dict[str, Callable[..., Any]] = {}
 _GIVEN = "braid.given."
 
 
-def give(function: Callable[..., Any]) -> str:
-    """Make a function available to configs of this process; returns its path."""
+def give(function: Callable[..., Any], unnamed: str = "reward") -> str:
+    """Make a function available to configs of this process; returns its path. `unnamed` is the name of a lambda."""
     name = getattr(function, "__name__", type(function).__name__)
-    name = name if name.isidentifier() else "reward"  # a lambda
+    name = name if name.isidentifier() else unnamed
     GIVEN[name] = function
     return f"{_GIVEN}{name}"
+
+
+def given(path: str) -> Callable[..., Any] | None:
+    """The function at `path` if it was passed to the Python API in this process."""
+    return GIVEN.get(path.removeprefix(_GIVEN)) if is_given(path) else None
+
+
+def is_given(path: str) -> bool:
+    """Whether `path` names a function that was passed to the Python API, in this process or another."""
+    return path.startswith(_GIVEN)
 
 
 class _NotFound(Exception):
@@ -65,22 +75,22 @@ def _given(name: str) -> Callable[..., Any]:
 
 
 def _member(module: ModuleType, names: Sequence[str], path: str, *, allows_class: bool) -> Callable[..., Any]:
-    found: Any = module
+    member: Any = module
     for name in names:
-        if not hasattr(found, name):
-            known = [n for n in vars(found) if not n.startswith("_")]
+        if not hasattr(member, name):
+            known = [n for n in vars(member) if not n.startswith("_")]
             where = Path(module.__file__).name if ":" in path and module.__file__ else module.__name__
             raise _NotFound(f"{path!r}: {where!r} has no {name!r}{suggest(name, known)}")
-        found = getattr(found, name)
-    if isinstance(found, type) and not allows_class:
-        instance = found.__name__.lower()
+        member = getattr(member, name)
+    if isinstance(member, type) and not allows_class:
+        instance = member.__name__.lower()
         raise _NotFound(
             f"{path!r} is a class, not a function; name a function, or an instance: define `{instance} = "
-            f"{found.__name__}()` in the module and use {path.removesuffix(found.__name__)}{instance}"
+            f"{member.__name__}()` in the module and use {path.removesuffix(member.__name__)}{instance}"
         )
-    if not callable(found):
-        raise _NotFound(f"{path!r} is a {type(found).__name__}, not a function")
-    return found
+    if not callable(member):
+        raise _NotFound(f"{path!r} is a {type(member).__name__}, not a function")
+    return member
 
 
 def _from_file(path: str, base_dir: Path) -> tuple[ModuleType, list[str]]:

@@ -31,22 +31,22 @@ def children(pid: int) -> list[int]:
 def descendants(pid: int) -> list[int]:
     """The descendants of `pid` whose parents are alive. While some exit, others may be missing
     (proc_pid_children(5)). Does not read the files of other processes, of which there may be thousands."""
-    found = [pid]
-    for one in found:
+    pids = [pid]
+    for one in pids:
         for file in Path(f"/proc/{one}/task").glob("*/children"):
             with contextlib.suppress(OSError):
-                found += map(int, file.read_text().split())
-    return found[1:]
+                pids += map(int, file.read_text().split())
+    return pids[1:]
 
 
 def with_variable(name: str, value: str) -> list[int]:
     """The processes that were started with this environment variable."""
-    found: list[int] = []
+    pids: list[int] = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if f"{name}={value}".encode() in file.read_bytes().split(b"\0"):
-                found.append(int(file.parent.name))
-    return found
+                pids.append(int(file.parent.name))
+    return pids
 
 
 def is_running(pid: int) -> bool:
@@ -68,13 +68,13 @@ def kill(pids: Iterable[int]) -> None:
 def kill_group(group: int) -> None:
     """Kill the group's processes and remove shared memory that only they used. The caller is killed last, if
     it belongs to the group."""
-    own, deadline = os.getpid(), time.monotonic() + _LIMIT_S
+    this_pid, deadline = os.getpid(), time.monotonic() + _LIMIT_S
     is_in = os.getpgrp() == group
-    is_known, memory = False, _shared_memory([own]) if is_in else set[Path]()
+    is_known, memory = False, _shared_memory([this_pid]) if is_in else set[Path]()
     while time.monotonic() < deadline:
-        of = [pid for pid, (state, _, leader) in _stats() if leader == group and state != "Z"]
-        is_known = is_known or bool(of)
-        left = [pid for pid in of if pid != own]
+        members = [pid for pid, (state, _, leader) in _stats() if leader == group and state != "Z"]
+        is_known = is_known or bool(members)
+        left = [pid for pid in members if pid != this_pid]
         if not left:
             break
         memory |= _shared_memory(left)
@@ -84,11 +84,11 @@ def kill_group(group: int) -> None:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
     if memory:
-        others = _shared_memory(pid for pid, _ in _stats() if pid != own or not is_in)
+        others = _shared_memory(pid for pid, _ in _stats() if pid != this_pid or not is_in)
         for file in memory - others:
             file.unlink(missing_ok=True)
     if is_in:
-        kill([own])
+        kill([this_pid])
 
 
 def guarded(command: Sequence[str]) -> list[str]:
@@ -145,12 +145,12 @@ def end_with(parent: int) -> None:
 
 def _shared_memory(pids: Iterable[int]) -> set[Path]:
     """The files in /dev/shm that these processes have mapped."""
-    found: set[Path] = set()
+    files: set[Path] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found |= {Path(line[line.index(_SHM) :]) for line in maps if _SHM in line}
-    return {file for file in found if file.exists()}  # paths of removed files end in "(deleted)"
+            files |= {Path(line[line.index(_SHM) :]) for line in maps if _SHM in line}
+    return {file for file in files if file.exists()}  # paths of removed files end in "(deleted)"
 
 
 _SHM = "/dev/shm/"

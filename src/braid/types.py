@@ -17,14 +17,13 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-# Choices of an algorithm's parts; algorithms/recipes.py has the names of advantages, policy losses and recipes.
+# Choices of an algorithm's parts; the kinds of advantages and policy losses and the names of recipes are in algorithms/.
 AdvantageLevel = Literal["trajectory", "turn"]
 Bootstrap = Literal["truncated", "always"]
 RewardStatistics = Literal["none", "group", "source", "batch", "running"]
 RatioLevel = Literal["token", "turn", "sequence", "turn_product", "sequence_product"]
 DecisionLevel = Literal["token", "action", "chunk"]
 TurnWeighting = Literal["tokens", "turns"]
-Divergence = Literal["tv", "kl"]
 CorrectionLevel = Literal["token", "turn", "sequence", "turn_geometric", "geometric"]
 CorrectionMode = Literal["truncate", "mask", "mask_sequence"]
 CorrectionMeasure = Literal["ratio", "difference"]
@@ -315,7 +314,9 @@ class Trajectory:
         if not self.agent_rewards:
             return {"": self.training_reward}
         factor = 1.0 if self.shaped is None else self.shaped.factor
-        rest = exact_sum([self.training_reward, *(-factor * of for of in self.agent_rewards.values())])
+        rest = exact_sum(
+            [self.training_reward, *(-factor * reward for reward in self.agent_rewards.values())]
+        )
         return {agent: factor * reward + rest for agent, reward in self.agent_rewards.items()}
 
     @property
@@ -333,7 +334,8 @@ class Trajectory:
             runs = [(version, len(counts))] if isinstance(version, int) else version
             ends = np.cumsum([0, *(num for _, num in runs)])
             written = [
-                (of, int(counts[a:b].sum())) for (of, _), a, b in zip(runs, ends, ends[1:], strict=False)
+                (version, int(counts[a:b].sum()))
+                for (version, _), a, b in zip(runs, ends, ends[1:], strict=False)
             ]
             total = int(counts.sum())
             executed = int(self.env_steps.num_executed.sum())
@@ -370,8 +372,8 @@ class Trajectory:
 def _by_version(written: Sequence[tuple[PolicyVersion, int]]) -> tuple[tuple[int, int], ...]:
     counts = Counter[int]()
     for version, num in written:
-        for of, part in ((version, num),) if isinstance(version, int) else version:
-            counts[of] += part
+        for policy_version, part in ((version, num),) if isinstance(version, int) else version:
+            counts[policy_version] += part
     return tuple(sorted(counts.items()))
 
 

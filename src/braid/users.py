@@ -29,9 +29,13 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 def described(error: BaseException) -> str:
     """Type, message, and the innermost file and line of the user's own code, if any was running."""
-    frames = [of for of in traceback.extract_tb(error.__traceback__) if not of.filename.startswith("<")]
-    own = [frame for frame in frames if not any(folder in Path(frame.filename).parents for folder in _OTHERS)]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")
+    ]
+    user_frames = [
+        frame for frame in frames if not any(folder in Path(frame.filename).parents for folder in _OTHERS)
+    ]
+    where = f" ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})" if user_frames else ""
     text = message_of(error)
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
 

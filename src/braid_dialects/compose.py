@@ -153,13 +153,13 @@ class _Presets:
 
     def _compose(self, written: Written, at: _Place) -> Written:
         out = Written(problems=list(written.problems))
-        own = written if not at.chain else _below(written, at.package)
+        body = written if not at.chain else _below(written, at.package)
         entries = list(_entries(written.tree.get(DEFAULTS), at, out.problems))
         if all(entry.choice != _SELF for entry in entries):
             entries.append(_Entry(len(entries), _SELF))
         for entry in entries:
             if entry.choice == _SELF:
-                over = own
+                over = body
             else:
                 option = entry.option if at.chain else self.chosen.get(entry.choice, entry.option)
                 if option is None or entry.group.startswith("hydra"):

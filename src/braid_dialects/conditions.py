@@ -21,8 +21,8 @@ def refused(why: Callable[[Any, Source], Any]) -> Convert:
     """Reject a value for which `why` returns the reason."""
 
     def convert(value: Any, source: Source) -> Any:
-        if found := why(value, source):
-            raise ValueError(found)
+        if reason := why(value, source):
+            raise ValueError(reason)
         return value
 
     return convert

@@ -44,8 +44,8 @@ def mapped(values: Mapping[Any, Any]) -> Convert:
     """Look up the native value, the result or the next step in a table."""
 
     def convert(value: Any, source: Source) -> Any:
-        found = values[value]
-        return found(value, source) if callable(found) else found
+        result = values[value]
+        return result(value, source) if callable(result) else result
 
     return convert
 
@@ -53,6 +53,14 @@ def mapped(values: Mapping[Any, Any]) -> Convert:
 def algorithm(note: str = "", **parts: Any) -> Became:
     """Native keys of `algorithm`."""
     return Became({f"algorithm.{name}": value for name, value in parts.items()}, note=note)
+
+
+def policy_loss(kind: str, note: str = "", *, old_logprobs: str | None = None, **settings: Any) -> Became:
+    """Native keys of a kind of `algorithm.policy_loss`, and algorithm.old_logprobs."""
+    native = {f"algorithm.policy_loss.{name}": value for name, value in {"kind": kind, **settings}.items()}
+    if old_logprobs is not None:
+        native["algorithm.old_logprobs"] = old_logprobs
+    return Became(native, note=note)
 
 
 def as_int(value: Any, _: Source) -> int:

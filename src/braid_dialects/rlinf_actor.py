@@ -96,7 +96,9 @@ _WARMUP = unless(
     lambda s: (s["actor.lr_sched.lr_warmup_iters"] or 0) > 0, "overridden by actor.lr_sched.lr_warmup_iters"
 )
 _BETAS = computed(lambda s: [s["actor.optim.adam_beta1"], s["actor.optim.adam_beta2"]])
-_TRUST = computed(lambda s: any(s[f"actor.{of}.trust_remote_code"] is True for of in ("model", "tokenizer")))
+_TRUST = computed(
+    lambda s: any(s[f"actor.{part}.trust_remote_code"] is True for part in ("model", "tokenizer"))
+)
 _IS_LORA = needs("actor.model.is_lora")
 _HYBRID = unless(
     lambda s: s["actor.fsdp_config.sharding_strategy"] != "hybrid_shard",

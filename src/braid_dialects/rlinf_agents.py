@@ -21,7 +21,7 @@ def kind(source: Source) -> str:
 
 
 def _is_own(source: Source) -> bool:
-    return "env.name" in source.own
+    return "env.name" in source.braid_values
 
 
 def _is_team(source: Source) -> bool:
@@ -71,7 +71,8 @@ _FOR_WORKERS = "; of workers: braid.env.kwargs.tools"
 _LOOPS = unless(lambda s: kind(s) == "single_turn", "agentloop.toolcall_parser is not set")
 _OF_TOOLS = unless(_is_own, "tools are those of braid.env.name")
 _GIVEN = unless(
-    lambda s: "env.tools" in s.own or "env.kwargs.tools" in s.own, "the tools are named in braid's keys"
+    lambda s: "env.tools" in s.braid_values or "env.kwargs.tools" in s.braid_values,
+    "the tools are named in braid's keys",
 )
 _SINGLE = unless(lambda s: s["agentloop.workflow"] == "mas", "for workflow=sa only")
 

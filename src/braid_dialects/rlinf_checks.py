@@ -50,7 +50,9 @@ def _cadences(source: Source) -> Findings:
 
 
 def _devices(source: Source) -> Findings:
-    actor, rollout, inference = (facts.devices_of(source, of) for of in ("actor", "rollout", "inference"))
+    actor, rollout, inference = (
+        facts.devices_of(source, component) for component in ("actor", "rollout", "inference")
+    )
     if actor is None or rollout is None or inference is None or facts.is_robots(source):
         return
     key, shared = "cluster.component_placement", sorted(set(actor.numbers) & set(rollout.numbers))

@@ -138,12 +138,12 @@ def rollout_epochs(source: Source) -> int:
 def episodes(source: Source) -> int:
     """Episodes per round: simulators times episodes of each. Without a number of simulators (RLinf requires
     it): as many as fill one optimizer batch, in whole groups."""
-    epochs, given = rollout_epochs(source), source["env.train.total_num_envs"]
-    if given is None:
+    epochs, num_envs = rollout_epochs(source), source["env.train.total_num_envs"]
+    if num_envs is None:
         group = source["algorithm.group_size"] or 1
         needed = (source["actor.global_batch_size"] or 1) // (chunks_per_rollout(source) * epochs)
-        given = max(1, needed // group) * group
-    return given * epochs
+        num_envs = max(1, needed // group) * group
+    return num_envs * epochs
 
 
 def steps_per_pass(source: Source) -> int:
@@ -158,13 +158,13 @@ def steps_per_round(source: Source) -> int:
 
 def eval_temperature(source: Source) -> float | None:
     """Temperature of evaluations; None if the file has none of their own."""
-    names = (f"{of}.sampling_params.temperature_eval" for of in ("rollout", "algorithm"))
+    names = (f"{section}.sampling_params.temperature_eval" for section in ("rollout", "algorithm"))
     return next((value for name in names if (value := source[name]) is not None), None)
 
 
 def simulator(source: Source) -> str | None:
     """Kind of the simulator; a native key takes precedence."""
-    return source.own.get("env.kind", source["env.train.env_type"])
+    return source.braid_values.get("env.kind", source["env.train.env_type"])
 
 
 def of_simulator(*kinds: str) -> Convert:
@@ -204,7 +204,7 @@ VLA = unless(
 def is_in_scene(source: Source) -> bool:
     """Whether ManiSkill simulates all environments in one scene on the GPU."""
     on_gpu = "cpu" not in (source["env.train.init_params.sim_backend"] or "auto")
-    return simulator(source) == "maniskill" and source.own.get("env.on_gpu", on_gpu)
+    return simulator(source) == "maniskill" and source.braid_values.get("env.on_gpu", on_gpu)
 
 
 def shares_reset_states(source: Source) -> bool:

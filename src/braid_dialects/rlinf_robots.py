@@ -12,8 +12,8 @@ from .values import Takes, list_of
 
 
 def _chunks(value: int, source: Source) -> Became:
-    of = "mlp" if source["actor.model.model_type"] in SMALL_POLICIES else "vla"
-    return Became({f"model.{of}.num_action_chunks": value})
+    kind = "mlp" if source["actor.model.model_type"] in SMALL_POLICIES else "vla"
+    return Became({f"model.{kind}.num_action_chunks": value})
 
 
 def _controller(policy_setup: str, _: Source) -> str:

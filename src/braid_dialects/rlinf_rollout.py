@@ -141,7 +141,7 @@ def _trained(value: object, source: Source, differs: str = "") -> object:
 
 
 def _kind(value: str, source: Source) -> object:
-    if "env.kind" in source.own:
+    if "env.kind" in source.braid_values:
         return no_effect("overridden by braid.env.kind")
     return (
         value

@@ -140,8 +140,10 @@ def _critic(value: bool, source: Source) -> Any:
 
 def _critic_view(source: Source) -> Source:
     """The file with the `critic` keys in place of those of `actor`."""
-    own = {f"actor{key.removeprefix('critic')}": source[key] for key in source.values if _is_critic(key)}
-    return replace(source, values=source.values | {source.dialect.name_of(key): own[key] for key in own})
+    critic = {f"actor{key.removeprefix('critic')}": source[key] for key in source.values if _is_critic(key)}
+    return replace(
+        source, values=source.values | {source.dialect.name_of(key): critic[key] for key in critic}
+    )
 
 
 def _is_critic(key: str) -> bool:

@@ -40,8 +40,8 @@ def to(
     paths = _paths(keys)
     natives = _paths(native) if _ALTERNATIVES.search(native) else [native] * len(paths)
     return [
-        Rule(path, takes(values), "applied", note, own, convert, default)
-        for path, own in zip(paths, natives, strict=True)
+        Rule(path, takes(values), "applied", note, target, convert, default)
+        for path, target in zip(paths, natives, strict=True)
     ]
 
 
@@ -55,11 +55,11 @@ def ignored(keys: str, why: str, values: str | Takes = "any") -> list[Rule]:
     return [Rule(path, takes(values), "no effect", why) for path in _paths(keys)]
 
 
-def missing(keys: str, instead: str, *given: Convert, default: Any = ABSENT) -> list[Rule]:
+def missing(keys: str, instead: str, *steps: Convert, default: Any = ABSENT) -> list[Rule]:
     """Keys that ask for a feature braid lacks, except with their `default`, null, {} or [].
 
-    Without effect where a step of `given` says so."""
-    return [Rule(path, takes("any"), "unsupported", instead, "", given, default) for path in _paths(keys)]
+    Without effect where one of the `steps` says so."""
+    return [Rule(path, takes("any"), "unsupported", instead, "", steps, default) for path in _paths(keys)]
 
 
 def rows(*parts: list[Rule]) -> list[Rule]:
@@ -67,8 +67,8 @@ def rows(*parts: list[Rule]) -> list[Rule]:
     return [rule for part in parts for rule in part]
 
 
-def section(keys: str, into: str = "", *given: Convert) -> Callable[..., list[Rule]]:
-    """A part of a table whose keys are below others, and whose conversions begin with the steps `given`.
+def section(keys: str, into: str = "", *first_steps: Convert) -> Callable[..., list[Rule]]:
+    """A part of a table whose keys are below others, and whose conversions begin with `first_steps`.
 
     Native paths that begin with a dot are below `into`."""
 
@@ -76,8 +76,10 @@ def section(keys: str, into: str = "", *given: Convert) -> Callable[..., list[Ru
         made = []
         for above in _paths(keys) or [""]:
             for rule in rows(*parts):
-                native = " ".join(into + of if of.startswith(".") else of for of in rule.native.split())
-                path, steps = f"{above}.{rule.path}".lstrip("."), (*given, *rule.convert)
+                native = " ".join(
+                    into + part if part.startswith(".") else part for part in rule.native.split()
+                )
+                path, steps = f"{above}.{rule.path}".lstrip("."), (*first_steps, *rule.convert)
                 made.append(replace(rule, path=path, native=native, convert=steps))
         return made
 
@@ -88,9 +90,9 @@ def _paths(text: str) -> list[str]:
     """Expand alternatives: `a.{b,c}` -> `a.b`, `a.c`."""
     out = []
     for word in text.split():
-        if (found := _ALTERNATIVES.search(word)) is None:
+        if (match := _ALTERNATIVES.search(word)) is None:
             out.append(word)
         else:
-            head, tail = word[: found.start()], word[found.end() :]
-            out += [path for name in found[1].split(",") for path in _paths(head + name + tail)]
+            head, tail = word[: match.start()], word[match.end() :]
+            out += [path for name in match[1].split(",") for path in _paths(head + name + tail)]
     return out

@@ -69,7 +69,9 @@ SKYRL = Dialect(
         "trained": facts.trained,
         "models": facts.models,
         "tracker": lambda s: s["trainer.logger"],
-        "trackers": lambda s: [f"report.{of}" for of in ("wandb", "swanlab") if of == s["trainer.logger"]],
+        "trackers": lambda s: [
+            f"report.{tracker}" for tracker in ("wandb", "swanlab") if tracker == s["trainer.logger"]
+        ],
         "sampling": lambda s: "eval.sampling" if ".eval_sampling_params." in s.at else "rollout.sampling",
     },
     aliases=_aliases(),

@@ -23,15 +23,15 @@ GYM = ("gsm8k_multi_turn", "lcb", "search", "searchcode", "text2sql")
 def has_turns(source: Source) -> bool:
     """Whether the file's environment is played in turns, by an environment of skyrl-gym or one of the user's."""
     name = source["environment.env_class"] or ""
-    if "env.kind" in source.own or "reward.parts" in source.own:
+    if "env.kind" in source.braid_values or "reward.parts" in source.braid_values:
         return False
     return name in GYM or "." in name or ":" in name or (source["generator.max_turns"] or 1) > 1
 
 
 def role_of(source: Source) -> str:
     """The role whose key is being converted; empty for other keys."""
-    found = re.match(r"trainer\.(?:placement\.)?(policy|critic|ref)[._]", source.at)
-    return found[1] if found else ""
+    match = re.match(r"trainer\.(?:placement\.)?(policy|critic|ref)[._]", source.at)
+    return match[1] if match else ""
 
 
 def backend(source: Source) -> str:

@@ -105,7 +105,7 @@ def _input_length(value: int | None, source: Source) -> Became:
 
 
 def _has_tools(source: Source) -> bool:
-    return source.own.get("env.kind") == "tools" or facts.has_turns(source)
+    return source.braid_values.get("env.kind") == "tools" or facts.has_turns(source)
 
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -198,7 +198,7 @@ SAMPLING = section("generator")(
         {"env.max_turns": v} | ({"env.kwargs.max_turns": v} if facts.has_turns(s) else {})), default=1),
     to("use_conversation_multi_turn", "env.replies", "bool", _NO_TOOLS,
        lambda v, s: implied("replies are messages of the chat template, appended to the tokens as sampled")
-       if v or s.own.get("env.kind") == "tools" else "text", default=False),
+       if v or s.braid_values.get("env.kind") == "tools" else "text", default=False),
     always("append_eos_token_after_stop_str_in_multi_turn",
            "the chat template's end of a turn is added, untrained, where the policy did not write it", "bool"),
     to("sampling_params.max_generate_length", "rollout.sampling.max_new_tokens", "count", default=1024),

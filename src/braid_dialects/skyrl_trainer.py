@@ -55,7 +55,7 @@ def _placed(_: Any, source: Source) -> Became:
 
 
 def _colocate_all(value: bool, source: Source) -> Became:
-    parts = (f"{path}.offload.{of}" for path in facts.trained(source) for of in ("weights", "gradients"))
+    parts = (f"{path}.offload.{part}" for path in facts.trained(source) for part in ("weights", "gradients"))
     return Became({**_placed(value, source).native, **dict.fromkeys(parts, value)})
 
 

@@ -139,8 +139,8 @@ class Dialect:
 
     def in_file(self, text: str) -> str:
         """A message with keys as the file spells them."""
-        for known, own in self.spelled.items():
-            text = re.sub(rf"(?<![\w.]){re.escape(known)}", own, text)
+        for known, spelling in self.spelled.items():
+            text = re.sub(rf"(?<![\w.]){re.escape(known)}", spelling, text)
         return text
 
     def absent_in(self, values: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -202,7 +202,7 @@ class Source:
     """Foreign path -> value of every leaf in the file, in the table's spelling."""
     backend: str | None = None
     engine: str | None = None
-    own: Mapping[str, Any] = field(default_factory=dict)
+    braid_values: Mapping[str, Any] = field(default_factory=dict)
     """Native path -> value of the keys below `braid` in the file."""
     at: str = ""
     """The key being converted."""
@@ -228,8 +228,8 @@ class Source:
         paths = []
         for text in native.replace("*", self.name).split():
             names = _PLACE.findall(text)
-            found = [[of] if isinstance(of := self.place(name), str) else of for name in names]
-            paths += [text.format(**dict(zip(names, chosen, strict=True))) for chosen in product(*found)]
+            choices = [[path] if isinstance(path := self.place(name), str) else path for name in names]
+            paths += [text.format(**dict(zip(names, chosen, strict=True))) for chosen in product(*choices)]
         return paths
 
     @property

@@ -49,23 +49,23 @@ def translate(
     Problems, including those of `foreign`, are in the result's `written.problems`.
     """
     below = foreign.tree.get(NATIVE)
-    own = dict(_leaves(below)) if isinstance(below, dict) else {}
+    braid_values = dict(_leaves(below)) if isinstance(below, dict) else {}
     tree = {key: value for key, value in foreign.tree.items() if key != NATIVE}
-    given = list(_leaves(tree, dialect.takes_mapping))
-    dialect = dialect.of_file(dialect, dict(given), version)
+    dialect = dialect.of_file(dialect, dict(_leaves(tree, dialect.takes_mapping)), version)
+    leaves = list(_leaves(tree, dialect.takes_mapping))
     native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
-    if (absent := dialect.absent_in(dict(given))) is not None:
-        return _refused_whole(foreign, dialect, given, *absent)
+    if (absent := dialect.absent_in(dict(leaves))) is not None:
+        return _refused_whole(foreign, dialect, leaves, *absent)
     native.problems += (
         Problem(path, dialect.in_file(why), _origin(foreign, path))
-        for path, why in _mistakes(given, dialect, foreign)
+        for path, why in _mistakes(leaves, dialect, foreign)
     )
     # Conversions rely on values that the table accepts: they do not see the others.
     wrong = {problem.key: problem.message for problem in native.problems}
-    bad = {dialect.name_of(path) for path, _ in given if path in wrong}
-    values = {name: value for path, value in given if (name := dialect.name_of(path)) not in bad}
-    source = Source(dialect, values, backend, engine, own)
-    ledger = [_entry(path, value, source, foreign, wrong.get(path)) for path, value in given]
+    bad = {dialect.name_of(path) for path, _ in leaves if path in wrong}
+    values = {name: value for path, value in leaves if (name := dialect.name_of(path)) not in bad}
+    source = Source(dialect, values, backend, engine, braid_values)
+    ledger = [_entry(path, value, source, foreign, wrong.get(path)) for path, value in leaves]
     if native.problems:
         shown = tuple(_without_secrets(entry, foreign, Written()) for entry in ledger)
         return Translation(native, shown, dialect)
@@ -82,18 +82,18 @@ def translate(
         path = dialect.in_file(path)
         writer.fill(became.native, f"{dialect.full_title}{DEFAULT_OF}{path}")
     writer.fill(dialect.base(source), f"{dialect.full_title}{WHOLE}")
-    for path, value in own.items():
+    for path, value in braid_values.items():
         writer.replace(path, value, _origin(foreign, f"{NATIVE}.{path}"))
     for path, value in (("train.backend", backend), ("rollout.engine", engine)):
         if value is not None:
             writer.replace(path, value, "command line")
-    writer.leave_precision(own, f"{dialect.full_title}{WHOLE}")
+    writer.leave_precision(braid_values, f"{dialect.full_title}{WHOLE}")
     writer.finish()
     if not native.problems:
-        found = (problem for check in dialect.checks for problem in check(source))
+        findings = (problem for check in dialect.checks for problem in check(source))
         native.problems += [
             Problem(dialect.in_file(key), dialect.in_file(message), _origin(foreign, dialect.in_file(key)))
-            for key, message in found
+            for key, message in findings
         ]
     return Translation(native, shown, dialect)
 
@@ -109,14 +109,14 @@ def _stopping(ledger: Sequence[Entry], allowed: Sequence[str]) -> Iterator[Probl
 
 
 def _refused_whole(
-    foreign: Written, dialect: Dialect, given: Sequence[tuple[str, Any]], key: str, name: str
+    foreign: Written, dialect: Dialect, leaves: Sequence[tuple[str, Any]], key: str, name: str
 ) -> Translation:
     """The translation of a file that asks, with `key`, for the pipeline or method `name`, which braid lacks."""
     native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
-    why = f"{show_value(dict(given)[key])} is not supported: {name}"
+    why = f"{show_value(dict(leaves)[key])} is not supported: {name}"
     native.problems.append(Problem(key, why, _origin(foreign, key)))
     ledger: list[Entry] = []
-    for path, value in given:
+    for path, value in leaves:
         is_known = path != key and dialect.rule_of(path) is not None
         note = "the pipeline or method of the file is not supported" if is_known else name
         disposition = "no effect" if is_known else "unsupported"
@@ -138,13 +138,13 @@ def _leaves(
 
 
 def _mistakes(
-    given: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written
+    leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written
 ) -> Iterator[tuple[str, str]]:
     """Yield (path, error) of unknown keys, of values that a key does not accept, and of different values under
     two spellings of a key."""
     spelled: dict[str, tuple[str, Any]] = {}
     num_unknown = 0
-    for path, value in given:
+    for path, value in leaves:
         first, other = spelled.setdefault(dialect.name_of(path), (path, value))
         if other != value:
             yield path, f"is an alias of {first}, which is {show_value(other)}; remove one"
@@ -259,11 +259,11 @@ class _Writer:
             else:
                 self.replace(path, value, origin)
 
-    def leave_precision(self, own: Mapping[str, Any], origin: str) -> None:
-        """Without a correction for an engine of lower precision, unless `own` keys of braid choose it: the originals have one
-        only if asked to."""
+    def leave_precision(self, braid_values: Mapping[str, Any], origin: str) -> None:
+        """Without a correction for an engine of lower precision, unless `braid_values` choose it: the originals
+        have one only if asked to."""
         is_half = self._put.get("rollout.native.dtype") in ("bf16", "fp16")
-        if is_half and "rollout.native.dtype" not in own and not self._put.get("pipeline.max_lag"):
+        if is_half and "rollout.native.dtype" not in braid_values and not self._put.get("pipeline.max_lag"):
             self.fill({"algorithm.corrections": []}, origin)
 
     def fill(self, values: Mapping[str, Any], origin: str) -> None:

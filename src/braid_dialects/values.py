@@ -82,10 +82,10 @@ def choice(*choices: Any) -> Takes:
 
 def nullable(spec: str | Takes) -> Takes:
     """The described values, or null."""
-    given = takes(spec)
-    choices = (*given.choices, None) if given.choices else ()
-    words = given.words + (", null" if choices else ", or null")
-    return Takes(words, lambda v: v is None or given.accepts(v), choices)
+    base = takes(spec)
+    choices = (*base.choices, None) if base.choices else ()
+    words = base.words + (", null" if choices else ", or null")
+    return Takes(words, lambda v: v is None or base.accepts(v), choices)
 
 
 def list_of(spec: str, length: int | None = None) -> Takes:

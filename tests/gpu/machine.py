@@ -232,10 +232,14 @@ def _tensors() -> dict[str, torch.Tensor]:
     return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
 
 
+_ANSWER_S = 180.0
+"""Longest wait for the other process, whose imports take long on a loaded machine."""
+
+
 def _send(machine: Machine, ticket_to: Any, versions: int) -> None:
     """Send the tensors some times, the last time damaged."""
     transport = "cuda_ipc" if machine.is_cuda else "shared_memory"
-    options = SendOptions(transport, bucket_bytes=2**20, timeout_s=30.0, device=machine.device)
+    options = SendOptions(transport, bucket_bytes=2**20, timeout_s=_ANSWER_S, device=machine.device)
     sender = LinkedSender(["a"], options)
     ticket_to.put(sender.ticket.as_dict())
     weights = {name: tensor.to(machine.device) for name, tensor in _tensors().items()}
@@ -262,8 +266,8 @@ def _send(machine: Machine, ticket_to: Any, versions: int) -> None:
 
 def _receive(machine: Machine, ticket_from: Any, versions: int) -> str:
     """Receive what `_send` sends; returns the error of the damaged version."""
-    ticket = Ticket(**ticket_from.get(timeout=60))
-    receiver = open_receiver(ticket, engine="a", timeout_s=30.0, device=machine.device)
+    ticket = Ticket(**ticket_from.get(timeout=_ANSWER_S))
+    receiver = open_receiver(ticket, engine="a", timeout_s=_ANSWER_S, device=machine.device)
     expected = _tensors()
     for version in range(versions - 1):
         for name, tensor in receiver.receive(version):
@@ -290,8 +294,8 @@ def transfers(machine: Machine) -> dict[str, Any]:
     other = context.Process(target=_other_process, args=(machine, out, back, errors))
     other.start()
     _send(machine, out, 3)
-    damage = [errors.get(timeout=60), _receive(machine, back, 3)]
-    other.join(60)
+    damage = [errors.get(timeout=_ANSWER_S), _receive(machine, back, 3)]
+    other.join(_ANSWER_S)
     assert other.exitcode == 0, other.exitcode
     with one_rank(machine):
         total = torch.ones(4, device=machine.device)

@@ -41,7 +41,7 @@ def test_a_resume_names_its_checkpoint_and_the_settings_that_differ(
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ("algorithm.clip_low=0.1", "algorithm.clip_low"),
+        ("algorithm.policy_loss.clip_low=0.1", "algorithm.policy_loss.clip_low"),
         ("model.build.num_layers=1", "model.build.num_layers"),
         ("data.train.0.limit=3", r"data.train\[0\].limit"),
         ("reward.parts.0.weight=2", r"reward.parts\[0\].weight"),

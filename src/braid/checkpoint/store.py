@@ -72,10 +72,10 @@ class CheckpointStore:
         """Steps with a checkpoint, damaged ones included, oldest first."""
         if not self.folder.is_dir():
             return []
-        found = (
+        matches = (
             re.fullmatch(rf"({re.escape(_REPLACED)})?step_(\d+)", path.name) for path in self.folder.iterdir()
         )
-        return sorted({int(match[2]) for match in found if match})
+        return sorted({int(match[2]) for match in matches if match})
 
     def path(self, step: int) -> Path:
         """Folder of a step's checkpoint; the old one's if the process was killed between the two renames of a

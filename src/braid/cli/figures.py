@@ -65,10 +65,10 @@ def _lengths(config: RunConfig, plan: Plan) -> Iterator[Figure]:
 
 def _end_tokens(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     evaluated = config.eval.sampling if plan.verb == "eval" else None
-    found = end_tokens(config.model, evaluated or config.rollout.sampling)
-    if found is None:
+    origins = end_tokens(config.model, evaluated or config.rollout.sampling)
+    if origins is None:
         yield Figure("end tokens", UNKNOWN, "the model is not in a local folder")
-    for token, origin in (found or {}).items():
+    for token, origin in (origins or {}).items():
         yield Figure("end token", token, origin)
 
 
@@ -117,8 +117,8 @@ def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         yield Figure("tokens per step", f"at most {plan.max_tokens_per_step:,}", how)
     yield Figure("old log-probs", plan.old_logprobs, _why_old_logprobs(config, plan))
     if plan.aggregation_constant is not None:
-        given = config.algorithm.aggregation_constant is not None
-        how = "algorithm.aggregation_constant" if given else "longest possible response"
+        is_set = config.algorithm.aggregation_constant is not None
+        how = "algorithm.aggregation_constant" if is_set else "longest possible response"
         yield Figure("aggregation constant", f"{plan.aggregation_constant:g}", how)
     critic = ("no", "the advantage does not use values")
     if plan.learns_values:
@@ -136,12 +136,12 @@ def _rewards(config: RunConfig, _: Plan) -> Iterator[Figure]:
     asked = config.reward.code.isolation
     how = "auto: the first that works on this machine" if asked == "auto" else "reward.code.isolation"
     try:
-        found: str = find_isolation(asked)
+        isolation: str = find_isolation(asked)
     except ConfigError:
-        found, how = "none", "no sandbox works on this machine; the run would be refused"
-    if found == "process":
+        isolation, how = "none", "no sandbox works on this machine; the run would be refused"
+    if isolation == "process":
         how = f"resource limits only: programs can read files and use the network; {how}"
-    yield Figure("sandbox of code rewards", found, how)
+    yield Figure("sandbox of code rewards", isolation, how)
 
 
 def _why_old_logprobs(config: RunConfig, plan: Plan) -> str:

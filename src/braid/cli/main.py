@@ -207,15 +207,19 @@ def _explain(args: argparse.Namespace) -> int:
         raise ConfigError("pass a config to explain, or --key KEY for a single key")
     allowed, args.allow_unsupported = args.allow_unsupported, ["*"]
     try:
-        _, found = _read(args)
+        _, translation = _read(args)
     except Refused as error:
-        found = error
-    if found is None:
+        translation = error
+    if translation is None:
         raise ConfigError(f"{args.config} is a native config; use: braid show {args.config}")
     if args.json:
-        sys.stdout.write(ledger_text(found.ledger))
+        sys.stdout.write(ledger_text(translation.ledger))
     else:
-        print_ledger(found.ledger, title=f"{Path(args.config).name} ({found.title})", note=found.version_from)
+        print_ledger(
+            translation.ledger,
+            title=f"{Path(args.config).name} ({translation.title})",
+            note=translation.version_from,
+        )
     sys.stdout.flush()
     args.allow_unsupported, code, outcome = allowed, OK, "ok"
     try:
@@ -412,8 +416,8 @@ def _add_config(verb: argparse.ArgumentParser, *, is_optional: bool) -> None:
 
 def _resume_command(args: argparse.Namespace, stop: RunInterrupted) -> str:
     """The command that resumes the run; without a checkpoint, it starts the run again in the same folder."""
-    own = "" if args.language == "native" else "braid."
-    settings = {f"{own}run.name": stop.run_dir.name, f"{own}run.resume": "latest"}
+    prefix = "" if args.language == "native" else "braid."
+    settings = {f"{prefix}run.name": stop.run_dir.name, f"{prefix}run.resume": "latest"}
     overrides = [text for text in args.overrides if text.partition("=")[0] not in settings]
     overrides += [f"{key}={value}" for key, value in settings.items()]
     options = [(f"--{name}", getattr(args, name)) for name in ("dialect", "backend", "engine")]

@@ -54,8 +54,8 @@ def placement_table(layout: Layout) -> RenderableType:
 
 def _lines(role: RoleLayout) -> Iterator[list[Worker]]:
     """The workers of each line."""
-    has_own = len(role.devices) == len(role.workers) == sum(len(of.devices) for of in role.workers)
-    for _, workers in groupby(role.workers, key=lambda of: of.node if has_own else of.rank):
+    has_own = len(role.devices) == len(role.workers) == sum(len(worker.devices) for worker in role.workers)
+    for _, workers in groupby(role.workers, key=lambda worker: worker.node if has_own else worker.rank):
         yield list(workers)
 
 

@@ -164,11 +164,11 @@ def _init(num_processes: int) -> None:
     _remove_old_sessions(Path(node.get_session_dir_path()))
 
 
-def _remove_old_sessions(own: Path) -> None:
+def _remove_old_sessions(session: Path) -> None:
     """Remove the folders of sessions that other runs started, of which no process is left; Ray never removes them."""
     with suppress(OSError):
-        (own / _STARTED_BY_RUN).touch()
-    marked = [mark.parent for mark in own.parent.glob(f"session_*/{_STARTED_BY_RUN}")]
+        (session / _STARTED_BY_RUN).touch()
+    marked = [mark.parent for mark in session.parent.glob(f"session_*/{_STARTED_BY_RUN}")]
     old: list[Path] = []
     for folder in marked:
         driver = folder.name.rpartition("_")[2]
@@ -206,8 +206,8 @@ def _join(address: str) -> None:
     if "://" in address:
         raise _cannot_join(address, "that is a Ray Client address; use the cluster's address, HOST:6379")
     try:
-        found = canonicalize_bootstrap_address(address) or ""
-        host, _, port = found.rpartition(":")
+        bootstrap = canonicalize_bootstrap_address(address) or ""
+        host, _, port = bootstrap.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S) as line:
             if os.environ.get("RAY_USE_TLS") != "1":
                 line.sendall(_PREFACE)
@@ -220,14 +220,14 @@ def _join(address: str) -> None:
             "HOST:6379, or remove it to start a cluster on this machine",
         ) from None
     try:
-        ray.init(address=found, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=bootstrap, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         ray.shutdown()
         why = " ".join(str(error.__cause__ or error).split())
         if "Version mismatch" in why:
             advice = f"the cluster needs the same versions as this machine: Ray {ray.__version__}, Python {sys.version.split()[0]}"
         else:
-            advice = f"this machine must be part of the cluster: run `ray start --address={found}` here"
+            advice = f"this machine must be part of the cluster: run `ray start --address={bootstrap}` here"
         raise _cannot_join(address, f"{why}; {advice}") from error
 
 
@@ -331,12 +331,12 @@ class Machines:
         return len(self._machines) == 1
 
     def spot(
-        self, placement: Placement, given: Mapping[str, str]
+        self, placement: Placement, variables: Mapping[str, str]
     ) -> tuple[NodeAffinitySchedulingStrategy, dict[str, str]]:
-        """Ray's scheduling options for the worker of a placement, and its environment variables, including those
-        that the user has `given`."""
+        """Ray's scheduling options for the worker of a placement, and its environment variables, including
+        the user's `variables`."""
         machine = self._machines[placement.node]
-        env = dict(given)
+        env = dict(variables)
         if len(self._machines) > 1 and machine.interface:
             # By default gloo uses the address of the host name, which is often a loopback address, and NCCL
             # the first interface.

@@ -39,14 +39,14 @@ def _own_file() -> Path | None:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
-    groups = {of: path.lstrip("/") for _, of, path in (line.split(":", 2) for line in lines)}
+    groups = {controller: path.lstrip("/") for _, controller, path in (line.split(":", 2) for line in lines)}
     roots = {
         "memory": (Path("/sys/fs/cgroup/memory"), "memory.oom_control"),
         "": (Path("/sys/fs/cgroup"), "memory.events"),
     }
-    for of, (root, name) in roots.items():
-        for file in (root / groups.get(of, "") / name, root / name):
-            if of in groups and file.exists():
+    for controller, (root, name) in roots.items():
+        for file in (root / groups.get(controller, "") / name, root / name):
+            if controller in groups and file.exists():
                 return file
     return None
 

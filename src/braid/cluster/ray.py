@@ -275,13 +275,15 @@ class RayGroup(WorkerGroup[W]):
         self._places: list[Place] = []
         self._listening = threading.Thread(target=self._listen, name=f"reports of {role}", daemon=True)
         is_local = not config.is_joined or (machines is not None and machines.is_one)
-        given = config.variables
+        variables = config.variables
         try:
             shares = sharing or [1] * self.size
             for placement, num_sharing in zip(self._placements or [None] * self.size, shares, strict=True):
-                where, own = machines.spot(placement, given) if machines and placement else ("DEFAULT", given)
+                where, worker_variables = (
+                    machines.spot(placement, variables) if machines and placement else ("DEFAULT", variables)
+                )
                 new = host.options(scheduling_strategy=where)
-                self._hosts.append(new.remote({**env, **own}, is_local, num_sharing))
+                self._hosts.append(new.remote({**env, **worker_variables}, is_local, num_sharing))
             for h in self._hosts:
                 h.read.remote(reads)  # an import error surfaces when the module is needed
         except BaseException:
@@ -347,20 +349,20 @@ class RayGroup(WorkerGroup[W]):
         """See WorkerGroup."""
         rank_of = {
             call: rank
-            for of in cast("Sequence[_Pending]", pending)
-            for call, rank in zip(of.refs, of.ranks, strict=True)
+            for started in cast("Sequence[_Pending]", pending)
+            for call, rank in zip(started.refs, started.ranks, strict=True)
         }
-        (doing,) = {of.doing for of in cast("Sequence[_Pending]", pending)}
-        deadline = min(of.deadline for of in cast("Sequence[_Pending]", pending))
+        (doing,) = {started.doing for started in cast("Sequence[_Pending]", pending)}
+        deadline = min(started.deadline for started in cast("Sequence[_Pending]", pending))
         until = None if within_s is None else time.monotonic() + within_s
         left = self._watch(rank_of, doing, deadline, is_any=True, until=until)
-        return [of for of in pending if not any(call in left for call in of.refs)]
+        return [started for started in pending if not any(call in left for call in started.refs)]
 
     def is_done(self, call: Pending[Any], within_s: float) -> bool:
         """See WorkerGroup."""
-        of = cast("_Pending", call)
-        rank_of = dict(zip(of.refs, of.ranks, strict=True))
-        return not self._watch(rank_of, of.doing, of.deadline, until=time.monotonic() + within_s)
+        pending = cast("_Pending", call)
+        rank_of = dict(zip(pending.refs, pending.ranks, strict=True))
+        return not self._watch(rank_of, pending.doing, pending.deadline, until=time.monotonic() + within_s)
 
     def peers(self) -> list[Peer]:
         """The workers by rank, as workers of other groups call them."""

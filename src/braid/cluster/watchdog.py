@@ -35,11 +35,11 @@ def folder_prefix(worker: int) -> str:
 
 def start(*, ends_raylet: bool) -> None:
     """Start the watchdog of this process. With `ends_raylet` the raylet's agents end with the raylet."""
-    own, raylet, mark = os.getpid(), os.getppid(), secrets.token_hex(16)
-    agents = [pid for pid in children(raylet) if pid != own] if ends_raylet else []
+    this_pid, raylet, mark = os.getpid(), os.getppid(), secrets.token_hex(16)
+    agents = [pid for pid in children(raylet) if pid != this_pid] if ends_raylet else []
     with suppress(PermissionError):  # the leader of a session leads its group already
         os.setpgid(0, 0)
-    ids = map(str, (own, raylet, mark, *agents))
+    ids = map(str, (this_pid, raylet, mark, *agents))
     subprocess.run([sys.executable, "-m", __name__, *ids], check=True, start_new_session=True)
     os.environ[_MARK] = mark
 

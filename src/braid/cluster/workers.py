@@ -231,8 +231,8 @@ class InProcessGroup(WorkerGroup[W]):
         """See WorkerGroup."""
         if not self._has_threads:
             return pending
-        futures = {of.future: of for of in pending if isinstance(of, Started)}
-        return [futures[of] for of in wait(futures, within_s, FIRST_COMPLETED).done]
+        futures = {call.future: call for call in pending if isinstance(call, Started)}
+        return [futures[future] for future in wait(futures, within_s, FIRST_COMPLETED).done]
 
     def is_done(self, call: Pending[Any], within_s: float) -> bool:
         """See WorkerGroup."""

@@ -291,10 +291,10 @@ def _values(node: Any) -> list[Any]:
 
 def _inside(node: nodes.Node) -> list[Any]:
     """The expressions in a node."""
-    found = []
+    expressions = []
     for child in node.iter_child_nodes():
-        found += _inside(child) if isinstance(child, (nodes.Operand, nodes.Pair)) else [child]
-    return found
+        expressions += _inside(child) if isinstance(child, (nodes.Operand, nodes.Pair)) else [child]
+    return expressions
 
 
 def _either(one: Kind, other: Kind) -> Kind:

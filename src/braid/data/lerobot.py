@@ -79,7 +79,11 @@ def _episodes(folder: Path, key: str) -> Iterator[tuple[int, Demonstration]]:
     try:
         info = read_json(read)
         features = info["features"]
-        images = {name: of["dtype"] for name, of in features.items() if of["dtype"] in ("image", "video")}
+        images = {
+            name: feature["dtype"]
+            for name, feature in features.items()
+            if feature["dtype"] in ("image", "video")
+        }
         videos = _Videos(folder, info) if "video" in images.values() else None
         tasks = _tasks(folder, key)
         columns = ["action", "episode_index", "task_index", *([_STATE] if _STATE in features else [])]
@@ -90,21 +94,21 @@ def _episodes(folder: Path, key: str) -> Iterator[tuple[int, Demonstration]]:
             starts = np.flatnonzero(np.append(True, episodes[1:] != episodes[:-1]))
             for start, end in zip(starts, [*starts[1:], len(episodes)], strict=True):
                 part, number = table.slice(start, end - start), int(episodes[start])
-                seen: dict[str, NDArray[Any]] = {}
+                observations: dict[str, NDArray[Any]] = {}
                 for name, dtype in images.items():
                     if videos is not None and dtype == "video":
                         values = videos.read(name, number, len(part))
                     else:
                         values = _decoded(part[name])
-                    seen[name.removeprefix(_IMAGES).removeprefix("observation.")] = values
+                    observations[name.removeprefix(_IMAGES).removeprefix("observation.")] = values
                 if _STATE in features:
-                    seen["state"] = _matrix(part[_STATE])
+                    observations["state"] = _matrix(part[_STATE])
                 task = part["task_index"][0].as_py()
                 if task not in tasks:
                     raise DataError(
                         f"{key}={folder}: the task {task} of episode {number} is not in meta/tasks"
                     )
-                yield number, Demonstration(seen, _matrix(part["action"]), tasks[task])
+                yield number, Demonstration(observations, _matrix(part["action"]), tasks[task])
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         if isinstance(error, DataError):
             raise
@@ -121,7 +125,9 @@ class _Videos:
         self._places: dict[int, dict[str, Any]] = {}  # of version 3
         for file in sorted((folder / "meta" / "episodes").glob("**/*.parquet")):
             named = [
-                of for of in pq.read_schema(file).names if of == "episode_index" or of.startswith("videos/")
+                column
+                for column in pq.read_schema(file).names
+                if column == "episode_index" or column.startswith("videos/")
             ]
             self._places |= {
                 row["episode_index"]: row for row in pq.read_table(file, columns=named).to_pylist()
@@ -131,8 +137,8 @@ class _Videos:
         """The frames [count, h, w, 3] of an episode."""
         start_s, place = 0.0, {"episode_chunk": episode // self._chunk_size, "episode_index": episode}
         if self._places:
-            of = {part: self._places[episode][f"videos/{name}/{part}"] for part in _IN_VIDEO}
-            start_s, place = of.pop("from_timestamp"), of
+            location = {part: self._places[episode][f"videos/{name}/{part}"] for part in _IN_VIDEO}
+            start_s, place = location.pop("from_timestamp"), location
         file = self._folder / self._path.format(video_key=name, **place)
         frames = read_video(file, count, start_s=start_s - 0.5 / self._per_s)
         if len(frames) < count:
@@ -163,7 +169,7 @@ def _decoded(column: pa.ChunkedArray) -> NDArray[np.uint8]:
     from PIL import Image
 
     return np.stack(
-        [np.asarray(Image.open(io.BytesIO(of["bytes"])).convert("RGB")) for of in column.to_pylist()]
+        [np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("RGB")) for image in column.to_pylist()]
     )
 
 

@@ -80,15 +80,15 @@ def _call(call: Any, schemas: Mapping[str, Any], number: int) -> Any:
         raise ValueError(
             f"message {number} has the tool call {call!r:.200}; write {{function: {{name, arguments}}}}"
         )
-    given = function.get("arguments")
-    arguments = parse_json(given) if isinstance(given, str) else given
-    if given in (None, ""):
+    written = function.get("arguments")
+    arguments = parse_json(written) if isinstance(written, str) else written
+    if written in (None, ""):
         arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError(
-            f"message {number} calls {function['name']} with {given!r:.200}, which is not a JSON object"
+            f"message {number} calls {function['name']} with {written!r:.200}, which is not a JSON object"
         )
-    if not isinstance(given, str):
+    if not isinstance(written, str):
         properties = schemas.get(function["name"], {}).get("properties") or {}
         arguments = {
             key: without_nulls(item)

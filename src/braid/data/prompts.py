@@ -102,9 +102,9 @@ class Prompts(Lazy[Prompt]):
 
     def are_covered(self, sources: Sequence[str], named: Collection[str]) -> NDArray[np.bool_]:
         """Whether a list `sources` includes the source of each, of shape [num_prompts]; see braid.config.data.covers."""
-        found = self.sources
-        of_name = {name: covers(sources, named, name) for name in set(found)}
-        return np.fromiter(map(of_name.__getitem__, found), bool, len(found))
+        row_sources = self.sources
+        of_name = {name: covers(sources, named, name) for name in set(row_sources)}
+        return np.fromiter(map(of_name.__getitem__, row_sources), bool, len(row_sources))
 
     def chosen(self, places: NDArray[np.bool_] | NDArray[np.int64]) -> Prompts:
         """Those at an array of places, or for which an array of shape [num_prompts] is true."""
@@ -192,7 +192,7 @@ class PromptSet:
 
     def by_source(self) -> dict[str, Prompts]:
         """The prompts grouped by `Prompt.source`."""
-        return {name: self.prompts.chosen(of) for name, of in self.prompts.places_by_source().items()}
+        return {name: self.prompts.chosen(places) for name, places in self.prompts.places_by_source().items()}
 
 
 def load_prompts(
@@ -217,14 +217,14 @@ def load_prompts(
         for source in read_sources(sources, base_dir=base_dir, key=key):
             encoder = Encoder(source, config, tokenizer)
             kept_as = checked.key_of(len(source.rows), role, source.fingerprint, encoder.fingerprint)
-            if (found := checked.recall(kept_as)) is None:
-                found = _checked(encoder, role)
-                checked.keep(kept_as, found)
+            if (checked_rows := checked.recall(kept_as)) is None:
+                checked_rows = _checked(encoder, role)
+                checked.keep(kept_as, checked_rows)
             kept, codes, names, of_rows = (
-                found["kept"],
-                found["codes"],
-                found["names"],
-                found["counts"].tolist(),
+                checked_rows["kept"],
+                checked_rows["codes"],
+                checked_rows["names"],
+                checked_rows["counts"].tolist(),
             )
             counts[source.name] = SourceCounts(*of_rows)
             parts.append(SourcePrompts(encoder, kept, codes, names))
@@ -242,9 +242,9 @@ def _checked(encoder: Encoder, role: str) -> dict[str, NDArray[Any]]:
             _fields(source, index, row)
         codes[index] = names.setdefault(_source_name(source, index), len(names))
         if role == "eval" and "all" in names:
-            of = f"{source.key}.{'source_key' if source.config.source_key else 'name'}"
+            option = f"{source.key}.{'source_key' if source.config.source_key else 'name'}"
             why = "the name 'all' is reserved for the result over all sources"
-            raise DataError(f"{source.key}: {why}; change {of}")
+            raise DataError(f"{source.key}: {why}; change {option}")
 
     kept, counts = encoder.fitting(check)
     numbers = np.array([counts.rows, counts.dropped_overlong, counts.truncated])
@@ -352,8 +352,8 @@ class Encoder:
         if not is_templated:
             return token_ids[:limit]
         content = messages[-1]["content"].strip()
-        _, found, end = text.rpartition(content) if content else ("", "", "")
-        if not found:
+        _, separator, end = text.rpartition(content) if content else ("", "", "")
+        if not separator:
             raise DataError(
                 f"{self.source.where(index)}: the chat template changes the last message, so where its end begins is unknown "
                 "and data.overlong=truncate_right might cut it off; set it to truncate_left or drop"
@@ -376,7 +376,7 @@ class Encoder:
         waiting: list[tuple[int, DataRow, str, bool]] = []  # index, row, text, and whether it is templated
 
         def measure() -> None:
-            ids = self._tokenize([of[2] for of in waiting], [of[3] for of in waiting])
+            ids = self._tokenize([text for _, _, text, _ in waiting], [flag for *_, flag in waiting])
             for (index, row, text, is_templated), token_ids in zip(waiting, ids, strict=True):
                 if not token_ids:
                     raise DataError(f"{source.where(index)}: the prompt has no tokens")
@@ -472,9 +472,9 @@ class Encoder:
         if roles not in self._written:
             self._text(index, *self.messages(index))  # its error, if the template refuses these messages
             self._written[roles] = self._template_adds(index, roles, self._searched)
-        if (found := self._written[roles]) is None:
+        if (template := self._written[roles]) is None:
             return None
-        times, added = found
+        times, added = template
         return times * sum(map(self.bound.most, contents)) + added
 
     def _template_adds(

@@ -147,7 +147,7 @@ class JsonRows(Lazy[DataRow]):
 
     def _index(self, limit: int | None) -> tuple[NDArray[np.int64], str]:
         """Where each row starts, and the end of the last; and a hash of the content."""
-        found, count, at, content = [], 0, 0, hashlib.blake2b(digest_size=16)
+        row_starts, count, at, content = [], 0, 0, hashlib.blake2b(digest_size=16)
         for block in self._blocks():
             content.update(block)
             lines = block.splitlines(keepends=True)
@@ -158,11 +158,11 @@ class JsonRows(Lazy[DataRow]):
             is_row = np.fromiter(
                 (line[:1] == b"{" or not _is_blank(line) for line in lines), bool, len(lines)
             )
-            found.append(starts[is_row])
+            row_starts.append(starts[is_row])
             count, at = count + int(is_row.sum()), int(ends[-1])
             if limit is not None and count > limit:
                 break
-        starts = np.concatenate([*found, np.array([at], np.int64)])
+        starts = np.concatenate([*row_starts, np.array([at], np.int64)])
         cut = starts if limit is None else starts[: limit + 1]
         return cut, f"{content.hexdigest()}:{len(cut)}"
 

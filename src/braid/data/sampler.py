@@ -72,7 +72,9 @@ class MixedSampler(PromptSampler):
         """`groups` are (indices, share); groups with a share of 0 are never drawn from."""
         super().__init__(sum(len(indices) for indices, _ in groups), seed=seed, shuffle=shuffle)
         self._groups = [(indices, share) for indices, share in groups if share > 0]
-        self._samplers = [PromptSampler(len(of), seed=seed, shuffle=shuffle) for of, _ in self._groups]
+        self._samplers = [
+            PromptSampler(len(indices), seed=seed, shuffle=shuffle) for indices, _ in self._groups
+        ]
 
     def take(self, k: int) -> list[int]:
         """Draw the next `k` indices, each from the group whose next draw is due earliest."""
@@ -100,5 +102,5 @@ class MixedSampler(PromptSampler):
                 f"the checkpoint was saved with {len(groups)} shares in data.mix, which now has {len(self._samplers)}; "
                 "restore it, or start a new run from the weights with run.resume=none"
             )
-        for sampler, of in zip(self._samplers, groups, strict=True):
-            sampler.load(of)
+        for sampler, group_state in zip(self._samplers, groups, strict=True):
+            sampler.load(group_state)

@@ -141,8 +141,8 @@ def _matches(pattern: str, base_dir: Path, key: str) -> list[Path]:
         return [path]
     relative = "; paths are relative to the config's folder"
     if glob.has_magic(pattern):
-        if found := sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()):
-            return found
+        if files := sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()):
+            return files
         raise DataError(f"{key}: no file matches {path}{relative}")
     if isdir(path):
         example = f"{pattern.rstrip('/')}/*.jsonl"

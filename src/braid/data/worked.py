@@ -98,11 +98,11 @@ def load_examples(
             key = checked.key_of(
                 len(source.rows), "sft", source.fingerprint, maker.fingerprint, f"{max_positions}"
             )
-            if (found := checked.recall(key)) is None:
-                found = _checked(source, maker, config, max_positions)
-                checked.keep(key, found)
-            counts[source.name] = SourceCounts(*found["counts"].tolist())
-            parts.append(SourceExamples(maker, found["kept"]))
+            if (checked_rows := checked.recall(key)) is None:
+                checked_rows = _checked(source, maker, config, max_positions)
+                checked.keep(key, checked_rows)
+            counts[source.name] = SourceCounts(*checked_rows["counts"].tolist())
+            parts.append(SourceExamples(maker, checked_rows["kept"]))
     return ExampleSet(Chained(parts), counts)
 
 
@@ -236,8 +236,8 @@ class ResponseMaker:
             text = render(source, 0, messages, self._config, self._tokenizer, asks=False)
         except DataError:  # a template of prompts alone
             return None
-        _, found, after = text.rpartition(response)
-        ids: Any = self._tokenizer(after if found else "", add_special_tokens=False)["input_ids"]
+        _, separator, after = text.rpartition(response)
+        ids: Any = self._tokenizer(after if separator else "", add_special_tokens=False)["input_ids"]
         return next((token for token in ids if token in self._end_token_ids), None)
 
     def _pieces(self, index: int, row: DataRow) -> Sequence[Piece]:
@@ -272,7 +272,7 @@ def _conversation(source: SourceRows, index: int, conversation: Conversation | N
         [] if name is None else source.cell(index, key, name)
         for key, name in (("messages_key", columns.messages_key), ("tools_key", columns.tools_key))
     )
-    messages, tools = (parse_json(of) if isinstance(of, str) else of for of in (messages, tools))
+    messages, tools = (parse_json(value) if isinstance(value, str) else value for value in (messages, tools))
     try:
         tools = read_tools(tools)
         messages = read_messages(messages, tools)
@@ -281,10 +281,10 @@ def _conversation(source: SourceRows, index: int, conversation: Conversation | N
     if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[1:]):
         raise DataError(f"{where}: column {columns.messages_key!r}: {messages!r:.200}; {RULE}")
     try:
-        found = conversation(messages, tools)
+        spans = conversation(messages, tools)
     except ModelError as error:
         raise DataError(f"{where}: {error}") from error
-    return [Example(tuple(prompt_ids), tuple(ids), tuple(mask)) for prompt_ids, ids, mask in found]
+    return [Example(tuple(prompt_ids), tuple(ids), tuple(mask)) for prompt_ids, ids, mask in spans]
 
 
 def _are_pieces(response: Any) -> bool:

@@ -131,22 +131,26 @@ def run_program(code: str) -> None:
 # ---- plain values as JSON -------------------------------------------------------------------------------------------------
 
 VALUES: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    "int": ("builtins", hex, lambda of, text: of(text, 16)),
-    "complex": ("builtins", lambda v: [v.real, v.imag], lambda of, parts: of(*parts)),
-    "range": ("builtins", lambda v: [v.start, v.stop, v.step], lambda of, parts: of(*parts)),
-    "bytes": ("builtins", lambda v: v.hex(), lambda of, text: of.fromhex(text)),
-    "bytearray": ("builtins", lambda v: v.hex(), lambda of, text: of.fromhex(text)),
-    "tuple": ("builtins", lambda v: [*tuple.__iter__(v)], lambda of, items: of(items)),
-    "set": ("builtins", lambda v: [*set.__iter__(v)], lambda of, items: of(items)),
-    "frozenset": ("builtins", lambda v: [*frozenset.__iter__(v)], lambda of, items: of(items)),
-    "dict": ("builtins", lambda v: [[*pair] for pair in dict.items(v)], lambda of, pairs: of(pairs)),
-    "Counter": ("collections", lambda v: [[*pair] for pair in v.items()], lambda of, pairs: of(dict(pairs))),
-    "deque": ("collections", list, lambda of, items: of(items)),
-    "Decimal": ("decimal", str, lambda of, text: of(text)),
-    "Fraction": ("fractions", str, lambda of, text: of(text)),
-    "date": ("datetime", str, lambda of, text: of.fromisoformat(text)),
-    "datetime": ("datetime", str, lambda of, text: of.fromisoformat(text)),
-    "timedelta": ("datetime", lambda v: v.total_seconds(), lambda of, seconds: of(seconds=seconds)),
+    "int": ("builtins", hex, lambda cls, text: cls(text, 16)),
+    "complex": ("builtins", lambda v: [v.real, v.imag], lambda cls, parts: cls(*parts)),
+    "range": ("builtins", lambda v: [v.start, v.stop, v.step], lambda cls, parts: cls(*parts)),
+    "bytes": ("builtins", lambda v: v.hex(), lambda cls, text: cls.fromhex(text)),
+    "bytearray": ("builtins", lambda v: v.hex(), lambda cls, text: cls.fromhex(text)),
+    "tuple": ("builtins", lambda v: [*tuple.__iter__(v)], lambda cls, items: cls(items)),
+    "set": ("builtins", lambda v: [*set.__iter__(v)], lambda cls, items: cls(items)),
+    "frozenset": ("builtins", lambda v: [*frozenset.__iter__(v)], lambda cls, items: cls(items)),
+    "dict": ("builtins", lambda v: [[*pair] for pair in dict.items(v)], lambda cls, pairs: cls(pairs)),
+    "Counter": (
+        "collections",
+        lambda v: [[*pair] for pair in v.items()],
+        lambda cls, pairs: cls(dict(pairs)),
+    ),
+    "deque": ("collections", list, lambda cls, items: cls(items)),
+    "Decimal": ("decimal", str, lambda cls, text: cls(text)),
+    "Fraction": ("fractions", str, lambda cls, text: cls(text)),
+    "date": ("datetime", str, lambda cls, text: cls.fromisoformat(text)),
+    "datetime": ("datetime", str, lambda cls, text: cls.fromisoformat(text)),
+    "timedelta": ("datetime", lambda v: v.total_seconds(), lambda cls, seconds: cls(seconds=seconds)),
 }
 """Plain types that JSON lacks: their module, the value's parts, and the value from its class and parts."""
 
@@ -157,15 +161,15 @@ def encode(value: Any, export: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
-    for of in kind.__mro__:
-        if of is list:
+    for base in kind.__mro__:
+        if base is list:
             return [encode(item, export) for item in list.__iter__(value)]
-        if of is str:
+        if base is str:
             return str.__str__(value)
-        if of is float or (of is int and abs(value) < 1 << 60):
-            return of(value)
-        if VALUES.get(of.__name__, ("",))[0] == of.__module__:
-            return {of.__name__: encode(VALUES[of.__name__][1](value), export)}
+        if base is float or (base is int and abs(value) < 1 << 60):
+            return base(value)
+        if VALUES.get(base.__name__, ("",))[0] == base.__module__:
+            return {base.__name__: encode(VALUES[base.__name__][1](value), export)}
     if kind.__module__ == "numpy" and hasattr(value, "tolist") and value.dtype.kind in "biufcU":
         data = encode(value.tolist(), export)
         return {"array": [value.dtype.str, data]} if kind.__name__ == "ndarray" else data
@@ -356,7 +360,7 @@ class Answer:
         try:
             return self.functions[request["call"]](*args, **kwargs)
         except BaseException as error:
-            if _is_control([of.__name__ for of in type(error).__mro__]):
+            if _is_control([base.__name__ for base in type(error).__mro__]):
                 self.fail()
             raise
 
@@ -400,11 +404,11 @@ class Answer:
         name, else a new class with the same name and bases. Classes that no `except Exception` catches become
         RuntimeError."""
         name = names[0] if names else "Exception"
-        found = getattr(builtins, name, None)
+        builtin = getattr(builtins, name, None)
         if name in ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "BaseException", "object"):
             return RuntimeError
-        if isinstance(found, type) and issubclass(found, Exception):
-            return found
+        if isinstance(builtin, type) and issubclass(builtin, Exception):
+            return builtin
         if name not in self.exceptions:
             self.exceptions[name] = type(str(name), (self.exception(names[1:]),), {})
         return self.exceptions[name]
@@ -422,7 +426,7 @@ class Remote:
         object.__setattr__(self, "_number", number)
 
     def __getattr__(self, name):
-        is_check = any(hasattr(of, name) for of in (str, set, float)) and name.startswith(
+        is_check = any(hasattr(builtin, name) for builtin in (str, set, float)) and name.startswith(
             ("is", "starts", "ends")
         )
         if is_check or name.startswith("__"):
@@ -476,8 +480,8 @@ def _comparison(do):
 def _arithmetic(do, is_swapped=False):
     def compute(self, *others):
         operands = (*others, self) if is_swapped else (self, *others)
-        found = object.__getattribute__(self, "_answer").ask(do, *operands)
-        return found if isinstance(found, Remote) else NotImplemented
+        result = object.__getattribute__(self, "_answer").ask(do, *operands)
+        return result if isinstance(result, Remote) else NotImplemented
 
     return compute
 

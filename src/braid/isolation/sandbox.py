@@ -265,11 +265,11 @@ def _ancestors() -> list[int]:
 def _python_folders() -> list[str]:
     """Folders of this Python and its packages outside /usr, which is always visible."""
     executable = os.path.dirname(os.path.realpath(sys.executable))
-    found = ["/usr"]
+    folders = ["/usr"]
     for folder in sorted({sys.prefix, sys.base_prefix, sys.exec_prefix, executable} - {"/"}):
-        if not any(Path(folder).is_relative_to(other) for other in found):
-            found.append(folder)
-    return found[1:]
+        if not any(Path(folder).is_relative_to(other) for other in folders):
+            folders.append(folder)
+    return folders[1:]
 
 
 @lru_cache

@@ -334,8 +334,8 @@ def _stored_places(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) ->
     out: list[Tensor] = []
     start = 0
     for length, (source, num) in zip(lengths, shared, strict=True):
-        own = start + torch.arange(length - num)
-        out.append(torch.cat((out[source][:num], own)) if num else own)
+        places = start + torch.arange(length - num)
+        out.append(torch.cat((out[source][:num], places)) if num else places)
         start += length - num
     return out
 

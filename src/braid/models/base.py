@@ -85,10 +85,10 @@ def choose(logits: Tensor, uniforms: Tensor | None) -> Tensor:
 
 def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers by name, tied ones once."""
-    seen: set[int] = set()
+    yielded: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
+        if id(tensor) not in yielded:
+            yielded.add(id(tensor))
             yield name, tensor
 
 
@@ -96,33 +96,39 @@ def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def copy_weights(source: Mapping[str, Tensor], target: Iterable[tuple[str, Tensor]]) -> None:
     """Copy the tensors of `source` into those of the same name in `target`. Raises ModelError, before any is copied,
     unless names and shapes are the same."""
-    own = dict(target)
-    check_fit(source, {name: tensor.shape for name, tensor in own.items()})
-    for name, tensor in own.items():
+    tensors = dict(target)
+    check_fit(source, {name: tensor.shape for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
         tensor.copy_(source[name])
 
 
 def check_fit(
-    weights: Mapping[str, Tensor], own: Mapping[str, torch.Size], *, heads_differ: bool = False
+    weights: Mapping[str, Tensor], shapes: Mapping[str, torch.Size], *, heads_differ: bool = False
 ) -> None:
-    """Raise ModelError unless `weights` have the names and shapes `own` of the model that is to take them.
+    """Raise ModelError unless `weights` have the names and `shapes` of the model that is to take them.
 
     With `heads_differ` they are those of a policy for its critic: only parts that both have (the first components of
     the names) are compared, of which there must be one."""
-    given = {name: tensor.shape for name, tensor in weights.items()}
+    weight_shapes = {name: tensor.shape for name, tensor in weights.items()}
     if heads_differ:
-        both = {name.partition(".")[0] for name in given} & {name.partition(".")[0] for name in own}
-        given, own = (
-            {name: shape for name, shape in of.items() if name.partition(".")[0] in both or not both}
-            for of in (given, own)
+        both = {name.partition(".")[0] for name in weight_shapes} & {
+            name.partition(".")[0] for name in shapes
+        }
+        weight_shapes, shapes = (
+            {
+                name: shape
+                for name, shape in named_shapes.items()
+                if name.partition(".")[0] in both or not both
+            }
+            for named_shapes in (weight_shapes, shapes)
         )
     faults = {
-        "missing": [name for name in own if name not in given],
-        "unknown to the model": [name for name in given if name not in own],
+        "missing": [name for name in shapes if name not in weight_shapes],
+        "unknown to the model": [name for name in weight_shapes if name not in shapes],
         "of another shape": [
-            f"{name} {tuple(given[name])} instead of {tuple(own[name])}"
-            for name in own
-            if name in given and given[name] != own[name]
+            f"{name} {tuple(weight_shapes[name])} instead of {tuple(shapes[name])}"
+            for name in shapes
+            if name in weight_shapes and weight_shapes[name] != shapes[name]
         ],
     }
     if any(faults.values()):

@@ -208,7 +208,10 @@ class _TokenLogprobs(torch.autograd.Function):
         all_tokens, all_columns = rule.tiles(states, len(weight), log_total.itemsize)
         # On CPUs oneDNN would copy a transposed first factor in each product.
         copies = wants_weight and states.device.type == "cpu"
-        parts = [(of, states[of].t().contiguous() if copies else None) for of in all_tokens]
+        parts = [
+            (part_tokens, states[part_tokens].t().contiguous() if copies else None)
+            for part_tokens in all_tokens
+        ]
         grad_logits = compiled(_grad_logits) if rule.compiles else _grad_logits
         with torch.autocast(states.device.type, enabled=False):
             for index, ((tokens, state_t), columns) in enumerate(product(parts, all_columns)):

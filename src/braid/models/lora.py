@@ -182,11 +182,11 @@ def _recipe(name: str, layer: Any) -> tuple[str, Recipe]:
 def _experts(model: nn.Module) -> list[str]:
     """Names of the parameters that each hold a weight of all experts of a layer."""
     return [
-        f"{name}.{own}"
+        f"{name}.{weight}"
         for name, module in model.named_modules()
         if is_experts(module)
         or type(module).__name__.endswith("Experts")  # Llama 4 and JetMoE have their own
-        for own, parameter in module.named_parameters(recurse=False)
+        for weight, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3
     ]
 

@@ -82,13 +82,13 @@ class MlpPolicy(TrainableModel):
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`logprobs` [T] and `entropy` [T], 0 where the mask is False; with a value head also the outputs of MlpValue."""
-        features, found = self._net.body(batch.observations), {}
+        features, computed = self._net.body(batch.observations), {}
         if self.value_head is not None and outputs & VALUES:
             values = self.value_head(detached(features, self._detaches, outputs))
-            found = self.value_head.of_observations(values, batch, outputs)
+            computed = self.value_head.of_observations(values, batch, outputs)
         if outputs <= VALUES:
-            return found
-        return found | self._of_actions(features, batch, outputs - VALUES)
+            return computed
+        return computed | self._of_actions(features, batch, outputs - VALUES)
 
     def _of_actions(
         self, features: Tensor, batch: PackedBatch, outputs: frozenset[Output]
@@ -140,8 +140,10 @@ class MlpPolicy(TrainableModel):
         count = len(next(iter(observations.values())))
         padding = max(_MIN_ROWS - count, 0)
         padded = {
-            name: functional.pad(torch.as_tensor(of, device=device), [0, 0] * (of.ndim - 1) + [0, padding])
-            for name, of in observations.items()
+            name: functional.pad(
+                torch.as_tensor(values, device=device), [0, 0] * (values.ndim - 1) + [0, padding]
+            )
+            for name, values in observations.items()
         }
         head = self._head(self._net.body(padded))[:count]
         drawn = None if uniforms is None else torch.from_numpy(uniforms).to(device)
@@ -227,10 +229,10 @@ class _Body(nn.Module):
         super().__init__()
         sizes = {shape[:2] for shape in spaces.images.values()}
         if bool(sizes) != bool(spec.channels) or len(sizes) > 1:
-            seen = ", ".join(f"{name} {shape}" for name, shape in spaces.images.items()) or "no images"
+            images = ", ".join(f"{name} {shape}" for name, shape in spaces.images.items()) or "no images"
             fix = "set it, e.g. to [16, 32, 64]" if sizes else "remove it"
             fix = "images must have equal heights and widths" if len(sizes) > 1 else fix
-            why = f"the environment's observations have {seen}; {fix}"
+            why = f"the environment's observations have {images}; {fix}"
             raise ConfigError([Problem("model.mlp.channels", why, "model")])
         self._names = list(spaces.images)
         wide, activation = spaces.state_size, _ACTIVATIONS[spec.activation]

@@ -57,13 +57,13 @@ def make_critic(
     train = train_config(config, "critic")
     head = {"head_name": config.critic.head_name, "normalizes": config.critic.normalize_values}
     if config.critic.path is None:
-        of = policy or make_policy(config, device, rank=rank)
+        source = policy or make_policy(config, device, rank=rank)
     else:
-        of = _load_folder(config, "critic", config.critic.path, device, rank)
-    if of is policy or of.has_adapters:
-        critic = ValueModel.copy_of(of, **head)
+        source = _load_folder(config, "critic", config.critic.path, device, rank)
+    if source is policy or source.has_adapters:
+        critic = ValueModel.copy_of(source, **head)
     else:  # the backbone is not used elsewhere
-        critic = ValueModel(of.backbone, attention=of.attention, **head)
+        critic = ValueModel(source.backbone, attention=source.attention, **head)
     critic.set_gradient_checkpointing(train.gradient_checkpointing)
     return critic
 
@@ -151,7 +151,9 @@ def _load_folder(
 ) -> CausalLM:
     """Load the language model in a role's own folder."""
     return load_policy(
-        _with_kernels(config, device).model_copy(update={"path": path, "build": None, "lora": None}),
+        _with_kernels(config, device).model_copy(
+            update={"path": path, "gguf": None, "build": None, "lora": None}
+        ),
         temperature=config.rollout.sampling.temperature,
         seed=0,
         device=device,

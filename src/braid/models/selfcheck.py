@@ -147,9 +147,9 @@ class PlainLogprobs:
         rounding = error.mean().item() / min(1.0, lm.temperature)
         return cls(arrays, values.float().cpu().numpy(), rounding)
 
-    def check(self, found: Sequence[NDArray[np.float32]], backend: str) -> None:
+    def check(self, logprobs: Sequence[NDArray[np.float32]], backend: str) -> None:
         """Raise ModelError if a backend's log-probs [L] of the rows differ by more than rounding."""
-        error = float(np.abs(np.concatenate([row[1:] for row in found]) - self.values).mean())
+        error = float(np.abs(np.concatenate([row[1:] for row in logprobs]) - self.values).mean())
         allowed = _OF_WRAPPED * self.rounding + _LEAST
         if not error <= allowed:
             raise ModelError(
@@ -165,15 +165,17 @@ def _check_numbers(model: PreTrainedModel, plain: Sequence[Tensor]) -> None:
     weights = dict(model.named_parameters())
     bad = [name for name, weight in weights.items() if not weight.isfinite().all()]
     kind, path = type(model).__name__, model.name_or_path
-    of = f"{kind}{f' in {path}' if path else ''}"
+    which = f"{kind}{f' in {path}' if path else ''}"
     if bad:
         raise ModelError(
-            f"{len(bad)} of the {len(weights)} weights of {of} contain NaN or infinity, among them {bad[0]}: the file is damaged, or "
-            "its training diverged; use an intact copy or an earlier checkpoint"
+            f"{len(bad)} of the {len(weights)} weights of {which} contain NaN or infinity, among them "
+            f"{bad[0]}: the file is damaged, or its training diverged; use an intact copy or an earlier "
+            "checkpoint"
         )
     raise ModelError(
-        f"the log-probs of {of} in its own forward pass are NaN, although its weights are finite: it overflows in "
-        f"{str(model.dtype).removeprefix('torch.')}; set its dtype to fp32 (model.dtype) or to a type with a wider range"
+        f"the log-probs of {which} in its own forward pass are NaN, although its weights are finite: it "
+        f"overflows in {str(model.dtype).removeprefix('torch.')}; set its dtype to fp32 (model.dtype) or to "
+        "a type with a wider range"
     )
 
 

@@ -62,8 +62,8 @@ def _llama(body: str, schemas: Schemas) -> list[_Read]:  # noqa: ARG001
 
 
 def _mistral(body: str, schemas: Schemas) -> list[_Read]:  # noqa: ARG001
-    if (found := _MISTRAL_CALL.match(body)) is not None:
-        return [(found[1], _json(found[2]))]
+    if (match := _MISTRAL_CALL.match(body)) is not None:
+        return [(match[1], _json(match[2]))]
     read = _json(body)
     return [_named(one) for one in (read if isinstance(read, list) else [read])]
 
@@ -118,12 +118,12 @@ def _python_call(call: ast.expr, schemas: Schemas) -> _Read | _Malformed:
 
 
 def _xml(body: str, schemas: Schemas) -> list[_Read]:
-    found = re.match(r"<function=([^<>\n]+)>", body)
-    if found is None:
+    header = re.match(r"<function=([^<>\n]+)>", body)
+    if header is None:
         raise _Malformed("bad_json", "the tool call has no <function=name>")
     closed = body[: body.rfind("</parameter>") + len("</parameter>")]
     pairs = re.findall(r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", closed, re.DOTALL)
-    return [(found[1], _typed(pairs, schemas.get(found[1], {})))]
+    return [(header[1], _typed(pairs, schemas.get(header[1], {})))]
 
 
 def _glm(body: str, schemas: Schemas) -> list[_Read]:
@@ -213,7 +213,7 @@ def detect_format(template: str | None) -> ToolFormat | None:
 
 
 def parse_calls(
-    text: str, tools: Sequence[ToolSchema], of: ToolFormat, new_id: Callable[[], str]
+    text: str, tools: Sequence[ToolSchema], tool_format: ToolFormat, new_id: Callable[[], str]
 ) -> tuple[str, tuple[ToolCall, ...]]:
     """The text around the calls, and the calls in order, each with its status. Without tools nothing is a call.
 
@@ -225,7 +225,7 @@ def parse_calls(
         return text, ()
     calls: list[ToolCall] = []
     rest, end = list[str](), 0
-    for start, stop, name, read in _found(text, schemas, of):
+    for start, stop, name, read in _found(text, schemas, tool_format):
         rest.append(text[end:start])
         calls += (_checked(one, name, schemas, new_id()) for one in read)
         end = stop
@@ -233,10 +233,10 @@ def parse_calls(
 
 
 def _found(
-    text: str, schemas: Schemas, of: ToolFormat
+    text: str, schemas: Schemas, tool_format: ToolFormat
 ) -> Iterator[tuple[int, int, str, Sequence[_Read | _Malformed]]]:
     """Start, end, name if known, and content of each call; a list in mistral's format has several."""
-    if of == "tag":
+    if tool_format == "tag":
         names = "|".join(re.escape(name) for name in schemas)
         for match in re.finditer(rf"<({names})>(.*?)(?:</\1>|\Z)", text, re.DOTALL):
             yield (
@@ -246,7 +246,7 @@ def _found(
                 [(match[1], _tag_arguments(match[2], schemas[match[1]]))],
             )
         return
-    form, end = _FORMATS[of], 0
+    form, end = _FORMATS[tool_format], 0
     opening, ending, tokens = re.compile(form.start), re.compile(f"{form.end}|\\Z"), form.tokens()
     while (start := opening.search(text, end)) is not None:
         first = ending.search(text, start.end())

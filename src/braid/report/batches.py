@@ -46,8 +46,14 @@ def write_batch(path: Path, groups: Sequence[Group], rows: Sequence[Row]) -> Non
     index = []
     start = first = 0
     for row in rows:
-        of = trajectories[row.trajectory]
-        origin = Origin(of.prompt.uid, of.prompt.source, of.sample, str(of.status), of.reward)
+        trajectory = trajectories[row.trajectory]
+        origin = Origin(
+            trajectory.prompt.uid,
+            trajectory.prompt.source,
+            trajectory.sample,
+            str(trajectory.status),
+            trajectory.reward,
+        )
         plain = {f.name: getattr(row, f.name) for f in fields(Row) if f.name not in _ARRAYS}
         index.append({"start": start, "length": len(row), **plain, "origin": asdict(origin)})
         if row.observations:

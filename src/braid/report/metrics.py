@@ -72,7 +72,7 @@ class Metrics:
 
     def load(self, state: Mapping[str, Sequence[Any]]) -> None:
         """Replace all values by those of a `state()`."""
-        self._values = {name: Value(*of) for name, of in state.items()}
+        self._values = {name: Value(*parts) for name, parts in state.items()}
 
     def flat(self) -> dict[str, float]:
         """Return name -> value, in the order of names.METRICS."""

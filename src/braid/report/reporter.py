@@ -127,12 +127,12 @@ class Reporter:
         metrics.add("time/round_s", now - self._line_s)
         self._line_s = now
         flat = metrics.flat()
-        of = self._state
-        of.round, of.step = round_, step
+        progress = self._state
+        progress.round, progress.step = round_, step
         if results := _eval_results(flat):
-            of.last_eval = {"round": round_, "results": results}
-            if of.first_eval["round"] is None:
-                of.first_eval = of.last_eval
+            progress.last_eval = {"round": round_, "results": results}
+            if progress.first_eval["round"] is None:
+                progress.first_eval = progress.last_eval
         for sink in tuple(self._sinks):
             self._try(sink, lambda sink=sink: sink.log(round_, step, flat))
         self._summarize_running()
@@ -248,19 +248,19 @@ class Reporter:
             self._is_summary_late = True
 
     def _summarize(self, status: Status, error: BaseException | None = None) -> None:
-        of = self._state
+        progress = self._state
         summary = {
             "status": status,
-            "round": of.round or 0,
+            "round": progress.round or 0,
             "num_rounds": self.console.num_rounds,
-            "steps": of.step,
+            "steps": progress.step,
             "wall_s": round(self._wall_s, 3),
-            "restarts": of.restarts,
+            "restarts": progress.restarts,
             "eval": {
                 "first": self.first_eval,
                 "last": self.last_eval,
-                "first_round": of.first_eval["round"],
-                "last_round": of.last_eval["round"],
+                "first_round": progress.first_eval["round"],
+                "last_round": progress.last_eval["round"],
             },
             "checkpoint": None if self._evaluated is None else str(self._evaluated),
             "data": self._data,
@@ -270,7 +270,7 @@ class Reporter:
 
     def _closing(self, status: Status) -> RenderableType:
         run, evals = self.run_dir, (self._state.first_eval, self._state.last_eval)
-        first, last = (self._samples(f"eval_{of['round'] or 0:06d}") for of in evals)
+        first, last = (self._samples(f"eval_{result['round'] or 0:06d}") for result in evals)
         return closing(
             status,
             time_text=clock(self._wall_s),

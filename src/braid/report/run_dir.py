@@ -135,9 +135,9 @@ class RunDir:
         if self.metrics.exists():
             self._write(self.metrics, "".join(to_json(record) + "\n" for record in kept))
         for path in (*self.samples.glob("*.jsonl"), *self.batches.glob("*.*")):
-            found = re.fullmatch(r"\w+?_(\d+)", path.stem)
+            match = re.fullmatch(r"\w+?_(\d+)", path.stem)
             last = max((r for r in (last_round, stored_round) if r is not None), default=-1)
-            if found and int(found[1]) > last:
+            if match and int(match[1]) > last:
                 path.unlink()
 
     def close(self) -> None:

@@ -161,7 +161,7 @@ def _version(value: int | list[list[int]]) -> PolicyVersion:
 def _without_images(steps: EnvSteps) -> dict[str, Any]:
     def lists(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: lists(of) for name, of in value.items() if of.dtype != np.uint8}
+            return {name: lists(array) for name, array in value.items() if array.dtype != np.uint8}
         return np.asarray(value).tolist()
 
     return {f.name: lists(getattr(steps, f.name)) for f in fields(EnvSteps)}
@@ -172,9 +172,9 @@ def _env_steps(record: dict[str, Any]) -> EnvSteps:
 
     def array(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: array(of) for name, of in value.items()}
-        found = np.array(value)
-        return found if found.dtype.kind == "i" else np.array(value, np.float32)
+            return {name: array(part) for name, part in value.items()}
+        values = np.array(value)
+        return values if values.dtype.kind == "i" else np.array(value, np.float32)
 
     version = _version(record.pop("policy_version"))
     return EnvSteps(**{name: array(value) for name, value in record.items()}, policy_version=version)

@@ -40,8 +40,8 @@ class ModelPart:
             places.append(place)
             num_truncated += is_cut
         for batch in self._classifier.batches(rows):
-            found = await self._scores([rows[i] for i in batch])
-            for i, score in zip(batch, found, strict=True):
+            batch_scores = await self._scores([rows[i] for i in batch])
+            for i, score in zip(batch, batch_scores, strict=True):
                 scores[places[i]] = score
         return scores, num_truncated
 

@@ -43,20 +43,20 @@ def called_function(test: Mapping[str, Any], metadata: Any = None) -> str | None
     metadata = test.get("metadata") or metadata
     if isinstance(metadata, str) and metadata.lstrip().startswith("{"):
         metadata = parse_json(metadata)
-    given = test.get("fn_name")
-    if kind in _CALLS and not given and isinstance(metadata, dict):
-        given = metadata.get("func_name") or metadata.get("fn_name")
-    if not given:
+    function = test.get("fn_name")
+    if kind in _CALLS and not function and isinstance(metadata, dict):
+        function = metadata.get("func_name") or metadata.get("fn_name")
+    if not function:
         if kind in _CALLS:
             raise ValueError(
                 f"a test of the type {kind!r} does not name its function; add 'fn_name' to it, or a column 'metadata' "
                 "with {func_name}, as in LiveCodeBench"
             )
         return None
-    name = _NAME.fullmatch(given) if isinstance(given, str) else None
+    name = _NAME.fullmatch(function) if isinstance(function, str) else None
     if name is None:
         raise ValueError(
-            f"{str(given)[:80]!r} cannot be called; fn_name must be the name of a function or method"
+            f"{str(function)[:80]!r} cannot be called; fn_name must be the name of a function or method"
         )
     return name[1]
 

@@ -102,10 +102,10 @@ def _answer(text: str, parse: Callable[[str], list[Any]], *, is_formula: bool) -
 
 def _reference(reference: str, parse: Callable[[str], list[Any]]) -> list[Any]:
     """Parse a reference as mathematics. Only the text after the last `####` is used (as in GSM8K)."""
-    found = _formula(_respelled(reference.rpartition("####")[2]), parse)
-    if not found:
+    formulas = _formula(_respelled(reference.rpartition("####")[2]), parse)
+    if not formulas:
         raise ValueError(f"the reference answer {reference!r} is not a mathematical expression")
-    return found
+    return formulas
 
 
 def _formula(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:

@@ -29,10 +29,10 @@ from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
 from braid.generators import reasoning_gym
 from braid.isolation.sandbox import START_LIMIT_S, Isolation, find_isolation
+from braid.reasoning import without_reasoning
 from braid.types import Prompt, Trajectory
 from braid.users import shown
 
-from .answers import without_reasoning
 from .base import Later, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
 from .isolated import score_by_generator
@@ -97,8 +97,8 @@ def build_part(  # noqa: C901  # one case per kind
             runner = LoopThread() if is_async else CallThreads(max_stuck=config.concurrency)
             call = partial(function, **part.params)
 
-            def later(given: Mapping[str, Any]) -> Later:
-                return partial(runner.run, partial(call, **given), timeout_s)
+            def later(arguments: Mapping[str, Any]) -> Later:
+                return partial(runner.run, partial(call, **arguments), timeout_s)
 
             if part.group:
                 return GroupPart(later, arguments, runner.close)
@@ -114,7 +114,7 @@ def _math(
 ) -> float | Later:
     """1 if math-verify finds the answer equal to a reference; 0 while the reasoning lasts, or without a match."""
     references = references_of(trajectory.prompt)
-    text = without_reasoning(trajectory.answer_text)
+    text = without_reasoning(trajectory.answer_text, is_parsed=bool(trajectory.reasoning_text))
     answer = extract(text) if extract is not None else text
     if not answer:
         return 0.0
@@ -159,7 +159,9 @@ def _reasoning_gym(
             f"source {trajectory.prompt.source!r} is not procedural, so it has no scorer of reasoning-gym; use another "
             "kind of reward for it"
         )
-    generator, params, expected = (fields["reasoning_gym"][of] for of in ("generator", "params", "answer"))
+    generator, params, expected = (
+        fields["reasoning_gym"][name] for name in ("generator", "params", "answer")
+    )
     entry = {**fields, "answer": expected}  # also where answer_key is another or null
     if _compares_text(generator):
         return score_by_generator(generator, params, answer, entry)
@@ -178,17 +180,17 @@ def _compares_text(generator: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Arguments:
     """The names that a function is called with: those of OFFERED and of columns. `declared` is None for `**kwargs`, which
-    take them all; `required` have no default; `own` are those of `params`."""
+    take them all; `required` have no default; `params` have values in the config."""
 
     path: str
     declared: frozenset[str] | None
     required: frozenset[str]
-    own: frozenset[str]
+    params: frozenset[str]
 
     @property
     def columns(self) -> frozenset[str]:
         """The columns that a row must have."""
-        return self.required - {*OFFERED, *self.own}
+        return self.required - {*OFFERED, *self.params}
 
     def check(self, prompt: Prompt) -> None:
         """Raise RewardError if the prompt's row lacks one of these columns."""
@@ -216,7 +218,7 @@ class Arguments:
         return {
             name: value
             for name, value in offered.items()
-            if name not in self.own and (self.declared is None or name in self.declared)
+            if name not in self.params and (self.declared is None or name in self.declared)
         }
 
 
@@ -230,8 +232,8 @@ class GroupPart:
 
     async def scores(self, trajectories: Sequence[Trajectory]) -> list[object]:
         """What the function returns for each. Raises RewardError if it fails, or returns anything but a list of this length."""
-        given = [self._arguments.of(trajectory) for trajectory in trajectories]
-        result: Any = await self._call({name: [one[name] for one in given] for name in given[0]})()
+        arguments = [self._arguments.of(trajectory) for trajectory in trajectories]
+        result: Any = await self._call({name: [one[name] for one in arguments] for name in arguments[0]})()
         try:
             values = None if isinstance(result, str | bytes | Mapping) else list(result)
         except Exception:
@@ -266,6 +268,6 @@ def arguments_of(
         elif name not in named and not takes_all:
             problems.append(("params", f"{path!r} has no parameter {name!r}{suggest(name, named)}"))
     if problems:
-        raise ConfigError([Problem(f"{key}.{of}", problem, "config") for of, problem in problems])
+        raise ConfigError([Problem(f"{key}.{option}", problem, "config") for option, problem in problems])
     required = frozenset(name for name, p in named.items() if p.default is p.empty)
     return Arguments(path, None if takes_all else frozenset(named), required, frozenset(params))

@@ -59,14 +59,14 @@ def _test(item: Any, metadata: Any) -> ProgramTest:
     match item:
         case str():
             return ProgramTest(item)
-        case {"input": given, "output": expected}:
+        case {"input": stdin, "output": expected}:
             if (function := called_function(item, metadata)) is not None:
-                return ProgramTest(assertion_of(given, expected), function=function)
-            given, expected = (
-                "\n".join(map(str, x)) if isinstance(x, list) else x for x in (given, expected)
+                return ProgramTest(assertion_of(stdin, expected), function=function)
+            stdin, expected = (
+                "\n".join(map(str, x)) if isinstance(x, list) else x for x in (stdin, expected)
             )
-            if isinstance(given, str) and isinstance(expected, str):
-                return ProgramTest(input=given, output=expected)
+            if isinstance(stdin, str) and isinstance(expected, str):
+                return ProgramTest(input=stdin, output=expected)
     raise ValueError(
         f"{str(item)[:80]!r} is not a test; write a string with assertions, or {{input, output}}, each a string or "
         "a list of lines"

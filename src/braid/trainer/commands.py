@@ -42,6 +42,7 @@ from braid.models.base import copy_weights
 from braid.models.tokenizer import load_tokenizer
 from braid.plan import Plan, Verb, longest_row, resolve
 from braid.plan.threads import num_sharing, thread_counts
+from braid.report.names import declare
 from braid.report.reporter import Reporter, Status
 from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Sink, Tracker
@@ -74,7 +75,7 @@ PASSING = (EngineError, EnvError, RolloutError, OSError)
 """Possibly transient failures, of engines, environments, rollouts or the operating system rather than of
 config or training: a restart may succeed (run.max_restarts). So it may after a worker died or hung."""
 _LONGEST_PAUSE_S = 60.0
-_HOLDS_WEIGHTS = ("model.path.", "model.build.", "model.mlp.", "model.lora.")
+_HOLDS_WEIGHTS = ("model.path.", "model.gguf.", "model.build.", "model.mlp.", "model.lora.")
 """Keys that say which weights a model has."""
 
 _COUNTED = {"token": "action tokens", "action": "env steps", "chunk": "decisions"}
@@ -246,6 +247,7 @@ def _run_in_folder(
         spec = replace(spec, loaded=loaded)
         _divide_cores(config, plan)
         console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
+        declare("policy", plan.recipe.policy_loss.metrics)
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
 
         def begin() -> None:

@@ -41,7 +41,7 @@ def release_memory() -> None:
 def num_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Size of the moments and step counts in bytes; 0 without an optimizer."""
     states = optimizer.state.values() if optimizer is not None else ()
-    return sum(tensor.nbytes for of in states for tensor in of.values())
+    return sum(tensor.nbytes for moments in states for tensor in moments.values())
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -128,15 +128,17 @@ class RolloutBuffer:
 
     def take_back(self, fields: Sequence[dict[str, NDArray[np.floating]]]) -> None:
         """Replace the fields of all rows."""
-        for row, of in zip(self._rows, fields, strict=True):
-            row.fields = of
+        for row, row_fields in zip(self._rows, fields, strict=True):
+            row.fields = row_fields
 
     def compute_advantages(
         self, kl_coef: float, running: RunningMoments
     ) -> tuple[dict[str, float], RunningMoments]:
         """See advantages.compute_advantages, over the rows of all processes. Returns its metrics, and `running` updated
         with this round's rewards."""
-        rows = sorted((row for of in (self._rows, *self._lent) for row in of), key=lambda row: row.trajectory)
+        rows = sorted(
+            (row for part in (self._rows, *self._lent) for row in part), key=lambda row: row.trajectory
+        )
         metrics = compute_advantages(rows, self._recipe, kl_coef=kl_coef, running=running)
         return metrics, running
 

@@ -250,11 +250,15 @@ def read_into(source: Path | Mapping[str, Any], state: Mapping[str, Any]) -> Non
     Collective: each rank passes its boxes under the same names. Raises CheckpointError if the source belongs to
     another model."""
     boxes: dict[str, Any] = _flattened(state)
-    own = {name: box.shape for name, box in boxes.items()}
+    expected = {name: box.shape for name, box in boxes.items()}
     described = {name: shape for name, (shape, _) in _described(source).items()}
-    stored = {name: shape for name, shape in described.items() if name in own or name.startswith(_WEIGHTS)}
-    if wrong := sorted({name for name, _ in own.items() ^ stored.items()}):
-        here, there = (tuple(of[wrong[0]]) if wrong[0] in of else "absent" for of in (own, stored))
+    stored = {
+        name: shape for name, shape in described.items() if name in expected or name.startswith(_WEIGHTS)
+    }
+    if wrong := sorted({name for name, _ in expected.items() ^ stored.items()}):
+        here, there = (
+            tuple(shapes[wrong[0]]) if wrong[0] in shapes else "absent" for shapes in (expected, stored)
+        )
         raise CheckpointError(
             f"the checkpoint{f' {source}' if isinstance(source, Path) else ''} is of a different model: {wrong[0]} is {here} in "
             f"this run and {there} in the checkpoint ({len(wrong)} tensors differ); resume with the model of the checkpoint, or "
@@ -302,8 +306,8 @@ def _unflattened(tensors: Mapping[str, Any]) -> dict[str, Any]:
         if name.startswith(_WEIGHTS):
             weights[name.removeprefix(_WEIGHTS)] = tensor
         else:
-            of, _, moment = name.removeprefix(_OPTIMIZER).rpartition("/")
-            optimizer.setdefault(of, {})[moment] = tensor
+            parameter, _, moment = name.removeprefix(_OPTIMIZER).rpartition("/")
+            optimizer.setdefault(parameter, {})[moment] = tensor
     return {"weights": weights, "optimizer": optimizer}
 
 

@@ -129,9 +129,9 @@ def _single(
     policy: SingleBackend | None = place.workers.get("policy")
     lm = policy.model if policy is not None and isinstance(policy.model, CausalLM) else None
     if config.model.mlp is not None or config.model.vla is not None:
-        own = None if policy is None else policy.model
+        policy_model = None if policy is None else policy.model
         model: TrainableModel = make_robot_model(
-            role, config, spaces or place.workers["env"].spaces, device, own
+            role, config, spaces or place.workers["env"].spaces, device, policy_model
         )
     elif role == "critic":
         model = make_critic(config, device, lm)
@@ -173,9 +173,9 @@ def _sharded(
     plain = PlainLogprobs.of(model, longest_row(config), dtype, is_hollow=rank > 0)
     backend = _wrapped(model, train, total_steps, device)
     rows = [Row({"input_ids": ids}, np.arange(len(ids)) > 0, i, i) for i, ids in enumerate(plain.rows)]
-    found = [row["logprobs"] for row in backend.infer(rows, frozenset({"logprobs"}), rows[0])]
+    logprobs = [row["logprobs"] for row in backend.infer(rows, frozenset({"logprobs"}), rows[0])]
     if rank == 0:  # the others may get their weights only when they are wrapped
-        plain.check(found, train.backend)
+        plain.check(logprobs, train.backend)
     backend.take_work()  # not the run's
     return backend
 

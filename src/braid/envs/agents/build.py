@@ -87,9 +87,9 @@ class MixedEnvs:
         self._kinds, self._key = kinds, key
 
     def __call__(self) -> MixedEnv:
-        return MixedEnv(self._of)
+        return MixedEnv(self._env_for)
 
-    def _of(self, task: Prompt) -> tuple[Any, int | None]:
+    def _env_for(self, task: Prompt) -> tuple[Any, int | None]:
         envs, max_turns = self._kinds[kind_of(task, self._key)]
         return envs(), max_turns
 
@@ -106,15 +106,15 @@ def kind_of(task: Prompt, key: str | None) -> str:
 class MixedEnv:
     """An environment whose kind follows from the task. See base.AgentEnv and base.MultiAgentEnv."""
 
-    def __init__(self, of: Callable[[Prompt], tuple[Any, int | None]]) -> None:
-        """`of` returns a HostedEnv or a MultiAgentEnv, and its maximum number of turns."""
-        self._of = of
+    def __init__(self, env_for: Callable[[Prompt], tuple[Any, int | None]]) -> None:
+        """`env_for` returns a HostedEnv or a MultiAgentEnv, and its maximum number of turns."""
+        self._env_for = env_for
         self._env: Any = None
         self._turns_left: int | None = None
 
     async def ready(self, task: Prompt) -> None:
         """See HostedEnv. The other attributes are those of the task's environment from then on."""
-        self._env, self._turns_left = self._of(task)
+        self._env, self._turns_left = self._env_for(task)
         if ready := getattr(self._env, "ready", None):
             await ready(task)
 

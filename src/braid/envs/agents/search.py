@@ -50,9 +50,10 @@ class SearchIndex:
             return "no results"
         scores = self._index.get_scores(words)
         best = (-scores).argsort(kind="stable")[: max(1, min(num_results, MAX_RESULTS))]
-        found = [self._documents[i] for i in best if scores[i] > 0]
+        documents = [self._documents[i] for i in best if scores[i] > 0]
         entries = (
-            f"[{n}] {document.title or document.id}\n{document.text}" for n, document in enumerate(found, 1)
+            f"[{n}] {document.title or document.id}\n{document.text}"
+            for n, document in enumerate(documents, 1)
         )
         return "\n\n".join(entries) or "no results"
 

@@ -171,9 +171,9 @@ def _by_name(boxes: Sequence[Toolbox]) -> dict[str, Tool]:
 
 def _with_note(messages: Sequence[Message], note: str) -> list[Message]:
     """The messages with the note at the end of the last user message."""
-    found = list(messages)
-    for i in reversed(range(len(found))):
-        if found[i]["role"] == "user":
-            found[i] = {**found[i], "content": found[i]["content"] + note}
-            return found
-    return [*found, {"role": "user", "content": note}]
+    noted = list(messages)
+    for i in reversed(range(len(noted))):
+        if noted[i]["role"] == "user":
+            noted[i] = {**noted[i], "content": noted[i]["content"] + note}
+            return noted
+    return [*noted, {"role": "user", "content": note}]

@@ -67,7 +67,7 @@ class Tick:
         for name in ("rewards", "num_executed", "is_terminated", "is_truncated", "success"):
             getattr(self, name)[slots] = getattr(part, name)
         for name in ("instructions", "frames", "failures"):
-            getattr(self, name).update({first + slot: of for slot, of in getattr(part, name).items()})
+            getattr(self, name).update({first + slot: value for slot, value in getattr(part, name).items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,10 @@ class EpisodeRules:
     rescale_actions: bool = False
     step_penalty: float = 0.0
 
-    def reward(self, given: float, before: float) -> tuple[float, float]:
+    def reward(self, reward: float, before: float) -> tuple[float, float]:
         """The reward of an env step: s_t = scale * r_t - penalty, or s_t - s_{t-1} if relative, with s_0 = 0. Then s_t, which
         is `before` of the next env step."""
-        scaled = self.reward_scale * given - self.step_penalty
+        scaled = self.reward_scale * reward - self.step_penalty
         return scaled - before if self.relative_reward else scaled, scaled
 
 

@@ -61,37 +61,43 @@ class GymnasiumSimulator:
         self._images_on_demand = hasattr(self._envs[0].unwrapped, "images_on_demand")
         self._read_spaces(env_id, self._envs[0].observation_space, self._envs[0].action_space)
 
-    def _read_spaces(self, env_id: str, seen: spaces.Space, acted: spaces.Space) -> None:
-        self._seen = seen
-        parts = dict(seen.spaces) if isinstance(seen, spaces.Dict) else {"image": seen}
+    def _read_spaces(self, env_id: str, observation_space: spaces.Space, acted: spaces.Space) -> None:
+        self._observation_space = observation_space
+        parts = (
+            dict(observation_space.spaces)
+            if isinstance(observation_space, spaces.Dict)
+            else {"image": observation_space}
+        )
         images: dict[str, Any] = {name: space.shape for name, space in parts.items() if _is_image(space)}
         self._has_instruction = isinstance(parts.get("instruction"), spaces.Text)
         taken = {*images, "instruction"} if self._has_instruction else {*images}
-        self._state: spaces.Space | None = seen
+        self._state: spaces.Space | None = observation_space
         if taken:
             left = {name: space for name, space in parts.items() if name not in taken}
             self._state = spaces.Dict(left) if left else None
         if self._state is not None and not self._state.is_np_flattenable:
-            raise refused("id", f"unsupported observation space of {env_id}: {seen} cannot be flattened")
+            raise refused(
+                "id", f"unsupported observation space of {env_id}: {observation_space} cannot be flattened"
+            )
         state_size = 0 if self._state is None else spaces.flatdim(self._state)
         self._flat: Callable[[Any], Any] = partial(_flat, self._state)
         self._is_flat = self._state is None
-        only, of = self._state, lambda observation: observation
+        only, read = self._state, lambda observation: observation
         if isinstance(only, spaces.Dict) and len(only.spaces) == 1:
             ((name, only),) = only.spaces.items()
-            of = itemgetter(name)
+            read = itemgetter(name)
         if isinstance(only, spaces.Box) and only.shape == (state_size,):
-            self._flat, self._is_flat = of, True  # the usual case, without the general way's 20 us
+            self._flat, self._is_flat = read, True  # the usual case, without the general way's 20 us
         actions, self._to_action = _actions(env_id, acted)
-        self._is_dict = isinstance(seen, spaces.Dict)
+        self._is_dict = isinstance(observation_space, spaces.Dict)
         self.image_memory: Mapping[str, NDArray[np.uint8]] | None = None
         self.spaces = Spaces(state_size, actions, images)
 
     def reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Tick:
         self._filmed = self._filmed.difference(seeds).union(filmed)
         tick = Tick.empty(self.num_envs, self.spaces, 0, self.image_memory)
-        given = _each(tick, seeds, lambda slot: self._envs[slot].reset(seed=seeds[slot]))
-        _each(tick, given, lambda slot: self._note_reset(slot, given[slot], tick))
+        results = _each(tick, seeds, lambda slot: self._envs[slot].reset(seed=seeds[slot]))
+        _each(tick, results, lambda slot: self._note_reset(slot, results[slot], tick))
         return self._repaired(tick, seeds)
 
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
@@ -101,9 +107,9 @@ class GymnasiumSimulator:
         chunks = dict(zip(actions, self._to_action(np.array(list(actions.values()))), strict=True))
         last: dict[int, Any] = {}
         for number in range(num_actions):
-            given = _each(tick, chunks, lambda slot: self._envs[slot].step(chunks[slot][number]))  # noqa: B023
-            last |= given
-            is_over = _each(tick, given, lambda slot: self._note_step(slot, number, given[slot], tick))  # noqa: B023
+            results = _each(tick, chunks, lambda slot: self._envs[slot].step(chunks[slot][number]))  # noqa: B023
+            last |= results
+            is_over = _each(tick, results, lambda slot: self._note_step(slot, number, results[slot], tick))  # noqa: B023
             chunks = {
                 slot: chunks[slot]
                 for slot, it in is_over.items()
@@ -125,16 +131,16 @@ class GymnasiumSimulator:
             self._envs[slot] = self._make()
         return tick
 
-    def _note_reset(self, slot: int, given: Any, tick: Tick) -> None:
-        if not (isinstance(given, tuple) and len(given) == 2):
-            raise EnvError(f"reset returned {_outline(given)}, not (observation, info)")
-        self._begin(slot, given[0], tick)
-        self._film(slot, given[0], tick)
+    def _note_reset(self, slot: int, result: Any, tick: Tick) -> None:
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise EnvError(f"reset returned {_outline(result)}, not (observation, info)")
+        self._begin(slot, result[0], tick)
+        self._film(slot, result[0], tick)
 
-    def _note_step(self, slot: int, number: int, given: Any, tick: Tick) -> bool:
+    def _note_step(self, slot: int, number: int, result: Any, tick: Tick) -> bool:
         """Store what the action of this number gave, except for the observation; whether the episode is over."""
         try:
-            observation, reward, is_terminated, is_truncated, info = given
+            observation, reward, is_terminated, is_truncated, info = result
             reward = reward if type(reward) is float else finite_number(reward, "the reward is")
             is_terminated = truth(is_terminated, "is_terminated")
             is_truncated = truth(is_truncated, "is_truncated")
@@ -143,7 +149,7 @@ class GymnasiumSimulator:
             tick.is_terminated[slot], tick.is_truncated[slot] = is_terminated, is_truncated
         except (TypeError, ValueError, AttributeError) as error:
             right = "(observation, reward, is_terminated, is_truncated, info)"
-            raise EnvError(f"step returned {_outline(given)}, not {right}: {error}") from error
+            raise EnvError(f"step returned {_outline(result)}, not {right}: {error}") from error
         self._film(slot, observation, tick)
         return is_terminated or is_truncated
 
@@ -183,7 +189,8 @@ class GymnasiumSimulator:
 
     def _misfit(self, observation: Any) -> EnvError:
         return EnvError(
-            f"the observation {_outline(observation)} does not fit its space {_outline(self._seen)}"
+            f"the observation {_outline(observation)} does not fit its space "
+            f"{_outline(self._observation_space)}"
         )
 
     def _film(self, slot: int, observation: Any, tick: Tick) -> None:
@@ -232,7 +239,7 @@ def _outline(value: Any) -> str:
     if isinstance(value, spaces.Dict | spaces.Tuple):
         value = value.spaces
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {_outline(of)}" for name, of in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {_outline(part)}" for name, part in value.items()) + "}"
     if isinstance(value, tuple):
         return "(" + ", ".join(map(_outline, value)) + ")"
     if isinstance(value, spaces.Space) and not isinstance(value, spaces.Box):
@@ -253,9 +260,9 @@ def _flat(space: spaces.Space | None, observation: Any) -> NDArray[Any]:
 def _fits(space: spaces.Space, value: Any) -> bool:
     """Like `contains`, but the numbers of a Box may be out of its bounds, or of another type."""
     if isinstance(space, spaces.Dict):
-        return all(_fits(of, value[name]) for name, of in space.spaces.items())
+        return all(_fits(part_space, value[name]) for name, part_space in space.spaces.items())
     if isinstance(space, spaces.Tuple):
-        return all(_fits(of, part) for of, part in zip(space.spaces, value, strict=True))
+        return all(_fits(part_space, part) for part_space, part in zip(space.spaces, value, strict=True))
     return np.shape(value) == space.shape if isinstance(space, spaces.Box) else space.contains(value)
 
 

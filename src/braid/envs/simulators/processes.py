@@ -233,7 +233,7 @@ class _Process:
         """Send a request, which has to be answered within `timeout_s` after those before it; returns its number."""
         self._number += 1
         limit_s = min(timeout_s, _LONGEST_S)
-        begin = max([time.monotonic(), *(of.deadline for of in self._requests.values())])
+        begin = max([time.monotonic(), *(request.deadline for request in self._requests.values())])
         self._requests[self._number] = _Request(method, limit_s, begin + limit_s)
         with suppress(OSError):  # the answer will tell
             self._connection.send_bytes(pickle.dumps((self._number, method, limit_s, arguments), 5))
@@ -258,7 +258,7 @@ class _Process:
             value = self._receive(number, request.deadline)
         except (EOFError, OSError) as failure:
             value = EnvError(f"{self._env_id}: {self._end_for(failure, request)}")
-        self._requests = {later: of for later, of in self._requests.items() if later > number}
+        self._requests = {later: pending for later, pending in self._requests.items() if later > number}
         if isinstance(value, BraidError):
             self.end()
             self._end = str(value)
@@ -300,12 +300,12 @@ class _Process:
         return end(process)
 
 
-def _pickled(env_id: str, kwargs: Mapping[str, Any], *given: object) -> bytes:
+def _pickled(env_id: str, kwargs: Mapping[str, Any], *arguments: object) -> bytes:
     """The environment for a child process, with its registration here, which may be that of a script or notebook."""
     name = env_id.split("-v")[0]
     specs = {key: spec for key, spec in gymnasium.registry.items() if key.split("-v")[0] == name}
     try:
-        return pickle.dumps(CloudpickleWrapper((dict(kwargs), specs, *given)))  # pyright: ignore[reportArgumentType]
+        return pickle.dumps(CloudpickleWrapper((dict(kwargs), specs, *arguments)))  # pyright: ignore[reportArgumentType]
     except Exception as error:
         why = f"{env_id} cannot be sent to another process ({error}); set it to 0"
         raise ConfigError([Problem("env.processes", why, "env")]) from error
@@ -343,7 +343,7 @@ def main(connection: Connection, memory: int, parent: int) -> None:
             else:
                 slots, values, *filmed = arguments
                 tick = getattr(simulator, method)(dict(zip(slots, values, strict=True)), *filmed)
-                in_message = {name: of for name, of in tick.observations.items() if name == "state"}
+                in_message = {name: data for name, data in tick.observations.items() if name == "state"}
                 answer = replace(tick, observations=in_message)
             signal.setitimer(signal.ITIMER_REAL, 0)
             with suppress(ConnectionError):
@@ -378,7 +378,7 @@ def _made(env_id: str, num_envs: int, environment: bytes) -> tuple[Any, Gymnasiu
 
 
 if __name__ == "__main__":
-    given = [int(number) for number in sys.argv[1:]]
-    for descriptor in given[:2]:
+    numbers = [int(number) for number in sys.argv[1:]]
+    for descriptor in numbers[:2]:
         os.set_inheritable(descriptor, False)
-    main(Connection(given[0]), *given[1:])
+    main(Connection(numbers[0]), *numbers[1:])

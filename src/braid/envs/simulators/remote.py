@@ -83,10 +83,10 @@ class RemoteSimulator:
     ) -> Callable[[], Tick]:
         asked: list[tuple[int, Callable[[], Tick]]] = []
         for host, slots in self._hosts:
-            own = {slot - slots.start: of for slot, of in by_slot.items() if slot in slots}
+            host_values = {slot - slots.start: value for slot, value in by_slot.items() if slot in slots}
             films = [] if filmed is None else [[slot - slots.start for slot in filmed if slot in slots]]
-            if own:
-                asked.append((slots.start, host.start(method, own, *films)))
+            if host_values:
+                asked.append((slots.start, host.start(method, host_values, *films)))
 
         def finish() -> Tick:
             tick = Tick.empty(self.num_envs, self.spaces, num_actions)
@@ -98,4 +98,4 @@ class RemoteSimulator:
 
 
 def _on_host(tick: Tick) -> Tick:
-    return replace(tick, observations={name: as_array(of) for name, of in tick.observations.items()})
+    return replace(tick, observations={name: as_array(values) for name, values in tick.observations.items()})

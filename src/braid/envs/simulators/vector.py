@@ -49,8 +49,8 @@ class VectorSimulator(GymnasiumSimulator):
         if rules.ignore_terminations:
             why = "the environments of a VectorEnv end by themselves; set it to false, or env.vectorized to false"
             raise refused("ignore_terminations", why)
-        given = {**(kwargs or {}), "num_envs": num_envs}
-        self._make_vector = partial(make_env, gymnasium.make_vec, env_id, given, base_dir)
+        env_options = {**(kwargs or {}), "num_envs": num_envs}
+        self._make_vector = partial(make_env, gymnasium.make_vec, env_id, env_options, base_dir)
         self._env_id, self._rules, self.num_envs, self._filmed = env_id, rules, num_envs, set()
         vector = self._vector = self._new()
         mode = self._mode = vector.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP)
@@ -106,9 +106,9 @@ class VectorSimulator(GymnasiumSimulator):
             any_seeds: Any = [0] * self.num_envs
             self._vector.reset(seed=any_seeds, options={"reset_mask": self._is_over.copy()})
             self._is_over[:] = False
-        given = {slot: self._to_action(chunk[number]) for slot, chunk in live.items()}
-        idle = next(iter(given.values()))
-        batch = np.stack([given.get(slot, idle) for slot in range(self.num_envs)])
+        slot_actions = {slot: self._to_action(chunk[number]) for slot, chunk in live.items()}
+        idle = next(iter(slot_actions.values()))
+        batch = np.stack([slot_actions.get(slot, idle) for slot in range(self.num_envs)])
         observations, *of_step, info = self._vector.step(batch)
         observations = self._kept(observations, tick)
         rewards, is_terminated, is_truncated = map(as_array, of_step)
@@ -163,9 +163,9 @@ class VectorSimulator(GymnasiumSimulator):
 
     def _film_all(self, slots: Collection[int], observations: Any, tick: Tick) -> None:
         if filmed := self._filmed.intersection(slots):
-            of = self._picture(observations, self._vector)
+            pictures = self._picture(observations, self._vector)
             for slot in filmed:
-                self._add_frame(slot, None if of is None else as_array(of[slot]), tick)
+                self._add_frame(slot, None if pictures is None else as_array(pictures[slot]), tick)
 
     def _new(self) -> VectorEnv:
         vector = self._make_vector()
@@ -208,16 +208,18 @@ def make_simulator(
 
 def _part(space: spaces.Space, slot: int, batch: Any) -> Any:
     if isinstance(space, spaces.Dict):
-        return {name: _part(of, slot, batch[name]) for name, of in space.spaces.items()}
+        return {name: _part(part_space, slot, batch[name]) for name, part_space in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(_part(of, slot, values) for of, values in zip(space.spaces, batch, strict=True))
+        return tuple(
+            _part(part_space, slot, values) for part_space, values in zip(space.spaces, batch, strict=True)
+        )
     return batch[slot]
 
 
 def _on_host(batch: Any) -> Any:
     """A batch of observations as arrays."""
     if isinstance(batch, Mapping):
-        return {name: _on_host(of) for name, of in batch.items()}
+        return {name: _on_host(part) for name, part in batch.items()}
     return tuple(map(_on_host, batch)) if isinstance(batch, tuple) else as_array(batch)
 
 

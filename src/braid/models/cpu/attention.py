@@ -44,13 +44,13 @@ def _product(  # noqa: PLR0913  # addresses and their strides
             added, added_stride = zeros, 0
         for start in range(0, depth, _DEPTH):
             terms = min(depth - start, _DEPTH)
-            at, of = x + row * x_stride + start * x_step, panel + start * panel_stride
+            at, panel_at = x + row * x_stride + start * x_step, panel + start * panel_stride
             _multiply(
                 rows,
                 at,
                 x_stride,
                 x_step,
-                of,
+                panel_at,
                 panel_stride,
                 terms,
                 added,
@@ -262,9 +262,9 @@ def _backward(size: int) -> Any:
                         begin = max(0, last - window)
                         out = carray(floats_at(args[9] + at + i * query_stride), (size,))
                         delta = _inner(out, carray(floats_at(grad + i * query_stride), (size,)))
-                        for of in (ps, dss):
-                            _clear(of[i, first:begin])
-                            _clear(of[i, last:end])
+                        for matrix in (ps, dss):
+                            _clear(matrix[i, first:begin])
+                            _clear(matrix[i, last:end])
                         _gradients(
                             ps[i, begin:last], dss[i, begin:last], logs[row, of_head, start + i], delta, scale
                         )

@@ -123,12 +123,12 @@ class Recording(Calls):
         Calls().run(_run_in_order, integers(self._pairs), openmp()[1][2], len(self._pairs) // 2)
 
 
-def _number(of: Any) -> int:
-    if isinstance(of, Tensor):
-        return of.data_ptr()
-    if isinstance(of, np.ndarray):
-        return of.ctypes.data
-    return ctypes.addressof(of) if isinstance(of, ctypes.Array) else of or 0
+def _number(argument: Any) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, np.ndarray):
+        return argument.ctypes.data
+    return ctypes.addressof(argument) if isinstance(argument, ctypes.Array) else argument or 0
 
 
 def integers(numbers: Sequence[int]) -> ctypes.Array[Any]:

@@ -79,8 +79,8 @@ def _parents() -> Iterator[Path]:
     temporary = Path(tempfile.gettempdir()) / f"braid-{os.getuid()}"
     with suppress(OSError):
         temporary.mkdir(mode=0o700, exist_ok=True)
-        found = temporary.lstat()  # machine code that another user could replace must not run
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077:
+        status = temporary.lstat()  # machine code that another user could replace must not run
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
             yield temporary
 
 

@@ -75,8 +75,8 @@ def _weight_gradient(data: Any) -> None:
     num_tokens, num, size = args[0], args[1], args[2]
     num_threads, thread = result_of(args[8]), result_of(args[9])
     grad = carray(floats_at(args[3]), (num_tokens, num))
-    own = args[7] + 4 * _TILES * _ROWS * _DEPTH * thread
-    packed = carray(floats_at(own), (_TILES * _DEPTH, _ROWS))
+    scratch = args[7] + 4 * _TILES * _ROWS * _DEPTH * thread
+    packed = carray(floats_at(scratch), (_TILES * _DEPTH, _ROWS))
     tiles = (num + _ROWS - 1) // _ROWS
     first, last = tiles * thread // num_threads, tiles * (thread + 1) // num_threads
     for token in range(0, num_tokens, _DEPTH):
@@ -98,7 +98,7 @@ def _weight_gradient(data: Any) -> None:
                 for tile in range(block, end):
                     rows, out = min(num - tile * _ROWS, _ROWS), args[6] + 4 * (tile * _ROWS * size + column)
                     added, stride = (out, 4 * size) if token else (args[5], 0)
-                    x = own + 4 * _ROWS * _DEPTH * (tile - block)
+                    x = scratch + 4 * _ROWS * _DEPTH * (tile - block)
                     _add(rows, x, 4, 4 * _ROWS, panel, 4 * size, depth, added, stride, out, 4 * size, 0, 0)
 
 
@@ -121,7 +121,7 @@ class PackedProduct:
     def __init__(self, *modules: Any) -> None:
         """`modules` have a `weight` and a `bias`, which may be None."""
         self._modules = modules
-        self._size, self._depth = sum(len(of.weight) for of in modules), modules[0].weight.shape[1]
+        self._size, self._depth = sum(len(module.weight) for module in modules), modules[0].weight.shape[1]
         num = -(-self._size // _COLUMNS)
         self._panels = torch.zeros(num, self._depth, _COLUMNS)
         self._bias = torch.zeros(num * _COLUMNS)
@@ -130,10 +130,10 @@ class PackedProduct:
     @torch.no_grad()
     def load(self) -> None:
         """Copy the modules' weights."""
-        weight, padding = torch.cat([of.weight for of in self._modules]), len(self._bias) - self._size
+        weight, padding = torch.cat([module.weight for module in self._modules]), len(self._bias) - self._size
         self._panels.copy_(F.pad(weight, (0, 0, 0, padding)).view(-1, _COLUMNS, self._depth).transpose(1, 2))
         if self._modules[0].bias is not None:
-            self._bias[: self._size] = torch.cat([of.bias for of in self._modules])
+            self._bias[: self._size] = torch.cat([module.bias for module in self._modules])
 
     def __call__(self, x: Tensor, calls: Calls, name: str) -> Tensor:
         """[M, D] -> [M, N], the result `name` of `calls`. Rows may be apart."""

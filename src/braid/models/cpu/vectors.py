@@ -113,8 +113,8 @@ def _tile(  # noqa: PLR0913  # as above
     for r, of_row in enumerate(sums):
         more = loaded(builder.add(added, builder.mul(added_stride, _I64(r))))
         places = vectors(builder.add(out, builder.mul(out_stride, _I64(r))))
-        for total, of, at in zip(of_row, more, places, strict=True):
-            _aligned(builder.store(builder.fadd(builder.load(total), of), at))
+        for total, start_value, at in zip(of_row, more, places, strict=True):
+            _aligned(builder.store(builder.fadd(builder.load(total), start_value), at))
 
 
 def _aligned(instruction: Any) -> Any:

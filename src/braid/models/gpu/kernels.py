@@ -281,9 +281,9 @@ def _prepare(
         tl.store(target + at, first.to(out.dtype.element_ty), mask=inside)
         tl.store(target + SIZE // 2 + at, second.to(out.dtype.element_ty), mask=inside)
     else:
-        of = head - Q_HEADS - KV_HEADS
-        source = v + token * kv_stride + of * SIZE
-        target = values + (((row + token) * KV_HEADS + of) * length + position) * SIZE
+        kv_head = head - Q_HEADS - KV_HEADS
+        source = v + token * kv_stride + kv_head * SIZE
+        target = values + (((row + token) * KV_HEADS + kv_head) * length + position) * SIZE
         for start in tl.static_range(2):
             part = tl.load(source + start * (SIZE // 2) + at, mask=inside)
             tl.store(target + start * (SIZE // 2) + at, part, mask=inside)

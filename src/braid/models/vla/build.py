@@ -17,7 +17,7 @@ from braid.config.schema import RunConfig
 from braid.errors import ModelError
 from braid.models.base import copy_weights, unique_weights
 from braid.models.export import export_with
-from braid.models.folders import expand, local_folder, read_json, read_tokenizer
+from braid.models.folders import local_folder, local_path, read_json, read_tokenizer
 from braid.models.loading import TORCH_DTYPES
 from braid.models.lora import add_adapters, merged_weights, named_adapters
 from braid.types import Spaces
@@ -99,7 +99,7 @@ def export_vla(config: RunConfig, weights: Mapping[str, Tensor], folder: Path) -
     named = named_adapters(module) if model.lora is not None else unique_weights(module)
     # Folders of the model have no such parts.
     beside = ("value_layers.", "noise_net.", f"{config.critic.head_name}.")
-    copy_weights({name: of for name, of in weights.items() if not name.startswith(beside)}, named)
+    copy_weights({name: tensor for name, tensor in weights.items() if not name.startswith(beside)}, named)
     export_with(partial(_save, module, model), folder)
 
 
@@ -120,22 +120,24 @@ def _save(module: Any, model: ModelConfig, folder: Path) -> None:
 def _tokenizer(model: ModelConfig, folder: str) -> PreTrainedTokenizerBase:
     key = "model.path" if model.tokenizer is None else "model.tokenizer"
     # transformers would look for the class of an OpenVLA config, which it does not know, and warn
-    own = {} if model.vla is None or model.vla.kind == "pi0" else {"config": PreTrainedConfig()}
-    return read_tokenizer(expand(model.tokenizer or folder), key, model.trust_remote_code, **own)
+    options = {} if model.vla is None or model.vla.kind == "pi0" else {"config": PreTrainedConfig()}
+    path = local_path(model.tokenizer or folder, key)
+    return read_tokenizer(path, key, model.trust_remote_code, **options)
 
 
 def _statistics(folder: Path) -> Mapping[str, Any]:
     """Statistics by data set, beside pi0's weights: as of OpenVLA, or openpi's of a single one."""
     for name in _STATISTICS:
         if (file := folder / name).is_file():
-            found = read_json(file, f"model.path={folder}")
-            if "norm_stats" in found:
+            statistics = read_json(file, f"model.path={folder}")
+            if "norm_stats" in statistics:
                 return {
                     "norm_stats": {
-                        _OPENPI_NAMES.get(part, part): of for part, of in found["norm_stats"].items()
+                        _OPENPI_NAMES.get(part, part): entry
+                        for part, entry in statistics["norm_stats"].items()
                     }
                 }
-            return found
+            return statistics
     raise ModelError(
         f"model.path={folder} has no statistics of actions and states ({' or '.join(_STATISTICS)}); copy them from the data that "
         "the checkpoint was fine-tuned on"

@@ -75,10 +75,14 @@ class Checkpoint:
                 f"{key}: config.json lacks {missing[0]}; choose a folder in the published layout"
             )
         names = raw["timm_model_ids"]
-        own = raw.get("vision_sizes")  # of models that are not published
-        if not own and (unknown := [name for name in names if name not in TOWERS]):
+        tower_sizes = raw.get("vision_sizes")  # of models that are not published
+        if not tower_sizes and (unknown := [name for name in names if name not in TOWERS]):
             raise ModelError(f"{key}: unknown vision tower {unknown[0]}; supported: {', '.join(TOWERS)}")
-        towers = tuple(TowerSizes(**sizes) for sizes in own) if own else tuple(TOWERS[name] for name in names)
+        towers = (
+            tuple(TowerSizes(**sizes) for sizes in tower_sizes)
+            if tower_sizes
+            else tuple(TOWERS[name] for name in names)
+        )
         if raw.get("use_fused_vision_backbone", len(towers) == 2) != (len(towers) == 2):
             raise ModelError(
                 f"{key}: use_fused_vision_backbone does not fit {len(towers)} vision towers; correct config.json"
@@ -251,14 +255,14 @@ def load_openvla(
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ModelError(f"model.path={path} has no *.safetensors files; convert its weights to safetensors")
-    found: set[str] = set()
+    loaded: set[str] = set()
     for file in files:
         tensors = read(str(file), "model.path", "part of OpenVLA", load_file, device=str(device))
-        _assign(model, tensors, expected, dtype, f"model.path={path}", found)
+        _assign(model, tensors, expected, dtype, f"model.path={path}", loaded)
     if projector is not None:
         named = {f"proprio_projector.{name}": tensor for name, tensor in projector.items()}
-        _assign(model, named, expected, dtype, f"model.path={path}", found)
-    if missing := sorted(expected.keys() - found):
+        _assign(model, named, expected, dtype, f"model.path={path}", loaded)
+    if missing := sorted(expected.keys() - loaded):
         raise ModelError(
             f"model.path={path} is not a complete OpenVLA checkpoint: it lacks {len(missing)} of its weights, among them "
             f"{missing[0]}"
@@ -272,7 +276,7 @@ def _assign(
     expected: Mapping[str, torch.Size],
     dtype: torch.dtype,
     where: str,
-    found: set[str],
+    loaded: set[str],
 ) -> None:
     wrong = [name for name in tensors if tensors[name].shape != expected.get(name)]
     if wrong:
@@ -285,7 +289,7 @@ def _assign(
     model.load_state_dict({n: t.to(dtype) for n, t in tensors.items()}, strict=False, assign=True)
     for name in frozen:
         model.get_parameter(name).requires_grad_(False)
-    found.update(tensors)
+    loaded.update(tensors)
 
 
 def _read_projector(folder: Path) -> dict[str, Tensor]:

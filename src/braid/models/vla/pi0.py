@@ -75,8 +75,8 @@ def load_pi0(
         options["config"] = PI0Config(**{name: raw[name] for name in known - {"dtype"}})
     if is_hollow:
         with no_init_weights():
-            own = options.get("config") or PI0Config.from_pretrained(folder)
-            hollow: Any = PI0ForConditionalGeneration._from_config(own, dtype=dtype)
+            pi0_config = options.get("config") or PI0Config.from_pretrained(folder)
+            hollow: Any = PI0ForConditionalGeneration._from_config(pi0_config, dtype=dtype)
         return hollow.to(device).eval()
     load = PI0ForConditionalGeneration.from_pretrained
     model: Any = read_model(
@@ -202,16 +202,18 @@ class Pi0Policy(VlaPolicy):
         """Log-probs and entropies [B, 1] of the executed part of chains [B, M, C, D], and `features`."""
         used = (..., slice(self.config.num_action_chunks), slice(self.config.action_dim))
         steps = range(chain.shape[1] - 1)
-        found: list[tuple[Tensor, Tensor, Tensor]] = []
+        transitions: list[tuple[Tensor, Tensor, Tensor]] = []
         features = chain.new_zeros(0)
         for n in steps:
             velocity, out, features = self._velocity(prefix, observations, chain[:, n], step + n)
-            found.append((chain[:, n + 1], *self._transition(chain[:, n], velocity, out, step + n)))
+            transitions.append((chain[:, n + 1], *self._transition(chain[:, n], velocity, out, step + n)))
         if self.config.noise == "flow_noise":
-            found.append((chain[:, 0], torch.zeros_like(chain[:, 0]), torch.ones_like(chain[:, 0])))
-        logprobs = [_log_density(*(part[used] for part in of)) for of in found]
-        entropies = [(0.5 + 0.5 * math.log(2 * math.pi) + of[2][used].log()) for of in found]
-        means = [torch.stack(of).mean(0).flatten(1) for of in (logprobs, entropies)]
+            transitions.append((chain[:, 0], torch.zeros_like(chain[:, 0]), torch.ones_like(chain[:, 0])))
+        logprobs = [_log_density(*(part[used] for part in transition)) for transition in transitions]
+        entropies = [
+            (0.5 + 0.5 * math.log(2 * math.pi) + transition[2][used].log()) for transition in transitions
+        ]
+        means = [torch.stack(per_step).mean(0).flatten(1) for per_step in (logprobs, entropies)]
         return means[0].sum(1, keepdim=True), self._entropies(means[1]), features
 
     def _prefix(self, observations: Tensors) -> _Prefix:

@@ -21,6 +21,7 @@ from braid.models.base import Acted, Output, TrainableModel, at_level, choose, u
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops, flops_of_linear
 from braid.models.lora import has_adapters, named_adapters
+from braid.models.transfer import to_device
 from braid.models.value_head import VALUES, Detaching, ValueHead, detached, taken_name
 from braid.types import DecisionLevel, Spaces
 
@@ -197,18 +198,20 @@ class VlaPolicy(TrainableModel):
         if uniforms is None and len(observations["prompt_ids"]) > size:
             count = len(observations["prompt_ids"])
             pieces = [
-                {name: of[n : n + size] for name, of in observations.items()} for n in range(0, count, size)
+                {name: array[n : n + size] for name, array in observations.items()}
+                for n in range(0, count, size)
             ]
             parts = [self.act(piece, None) for piece in pieces]
             inputs = {name: np.concatenate([part.inputs[name] for part in parts]) for name in parts[0].inputs}
             actions, logprobs = (
-                np.concatenate(of) for of in zip(*[(p.actions, p.logprobs) for p in parts], strict=True)
+                np.concatenate(arrays)
+                for arrays in zip(*[(p.actions, p.logprobs) for p in parts], strict=True)
             )
             return Acted(actions, inputs, logprobs)
         device = next(self.module.parameters()).device
-        seen = {name: torch.as_tensor(values, device=device) for name, values in observations.items()}
+        tensors = {name: torch.as_tensor(values, device=device) for name, values in observations.items()}
         drawn = None if uniforms is None else torch.from_numpy(uniforms).to(device)
-        actions, inputs, logprobs = self.draw(seen, drawn, temperature)
+        actions, inputs, logprobs = self.draw(tensors, drawn, temperature)
         unnormalized = self.processor.actions.unnormalize(actions.cpu().numpy()).astype(np.float32)
         named = {name: values.cpu().numpy() for name, values in inputs.items()}
         return Acted(unnormalized, named, logprobs.float().cpu().numpy())
@@ -218,10 +221,11 @@ class VlaPolicy(TrainableModel):
         position's observation, of the final ones only without log-probs and entropies."""
         assert batch.observed is not None, "batches of simulators have observations"
         if outputs <= VALUES:
-            (features,) = self._in_parts(lambda seen: (self.features(seen),), batch.observations)
+            (features,) = self._in_parts(lambda part: (self.features(part),), batch.observations)
             return self._values(features, batch, outputs)
-        written = batch.mask.nonzero().squeeze(1)
-        used, which = batch.observed[written].unique(return_inverse=True)
+        places = batch.host("mask").nonzero().squeeze(1)
+        used = batch.host("observed")[places].unique(return_inverse=True)
+        written, used, which = (to_device(x, batch.device) for x in (places, *used))
         unit = batch.unit[written]
         inputs = {
             name: values.new_zeros(len(used), self.width, *values.shape[1:]).index_put(
@@ -230,12 +234,12 @@ class VlaPolicy(TrainableModel):
             for name, values in batch.inputs.items()
         }
         observations = {name: values[used] for name, values in batch.observations.items()}
-        *found, features = self._in_parts(self.evaluate, observations, inputs)
-        named = zip(("logprobs", "entropy"), found, strict=True)
+        *computed, features = self._in_parts(self.evaluate, observations, inputs)
+        named = zip(("logprobs", "entropy"), computed, strict=True)
         zeros = torch.zeros(batch.num_positions, device=batch.device)
         of_actions = {
-            name: zeros.index_put((written,), of[which, unit].float())
-            for name, of in named
+            name: zeros.index_put((written,), values[which, unit].float())
+            for name, values in named
             if name in outputs
         }
         if not outputs & VALUES:
@@ -258,9 +262,11 @@ class VlaPolicy(TrainableModel):
         count, size = len(next(iter(named[0].values()))), _RECOMPUTED
         parts = []
         for start in range(0, count, size):
-            part = [{name: values[start : start + size] for name, values in of.items()} for of in named]
+            part = [
+                {name: values[start : start + size] for name, values in tensors.items()} for tensors in named
+            ]
             parts.append(checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False))
-        return tuple(torch.cat(of) for of in zip(*parts, strict=True))
+        return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
         """See `_in_parts`."""

@@ -85,8 +85,8 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.attn["qkv"](self.norm1(x)).unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
-        x = x + self.ls1(self.attn["proj"](seen))
+        attended = F.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2)
+        x = x + self.ls1(self.attn["proj"](attended))
         return x + self.ls2(self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.norm2(x)))))
 
 

@@ -111,11 +111,11 @@ class Console:
         self.go_on(())
 
     def __enter__(self) -> Self:
-        root, own, handler = logging.getLogger(), logging.getLogger("braid"), _Handler(self.screen)
-        self._open.callback(own.setLevel, own.level)
+        root, braid_logger, handler = logging.getLogger(), logging.getLogger("braid"), _Handler(self.screen)
+        self._open.callback(braid_logger.setLevel, braid_logger.level)
         self._open.callback(logging.captureWarnings, capture=False)
         self._open.callback(root.removeHandler, handler)
-        own.setLevel(logging.INFO)
+        braid_logger.setLevel(logging.INFO)
         logging.captureWarnings(capture=True)
         root.addHandler(handler)
         if self.mode == "live":
@@ -242,8 +242,8 @@ class Console:
         """Build the line with the running phase and the longest phases of the last round."""
         cells: list[RenderableType] = []
         if (phase := self._phase) is not None:
-            of = f" {phase.done}/{phase.total}" if phase.total else ""
-            text = f"{_words(phase.name)}{of}  {time.monotonic() - phase.start_s:.1f} s"
+            count = f" {phase.done}/{phase.total}" if phase.total else ""
+            text = f"{_words(phase.name)}{count}  {time.monotonic() - phase.start_s:.1f} s"
             phase.spinner.update(text=Text(text, "cyan"))
             cells.append(phase.spinner)
         if spent := sorted(self._times, key=lambda item: -item[1])[:3]:

@@ -120,9 +120,9 @@ class DeepSpeedBackend(RankBackend):
                 yield from ((name, self._gathered(tensor)) for name, tensor in self._model.named_weights())
                 return
             module = self._model.module
-            own = module.state_dict(keep_vars=True)
+            tensors = module.state_dict(keep_vars=True)
             for name, recipe in recipes(module).items():
-                yield name, recipe.weight([self._gathered(own[part]) for part in recipe.parts])
+                yield name, recipe.weight([self._gathered(tensors[part]) for part in recipe.parts])
 
     def _gathered(self, tensor: Any) -> Tensor:
         return self._whole(tensor, tensor.ds_tensor) if _is_shared_out(tensor) else tensor.detach()
@@ -181,9 +181,9 @@ class DeepSpeedBackend(RankBackend):
 
     def _whole(self, p: Any, part: Tensor) -> Tensor:
         """All-gather the ranks' parts of a parameter."""
-        own = part.detach().to(self._device).contiguous()
-        whole = own.new_empty(dist.get_world_size() * len(own))
-        dist.all_gather_into_tensor(whole, own)
+        shard = part.detach().to(self._device).contiguous()
+        whole = shard.new_empty(dist.get_world_size() * len(shard))
+        dist.all_gather_into_tensor(whole, shard)
         return whole[: p.ds_numel].view(p.ds_shape)
 
     def _spread(self) -> None:

@@ -135,14 +135,14 @@ class FsdpBackend(RankBackend):
         made = self._recipes
         if not merged:
             made = {stored: Recipe((name,)) for name, stored in self._weights.items()}
-        own = dict(self._own_tensors())
+        shards = dict(self._own_tensors())
         for layer, names in self._by_layer(made).items():
             gathered: AbstractContextManager[None] = nullcontext()
             if layer is not None:  # includes the layer's adapters
                 gathered = FullyShardedDataParallel.summon_full_params(layer, recurse=False, writeback=False)
             with gathered:
                 for name in names:
-                    tensors = [self._gathered(own[part], self._dtypes[part]) for part in made[name].parts]
+                    tensors = [self._gathered(shards[part], self._dtypes[part]) for part in made[name].parts]
                     yield name, made[name].weight(tensors) if dist.get_rank() == 0 else tensors[0]
 
     def _by_layer(self, made: Mapping[str, Recipe]) -> dict[FullyShardedDataParallel | None, list[str]]:
@@ -179,8 +179,8 @@ class FsdpBackend(RankBackend):
             self._net._apply(partial(moved, device=device))
 
     def _weight_boxes(self) -> dict[str, Boxes]:
-        own = self._own_tensors()
-        return {self._weights[name]: self._boxes_of(name, x) for name, x in own if name in self._weights}
+        shards = self._own_tensors()
+        return {self._weights[name]: self._boxes_of(name, x) for name, x in shards if name in self._weights}
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
         return ((n, x) for n, x in self._own_tensors() if x.numel() or n not in self._starts)

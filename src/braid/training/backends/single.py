@@ -149,8 +149,8 @@ class SingleBackend:
         start = time.perf_counter()
         head = self._model.value_head
         if head is not None and head.normalizes and "values" in loss.outputs:
-            own = [row.fields["returns"][row.mask] for row in rows] if self._counts_rows else []
-            returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *own]))
+            local_returns = [row.fields["returns"][row.mask] for row in rows] if self._counts_rows else []
+            returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *local_returns]))
             self._observe(head, np.concatenate(returns))
         running = Running(self._device)
         config, is_whole = self._config, loss.whole_trajectories
@@ -188,9 +188,9 @@ class SingleBackend:
         """`value` of every rank."""
         return [value]
 
-    def _num_passes(self, own: int) -> int:
+    def _num_passes(self, num_micro_batches: int) -> int:
         """Passes that every rank runs: the most micro-batches of any of them."""
-        return max(self._over_ranks(own))
+        return max(self._over_ranks(num_micro_batches))
 
     @torch.no_grad()
     def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
@@ -262,8 +262,8 @@ class SingleBackend:
 
     def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
         """Report of the step over the rows of all ranks, the same on each."""
-        own = num_tokens if self._counts_rows else 0
-        parts = self._over_ranks((*running.numbers(self._grad_norm()), own))
+        local_tokens = num_tokens if self._counts_rows else 0
+        parts = self._over_ranks((*running.numbers(self._grad_norm()), local_tokens))
         metrics: dict[str, tuple[float, float]] = {}
         maxima: dict[str, float] = {}
         for _, _, means, greatest, _ in parts:
@@ -430,6 +430,22 @@ class SingleBackend:
             gradients=sum(p.nbytes for p in trained),
             optimizer=num_bytes(self._optimizer) + sum(p.nbytes for p in self._masters.values()),
             is_on_device=all(p.device.type == self._device.type for p in weights),
+        )
+
+    def bytes_to_come(self) -> int:
+        """Device memory that the next update takes, beside activations, and that is not taken yet."""
+        if self._optimizer is None:
+            return 0
+        trained = [self._masters.get(p, p) for p in self._model.module.parameters() if p.requires_grad]
+        num_moments = 0 if self._config.optimizer.kind == "sgd" else 2
+        states = [t for of in self._optimizer.state.values() for t in of.values()]
+        kind = self._device.type
+        held = sum(t.nbytes for t in states if t.device.type == kind)
+        masters = sum(t.nbytes for t in self._masters.values() if t.device.type != kind)
+        return (
+            max(0, num_moments * sum(p.nbytes for p in trained) - held)
+            + masters
+            + sum(p.nbytes for p in trained)
         )
 
     def state(self) -> dict[str, Any]:

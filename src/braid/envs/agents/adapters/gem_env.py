@@ -28,8 +28,10 @@ class Gem:
         return Opening(_messages(*self._env.reset(seed=seed % 2**32)))
 
     def step(self, action: Action) -> Step:
-        seen, reward, is_done, is_truncated, info = self._env.step(action.text)
-        return Step(_messages(seen, info), float(reward), bool(is_done), bool(is_truncated and not is_done))
+        observation, reward, is_done, is_truncated, info = self._env.step(action.text)
+        return Step(
+            _messages(observation, info), float(reward), bool(is_done), bool(is_truncated and not is_done)
+        )
 
     def close(self) -> None:
         """Nothing to free."""
@@ -44,6 +46,6 @@ def made(id: str, kwargs: dict[str, Any]) -> Any:
         raise EnvError(f"{id} {NO_WORDS}") from error
 
 
-def _messages(seen: str, info: dict[str, Any]) -> list[Message]:
+def _messages(observation: str, info: dict[str, Any]) -> list[Message]:
     """The suffix is part of what the policy must read: boards are there."""
-    return [{"role": "user", "content": f"{seen.rstrip()}\n{info.get('suffix', '')}".strip()}]
+    return [{"role": "user", "content": f"{observation.rstrip()}\n{info.get('suffix', '')}".strip()}]

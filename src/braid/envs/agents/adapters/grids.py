@@ -21,7 +21,7 @@ Seen = tuple[str, float, bool, bool, dict[str, Any]]
 
 def _symbols(text: str) -> dict[int, tuple[str, str]]:
     """Symbols and meanings of cells, by code."""
-    return {code: (of[0], of[2:]) for code, of in enumerate(text.split(", "))}
+    return {code: (entry[0], entry[2:]) for code, entry in enumerate(text.split(", "))}
 
 
 class _Board(ABC):
@@ -54,7 +54,7 @@ class _Board(ABC):
         if not self._pattern.groups:
             raise refused(f"action_pattern {action_pattern!r} has no group; put the action in parentheses")
         self._max_steps, self._penalty = max_steps, format_penalty
-        self._symbols = _by_code(grid_lookup) or {code: of[0] for code, of in self.symbols.items()}
+        self._symbols = _by_code(grid_lookup) or {code: names[0] for code, names in self.symbols.items()}
         self._meanings = grid_vocab or dict(self.symbols.values())
         self._actions = _by_code(action_lookup) or dict(self.actions)
         self._rules = env_instruction or self.rules
@@ -68,8 +68,8 @@ class _Board(ABC):
 
     def step(self, answer: str) -> Seen:
         self._num_steps += 1
-        found = self._pattern.search(answer)
-        word = (found[self._pattern.groups] or "").strip() if found else ""
+        match = self._pattern.search(answer)
+        word = (match[self._pattern.groups] or "").strip() if match else ""
         chosen = next((code for code, name in self._actions.items() if name.lower() == word.lower()), None)
         before = self._cells()
         reward, is_over = self._move(chosen)
@@ -242,5 +242,5 @@ class Sokoban(_Board):
         return self._boxes <= self._targets
 
 
-def _by_code(given: Mapping[Any, str] | None) -> dict[int, str]:
-    return {int(code): text for code, text in (given or {}).items()}
+def _by_code(texts: Mapping[Any, str] | None) -> dict[int, str]:
+    return {int(code): text for code, text in (texts or {}).items()}

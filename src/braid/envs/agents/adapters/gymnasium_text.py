@@ -61,7 +61,7 @@ _GAMES = {
     "Blackjack": _Game(
         ("stick", "hit"),
         lambda _: "Blackjack: come close to 21, not over.",
-        lambda _, seen: f"you {seen[0]}, dealer {seen[1]}{', usable ace' if seen[2] else ''}",
+        lambda _, hand: f"you {hand[0]}, dealer {hand[1]}{', usable ace' if hand[2] else ''}",
     ),
     "CliffWalking": _Game(("up", "right", "down", "left"), _cliff_rules, lambda _, at: _cell(12, at)),
     "Taxi": _Game(("south", "north", "east", "west", "pickup", "dropoff"), _taxi_rules, _taxi_state),
@@ -105,11 +105,11 @@ class GymnasiumText:
         self._moves = self._num_invalid = 0
 
     async def start(self, task: Prompt, seed: int) -> Opening:  # noqa: ARG002
-        seen, _ = self._env.reset(seed=seed)
+        observation, _ = self._env.reset(seed=seed)
         rules = self._game.rules(self._env.unwrapped)
         if self._max_moves:
             rules += f"\nAt most {self._max_moves} moves."
-        return Opening([{"role": "user", "content": f"{rules}\n{self._choices}{self._state(seen)}"}])
+        return Opening([{"role": "user", "content": f"{rules}\n{self._choices}{self._state(observation)}"}])
 
     async def step(self, action: Action) -> Step:
         self._moves += 1
@@ -133,16 +133,16 @@ class GymnasiumText:
     async def close(self) -> None:
         self._env.close()
 
-    def _state(self, seen: Any) -> str:
-        self._seen = seen
+    def _state(self, observation: Any) -> str:
+        self._seen = observation
         if not self._is_ansi:
-            return self._game.state(self._env.unwrapped, seen)
+            return self._game.state(self._env.unwrapped, observation)
         return _without_colours(str(self._env.render())).rstrip()
 
     def _action(self, text: str) -> Any:
         """The action that the answer names, None if it names none."""
-        found = [match[1] if self._pattern.groups else match[0] for match in self._pattern.finditer(text)]
-        word = (found[-1] or "").strip() if found else ""
+        matches = [match[1] if self._pattern.groups else match[0] for match in self._pattern.finditer(text)]
+        word = (matches[-1] or "").strip() if matches else ""
         space, words = self._env.action_space, self._game.actions
         if isinstance(space, spaces.Discrete):
             return int(space.start) + words.index(word.lower()) if word.lower() in words else None
@@ -160,17 +160,19 @@ def _made(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env:
 
 def _plain_game(env_id: str, env: gymnasium.Env) -> _Game:
     """A game that braid knows no words for: actions are numbers or text."""
-    actions, seen = env.action_space, env.observation_space
-    parts = list(seen) if isinstance(seen, spaces.Tuple) else [seen]
+    actions, observations = env.action_space, env.observation_space
+    parts = list(observations) if isinstance(observations, spaces.Tuple) else [observations]
     if not all(isinstance(part, spaces.Discrete | spaces.MultiDiscrete | spaces.Text) for part in parts):
-        raise refused(f"unsupported observation space of {env_id}: {seen}; supported are Discrete and Text")
+        raise refused(
+            f"unsupported observation space of {env_id}: {observations}; supported are Discrete and Text"
+        )
     if isinstance(actions, spaces.Discrete):
         names = tuple(str(int(actions.start) + number) for number in range(int(actions.n)))
     elif isinstance(actions, spaces.Text):
         names = ()
     else:
         raise refused(f"unsupported action space of {env_id}: {actions}; supported are Discrete and Text")
-    return _Game(names, lambda _: env_id, lambda _, seen: str(seen))
+    return _Game(names, lambda _: env_id, lambda _, observation: str(observation))
 
 
 def _without_colours(text: str) -> str:

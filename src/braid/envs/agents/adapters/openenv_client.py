@@ -87,8 +87,8 @@ class OpenEnv:
         raise EnvError(f"{self._url} failed at {kind}: {reason.get('message')} ({reason.get('code')})")
 
     def _messages(self, result: dict[str, Any]) -> list[Message]:
-        seen = result.get("observation", {})
-        text = seen.get(self._observation_key) if self._observation_key else json.dumps(seen)
+        observation = result.get("observation", {})
+        text = observation.get(self._observation_key) if self._observation_key else json.dumps(observation)
         return [{"role": "user", "content": str(text)}]
 
 

@@ -32,8 +32,8 @@ class SkyRLGym:
 
     def start(self, task: Prompt, seed: int) -> Opening:  # noqa: ARG002
         extras = {**task.fields, **self._extras}
-        if (own := extras.get(self._id_key or "", self._id)) != self._id:
-            self._id, self._make = str(own), _maker(str(own))
+        if (env_id := extras.get(self._id_key or "", self._id)) != self._id:
+            self._id, self._make = str(env_id), _maker(str(env_id))
         try:
             self._env: Any = self._make(env_config=self._config, extras=extras)
         except (AssertionError, KeyError) as error:
@@ -46,8 +46,8 @@ class SkyRLGym:
     def step(self, action: Action) -> Step:
         out = self._env.step(action.text)
         is_done = bool(out["done"])
-        found = self._env.get_metrics() if is_done and hasattr(self._env, "get_metrics") else {}
-        metrics = {name: float(value) for name, value in found.items()}
+        env_metrics = self._env.get_metrics() if is_done and hasattr(self._env, "get_metrics") else {}
+        metrics = {name: float(value) for name, value in env_metrics.items()}
         return Step(out["observations"], float(out["reward"]), is_done, metrics=metrics)
 
     def close(self) -> None:

@@ -69,9 +69,12 @@ class Team:
     def share(base_dir: Path, _num_processes: int, **kwargs: Any) -> ToolEnvs:
         """The workers' tools, which all episodes share. Raises ConfigError."""
         names = ("tool_timeout_s", "max_result_characters")
-        of = {"tools": kwargs.get("tools", ()), **{name: kwargs[name] for name in names if name in kwargs}}
+        settings = {
+            "tools": kwargs.get("tools", ()),
+            **{name: kwargs[name] for name in names if name in kwargs},
+        }
         try:
-            return ToolEnvs(ToolsEnv(kind="tools", **of), base_dir)
+            return ToolEnvs(ToolsEnv(kind="tools", **settings), base_dir)
         except ValidationError as error:
             raise refused(f"{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}") from None
 
@@ -90,8 +93,8 @@ class Team:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [
-                        group.create_task(self._answer(*of, task, seed, seats.max_turns))
-                        for of in zip(allowed, workers, strict=True)
+                        group.create_task(self._answer(*assignment, task, seed, seats.max_turns))
+                        for assignment in zip(allowed, workers, strict=True)
                     ]
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
@@ -107,11 +110,13 @@ class Team:
     ) -> Message:
         if seat is None:
             return _result(call, call.error)
-        of = replace(task, messages=({"role": "user", "content": call.arguments["subtask"]},), token_ids=())
+        subtask = replace(
+            task, messages=({"role": "user", "content": call.arguments["subtask"]},), token_ids=()
+        )
         tools, text = self.shared(), ""
         try:
-            opening = await tools.start(of, seed)
-            messages = _with_prompt(self._worker_prompt, opening.messages or of.messages)
+            opening = await tools.start(subtask, seed)
+            messages = _with_prompt(self._worker_prompt, opening.messages or subtask.messages)
             most, num_turns = _least(self._worker_turns, max_turns), 0
             while True:
                 num_turns += 1

@@ -41,9 +41,9 @@ class _Game:
         """Whose turn it is, and all that the player sees."""
         return self._env.get_observation()
 
-    def news(self, player: int, seen: str) -> list[Message]:
+    def news(self, player: int, observation: str) -> list[Message]:
         """What the player has not read yet; most games show all that was said so far."""
-        new, self._seen[player] = seen.removeprefix(self._seen[player]), seen
+        new, self._seen[player] = observation.removeprefix(self._seen[player]), observation
         return [{"role": "user", "content": new.strip()}]
 
     def move(self, text: str) -> None:
@@ -91,8 +91,8 @@ class TextArena:
         if not self._game.is_done:
             return Step(messages)
         rewards, info = self._game.end()
-        of = info[self._seat]
-        metrics = {"invalid_move": float(of["invalid_move"]), "moves": float(of["turn_count"])}
+        seat_info = info[self._seat]
+        metrics = {"invalid_move": float(seat_info["invalid_move"]), "moves": float(seat_info["turn_count"])}
         return Step(reward=float(rewards[self._seat]), is_done=True, metrics=metrics)
 
     def close(self) -> None:
@@ -103,14 +103,16 @@ class TextArena:
         for _ in range(_MAX_MOVES):
             if self._game.is_done:
                 return []
-            player, seen = self._game.observe()
+            player, observation = self._game.observe()
             if player == self._seat:
-                return self._game.news(player, seen)
-            self._game.move(self._opponent(seen))
+                return self._game.news(player, observation)
+            self._game.move(self._opponent(observation))
         raise EnvError(f"{self._id} gave seat {self._seat} no turn in {_MAX_MOVES} moves")
 
-    def _random_move(self, seen: str) -> str:
-        lines = [line for line in seen.splitlines() if re.search("available|legal", line, re.IGNORECASE)]
+    def _random_move(self, observation: str) -> str:
+        lines = [
+            line for line in observation.splitlines() if re.search("available|legal", line, re.IGNORECASE)
+        ]
         moves = re.findall(r"'(\[[^][]+\])'", lines[-1]) if lines else []
         if not moves:
             raise EnvError(f"{self._id} lists no moves; set env.kwargs.opponent to a function")
@@ -140,18 +142,18 @@ class _Table:
 
     def start(self, task: Prompt, seed: int) -> Opening:  # noqa: ARG002
         self._game = _Game(self._id, self._num_players, seed, self._kwargs)
-        player, seen = self._game.observe()
-        return _Dealt(self._game.news(player, seen), player=player)
+        player, observation = self._game.observe()
+        return _Dealt(self._game.news(player, observation), player=player)
 
     def step(self, action: Action) -> Step:
         self._game.move(action.text)
         if not self._game.is_done:
-            player, seen = self._game.observe()
-            return _Moved(self._game.news(player, seen), player=player)
+            player, observation = self._game.observe()
+            return _Moved(self._game.news(player, observation), player=player)
         rewards, info = self._game.end()
         players = range(self._num_players)
-        metrics = {f"{name}/seat{i}": float(info[i][of]) for i in players
-                   for name, of in (("invalid_move", "invalid_move"), ("moves", "turn_count"))}  # fmt: skip
+        metrics = {f"{name}/seat{i}": float(info[i][key]) for i in players
+                   for name, key in (("invalid_move", "invalid_move"), ("moves", "turn_count"))}  # fmt: skip
         return _Moved(is_done=True, metrics=metrics, rewards=[float(rewards[i]) for i in players])
 
     def close(self) -> None:

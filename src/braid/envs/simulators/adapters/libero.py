@@ -61,11 +61,11 @@ def tasks(suite: str) -> list[Task]:
         Task(
             name,
             re.sub(r"^[A-Z]+(_[A-Z]+)*_SCENE\d+_", "", name).replace("_", " "),
-            folder / "bddl_files" / of / f"{name}.bddl",
-            folder / "init_files" / of / f"{name}.pruned_init",
+            folder / "bddl_files" / part / f"{name}.bddl",
+            folder / "init_files" / part / f"{name}.pruned_init",
         )
-        for of in (_SUITES if suite == "libero_130" else (suite,))
-        for name in table[of]
+        for part in (_SUITES if suite == "libero_130" else (suite,))
+        for name in table[part]
     ]
 
 
@@ -102,12 +102,12 @@ class Libero(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self._ends = np.cumsum([len(states) for states in self._states])
         self._env: Any = None
         self._task: int | None = None
-        of: dict[str, spaces.Space] = dict.fromkeys(
+        observation_spaces: dict[str, spaces.Space] = dict.fromkeys(
             CAMERAS, spaces.Box(0, 255, (camera_height, camera_width, 3), np.uint8)
         )
-        of["state"] = spaces.Box(-np.inf, np.inf, (STATE_SIZE,), np.float32)
-        of["instruction"] = spaces.Text(200, charset=string.printable)
-        self.observation_space = spaces.Dict(of)
+        observation_spaces["state"] = spaces.Box(-np.inf, np.inf, (STATE_SIZE,), np.float32)
+        observation_spaces["instruction"] = spaces.Text(200, charset=string.printable)
+        self.observation_space = spaces.Dict(observation_spaces)
         self.action_space = spaces.Box(-1.0, 1.0, (7,), np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ARG002
@@ -119,30 +119,34 @@ class Libero(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
             self._env, self._task = _simulation(self.tasks[task], self._sizes), task
         self._env.seed(0)
         self._env.reset()
-        seen = self._env.set_init_state(self._states[task][number - self._ends[task]])
+        observation = self._env.set_init_state(self._states[task][number - self._ends[task]])
         for _ in range(_NUM_WAITS):
-            seen, *_ = self._env.step(self._wait)
+            observation, *_ = self._env.step(self._wait)
         self._count = 0
-        return self._observed(seen), {"success": False}
+        return self._observed(observation), {"success": False}
 
     def step(self, action: NDArray[np.float32]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         if self._gripper == "open_is_one":
             action = np.append(action[:-1], 1.0 if action[-1] < 0.5 else -1.0)
-        seen, reward, _, _ = self._env.step(action)
+        observation, reward, _, _ = self._env.step(action)
         self._count += 1
         is_success = bool(self._env.check_success())
         is_late = self._count >= self._limit and not is_success
-        return self._observed(seen), float(reward), is_success, is_late, {"success": is_success}
+        return self._observed(observation), float(reward), is_success, is_late, {"success": is_success}
 
     def close(self) -> None:
         if self._env is not None:
             self._env.close()
             self._env = self._task = None
 
-    def _observed(self, seen: dict[str, Any]) -> dict[str, Any]:
+    def _observed(self, observation: dict[str, Any]) -> dict[str, Any]:
         assert self._task is not None, "reset comes first"
-        images = {name: seen[f"{camera}_image"][::-1, ::-1] for name, camera in CAMERAS.items()}
-        state = (seen["robot0_eef_pos"], axis_angle(seen["robot0_eef_quat"]), seen["robot0_gripper_qpos"])
+        images = {name: observation[f"{camera}_image"][::-1, ::-1] for name, camera in CAMERAS.items()}
+        state = (
+            observation["robot0_eef_pos"],
+            axis_angle(observation["robot0_eef_quat"]),
+            observation["robot0_gripper_qpos"],
+        )
         return {
             **images,
             "state": np.concatenate(state, dtype=np.float32),
@@ -165,7 +169,7 @@ def _simulation(task: Task, sizes: dict[str, int]) -> Any:
         paths |= {"datasets": "../datasets", "assets": "assets"}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(
-            yaml.safe_dump({key: str(root / of) for key, of in paths.items()})
+            yaml.safe_dump({key: str(root / folder_name) for key, folder_name in paths.items()})
         )
     wrapper = imported("libero.libero.envs", "LIBERO", "libero").OffScreenRenderEnv
     return wrapper(bddl_file_name=str(task.bddl), **sizes)

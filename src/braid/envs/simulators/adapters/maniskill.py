@@ -53,26 +53,35 @@ class _Task:
         self._reward = reward_mode if reward_mode in _REWARDS else None
         if reward_mode is not None and self._reward is None:
             options["reward_mode"] = reward_mode
-        own = {"render_backend": "gpu" if has_images else "none", "render_mode": render_mode} | options
+        env_options = {
+            "render_backend": "gpu" if has_images else "none",
+            "render_mode": render_mode,
+        } | options
         try:
-            self.env = spec.cls(**(spec.default_kwargs | {"num_envs": num_envs} | own))
+            self.env = spec.cls(**(spec.default_kwargs | {"num_envs": num_envs} | env_options))
         except (RuntimeError, NotImplementedError, TypeError) as error:
             is_device = any(word in str(error) for word in ("render", "device", "vk::", "Vulkan"))
-            why = _IMAGES_NEED.format(error=error) if is_device else f"{task} does not accept {own}: {error}"
+            why = (
+                _IMAGES_NEED.format(error=error)
+                if is_device
+                else f"{task} does not accept {env_options}: {error}"
+            )
             raise refused("kind" if is_device else "kwargs", why) from error
         self._opens_above = 0.5 if gripper == "open_is_one" else None
         self.instruction = getattr(self.env, "get_language_instruction", None)
         observation = self.observed(self.env._init_raw_obs, [""] * num_envs)
-        of: dict[str, spaces.Space] = {
-            name: spaces.Box(0, 255, tuple(seen.shape[1:]), np.uint8)
-            for name, seen in observation.items()
+        observation_spaces: dict[str, spaces.Space] = {
+            name: spaces.Box(0, 255, tuple(values.shape[1:]), np.uint8)
+            for name, values in observation.items()
             if name not in ("state", "instruction")
         }
         if "state" in observation:
-            of["state"] = spaces.Box(-np.inf, np.inf, tuple(observation["state"].shape[1:]), np.float32)
+            observation_spaces["state"] = spaces.Box(
+                -np.inf, np.inf, tuple(observation["state"].shape[1:]), np.float32
+            )
         if self.instruction is not None:
-            of["instruction"] = spaces.Text(200, charset=string.printable)
-        self.observation_space = spaces.Dict(of)
+            observation_spaces["instruction"] = spaces.Text(200, charset=string.printable)
+        self.observation_space = spaces.Dict(observation_spaces)
         self.action_space = self.env.single_action_space
 
     def step(self, actions: NDArray[np.float32]) -> Any:
@@ -97,15 +106,19 @@ class _Task:
 
     def observed(self, observation: Any, instructions: list[str]) -> dict[str, Any]:
         """Batched over environments."""
-        seen: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         if isinstance(observation, Mapping):
-            seen = {name: of["rgb"] for name, of in observation.get("sensor_data", {}).items() if "rgb" in of}
+            parts = {
+                name: data["rgb"]
+                for name, data in observation.get("sensor_data", {}).items()
+                if "rgb" in data
+            }
             observation = [observation[name] for name in ("agent", "extra") if name in observation]
         if states := [part.reshape(len(part), -1).float() for part in _leaves(observation)]:
-            seen["state"] = import_module("torch").cat(states, dim=-1)
+            parts["state"] = import_module("torch").cat(states, dim=-1)
         if self.instruction is not None:
-            seen["instruction"] = tuple(instructions)
-        return seen
+            parts["instruction"] = tuple(instructions)
+        return parts
 
 
 class ManiSkill(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
@@ -150,7 +163,9 @@ class ManiSkill(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self._task.env.close()
 
     def _first(self, observation: Any) -> dict[str, Any]:
-        return {name: as_array(of[0]) for name, of in self._task.observed(observation, self._said).items()}
+        return {
+            name: as_array(batch[0]) for name, batch in self._task.observed(observation, self._said).items()
+        }
 
 
 class ManiSkillBatch(gymnasium.vector.VectorEnv[dict[str, Any], Any, Any]):
@@ -200,8 +215,8 @@ class ManiSkillBatch(gymnasium.vector.VectorEnv[dict[str, Any], Any, Any]):
         is_terminated = is_terminated & (not self._goes_on)
         is_late = env.elapsed_steps >= (np.inf if self._limit is None else self._limit)
         said = {"success": info["success"]} if "success" in info else {}
-        seen = self._task.observed(observation, self._said)
-        return seen, reward, is_terminated, is_late & ~is_terminated, said
+        parts = self._task.observed(observation, self._said)
+        return parts, reward, is_terminated, is_late & ~is_terminated, said
 
     def render(self) -> Any:
         return tuple(as_array(self._task.env.render()))
@@ -213,8 +228,8 @@ class ManiSkillBatch(gymnasium.vector.VectorEnv[dict[str, Any], Any, Any]):
 def _spec(task: str) -> Any:
     """Registration of a task whose assets are there."""
     _, registration, assets = (
-        imported(f"mani_skill.{of}", "ManiSkill", "maniskill")
-        for of in ("envs", "utils.registration", "utils.assets")
+        imported(f"mani_skill.{module}", "ManiSkill", "maniskill")
+        for module in ("envs", "utils.registration", "utils.assets")
     )
     known = registration.REGISTERED_ENVS
     check_known("ManiSkill", "task", task, known, "task")

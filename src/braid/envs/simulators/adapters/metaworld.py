@@ -67,12 +67,12 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self.images_on_demand = False
         """Leave images out of observations, for `with_images` to add."""
         size = _PROPRIOCEPTION if self._cameras else 39
-        of: dict[str, spaces.Space] = dict.fromkeys(
+        observation_spaces: dict[str, spaces.Space] = dict.fromkeys(
             self._cameras, spaces.Box(0, 255, (image_size, image_size, 3), np.uint8)
         )
-        of["state"] = spaces.Box(-np.inf, np.inf, (size,), np.float32)
-        of["instruction"] = spaces.Text(200, charset=string.printable)
-        self.observation_space = spaces.Dict(of)
+        observation_spaces["state"] = spaces.Box(-np.inf, np.inf, (size,), np.float32)
+        observation_spaces["instruction"] = spaces.Text(200, charset=string.printable)
+        self.observation_space = spaces.Dict(observation_spaces)
         self.action_space = spaces.Box(-1.0, 1.0, (4,), np.float32)
         for camera in self._cameras.values():
             self._image(camera)
@@ -128,8 +128,8 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
 
     def _observed(self, observation: NDArray[np.float64]) -> dict[str, Any]:
         state = observation[:_PROPRIOCEPTION] if self._cameras else observation
-        found = {"state": state.astype(np.float32), "instruction": self._instruction}
-        return found if self.images_on_demand else self.with_images(found)
+        parts = {"state": state.astype(np.float32), "instruction": self._instruction}
+        return parts if self.images_on_demand else self.with_images(parts)
 
     def _image(self, camera: str) -> NDArray[np.uint8]:
         if self._renderer is None:

@@ -43,7 +43,7 @@ class Robosuite(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         for robot in robots:
             check_known("robosuite", "robot", robot, robosuite.ALL_ROBOTS, "robots")
         self._cameras, self._limit = dict(cameras or {}), max_episode_steps
-        given: dict[str, Any] = {
+        env_options: dict[str, Any] = {
             "has_offscreen_renderer": bool(self._cameras),
             "use_camera_obs": bool(self._cameras),
             "use_object_obs": not self._cameras,
@@ -51,46 +51,53 @@ class Robosuite(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
             "ignore_done": True,
         }
         if cameras:
-            given["camera_names"] = list(cameras.values())
-            given |= {"camera_heights": camera_height, "camera_widths": camera_width}
-        given |= kwargs or {}
+            env_options["camera_names"] = list(cameras.values())
+            env_options |= {"camera_heights": camera_height, "camera_widths": camera_width}
+        env_options |= kwargs or {}
         try:
             with _seeded(0):
-                self._env = robosuite.make(task, robots=list(robots), has_renderer=False, **given)
-                seen = self._observed(self._env.reset())
+                self._env = robosuite.make(task, robots=list(robots), has_renderer=False, **env_options)
+                parts = self._observed(self._env.reset())
         except (TypeError, ValueError, ImportError) as error:
-            why = f"{task} does not accept {given}: {error}"
+            why = f"{task} does not accept {env_options}: {error}"
             raise refused("cameras" if cameras else "kwargs", why) from error
         self.observation_space = spaces.Dict(
             {
-                name: spaces.Box(0, 255, of.shape, np.uint8)
+                name: spaces.Box(0, 255, values.shape, np.uint8)
                 if name in self._cameras
-                else spaces.Box(-np.inf, np.inf, of.shape, np.float32)
-                for name, of in seen.items()
+                else spaces.Box(-np.inf, np.inf, values.shape, np.float32)
+                for name, values in parts.items()
             }
         )
-        self.action_space = spaces.Box(*(of.astype(np.float32) for of in self._env.action_spec))
+        self.action_space = spaces.Box(*(bound.astype(np.float32) for bound in self._env.action_spec))
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:  # noqa: ARG002
         super().reset(seed=seed)
         with _seeded(seed):
-            seen = self._env.reset()
+            observation = self._env.reset()
         self._count = 0
-        return self._observed(seen), {"success": False}
+        return self._observed(observation), {"success": False}
 
     def step(self, action: NDArray[np.float32]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        seen, reward, _, _ = self._env.step(action)
+        observation, reward, _, _ = self._env.step(action)
         self._count += 1
         said = {"success": bool(self._env._check_success())}
-        return self._observed(seen), float(reward), False, self._count >= self._limit, said
+        return self._observed(observation), float(reward), False, self._count >= self._limit, said
 
     def close(self) -> None:
         self._env.close()
 
-    def _observed(self, seen: Mapping[str, NDArray]) -> dict[str, Any]:
+    def _observed(self, observation: Mapping[str, NDArray]) -> dict[str, Any]:
         """Images come upside down, as OpenGL has them."""
-        images = {name: np.ascontiguousarray(seen[f"{of}_image"][::-1]) for name, of in self._cameras.items()}
-        states = [of for name, of in seen.items() if name.endswith(("_proprio-state", "object-state"))]
+        images = {
+            name: np.ascontiguousarray(observation[f"{camera}_image"][::-1])
+            for name, camera in self._cameras.items()
+        }
+        states = [
+            values
+            for name, values in observation.items()
+            if name.endswith(("_proprio-state", "object-state"))
+        ]
         return {**images, "state": np.concatenate(states, dtype=np.float32)}
 
 

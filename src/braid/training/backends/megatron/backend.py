@@ -95,7 +95,7 @@ class MegatronBackend(RankBackend):
 
     def _build_optimizer(self) -> Any:
         """Build Megatron's optimizer instead of torch's."""
-        config, own = self._config.optimizer, self._config.megatron
+        config, megatron = self._config.optimizer, self._config.megatron
         settings = OptimizerConfig(
             optimizer="adam" if config.kind == "adamw" else "sgd",
             lr=config.lr,
@@ -108,7 +108,7 @@ class MegatronBackend(RankBackend):
             params_dtype=self._dtype,
             clip_grad=0.0,  # clipped in _update
             use_distributed_optimizer=self._stages[0].ddp_config.use_distributed_optimizer,
-            overlap_param_gather=own.overlap_param_gather,
+            overlap_param_gather=megatron.overlap_param_gather,
         )
         overrides: dict[Any, Any] = dict(get_standard_config_overrides(settings))
         if config.value_lr is not None:
@@ -179,10 +179,10 @@ class MegatronBackend(RankBackend):
             forward_only=forward_only,
         )
 
-    def _num_passes(self, own: int) -> int:
+    def _num_passes(self, num_micro_batches: int) -> int:
         """See SingleBackend. With the interleaved schedule, a multiple of the pipeline-parallel size."""
         multiple = groups.get_pipeline_model_parallel_world_size() if len(self._stages) > 1 else 1
-        return -(-max(super()._num_passes(own), 1) // multiple) * multiple
+        return -(-max(super()._num_passes(num_micro_batches), 1) // multiple) * multiple
 
     def _from_last(self, values: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """Broadcast `values` of the last pipeline stage to all stages."""
@@ -241,10 +241,10 @@ class MegatronBackend(RankBackend):
         weights if they are half precision (float32 weights are trained in place)."""
         trained = {shard.parameter: part.values for shard, part in self._parts(with_copies=False)}
         for stage in self._stages:
-            if (own := stage.module.value_head) is None:
+            if (value_head := stage.module.value_head) is None:
                 continue
-            weight, bias = (trained.get(p, p.detach()[:0]) for p in (own.weight, own.bias))
-            own.observe(returns, [] if self._dtype == torch.float32 else [(weight, bias)])
+            weight, bias = (trained.get(p, p.detach()[:0]) for p in (value_head.weight, value_head.bias))
+            value_head.observe(returns, [] if self._dtype == torch.float32 else [(weight, bias)])
 
     def _sharded_state(self) -> dict[str, Any]:
         return {**super()._sharded_state(), "weights": self._weight_boxes(with_copies=False)}
@@ -421,8 +421,8 @@ def _head_names(model: CausalLM | ValueModel) -> dict[str, str]:
     if isinstance(model, CausalLM):
         return {}
     stored = {id(tensor): name for name, tensor in model.named_weights()}
-    own = model.value_head.state_dict(keep_vars=True)
-    return {f"value_head.{name}": stored[id(tensor)] for name, tensor in own.items()}
+    tensors = model.value_head.state_dict(keep_vars=True)
+    return {f"value_head.{name}": stored[id(tensor)] for name, tensor in tensors.items()}
 
 
 def _stages(model: CausalLM | ValueModel, layers: Any) -> list[Any]:
@@ -437,16 +437,16 @@ def _stages(model: CausalLM | ValueModel, layers: Any) -> list[Any]:
 
 def _wrapped(stage: Decoder, index: int, config: TrainConfig, layers: Any) -> Any:
     """Wrap a stage in Megatron's DistributedDataParallel, which owns the gradient buffers."""
-    own = config.megatron
-    shards = own.distributed_optimizer and config.optimizer.kind == "adamw"
+    megatron = config.megatron
+    shards = megatron.distributed_optimizer and config.optimizer.kind == "adamw"
     return DistributedDataParallel(
         layers,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=shards,
-            overlap_grad_reduce=own.overlap_grad_reduce,
-            overlap_param_gather=own.overlap_param_gather and shards,
-            bucket_size=own.ddp_bucket_size,
+            overlap_grad_reduce=megatron.overlap_grad_reduce,
+            overlap_param_gather=megatron.overlap_param_gather and shards,
+            bucket_size=megatron.ddp_bucket_size,
         ),
         stage,
         disable_bucketing=index > 0,

@@ -15,8 +15,8 @@ _FIXED_ROTARY = ("default", "linear", "llama3")
 _OTHERS = "use fsdp2, fsdp or deepspeed"
 
 
-def check_model(config: PreTrainedConfig, own: MegatronConfig) -> None:
-    """Raise ModelError if the architecture is not supported or cannot be partitioned as `own` says."""
+def check_model(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
+    """Raise ModelError if the architecture is not supported or cannot be partitioned as `megatron` says."""
     if config.model_type not in ARCHITECTURES:
         raise ModelError(
             f"train.backend=megatron supports models of type {', '.join(ARCHITECTURES)}, not {config.model_type}; {_OTHERS}"
@@ -24,9 +24,9 @@ def check_model(config: PreTrainedConfig, own: MegatronConfig) -> None:
     rotary, kinds = config.rope_parameters["rope_type"], getattr(config, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
     mixes = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1
-    has_experts, tensor = is_mixture(config), own.tensor_parallel
+    has_experts, tensor = is_mixture(config), megatron.tensor_parallel
     heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads
-    stages = own.pipeline_parallel * (own.virtual_pipeline or 1)
+    stages = megatron.pipeline_parallel * (megatron.virtual_pipeline or 1)
     problems = {  # the problem and what to do: whether it is there
         f"train.backend=megatron supports rotary embeddings of type {', '.join(_FIXED_ROTARY)}, not {rotary}; "
         f"{_OTHERS}": rotary not in _FIXED_ROTARY,
@@ -36,21 +36,24 @@ def check_model(config: PreTrainedConfig, own: MegatronConfig) -> None:
         f"{_OTHERS}": slides,
         f"train.megatron.tensor_parallel={tensor} does not divide the model's {kv_heads} key/value heads; "
         f"set it to a divisor of {kv_heads}": kv_heads % tensor,
-        f"train.megatron.context_parallel={own.context_parallel} does not divide the {heads} attention heads of each "
-        "tensor-parallel rank; "
-        "set it to a divisor": heads % own.context_parallel,
-        f"train.megatron.pipeline_parallel={own.pipeline_parallel} x virtual_pipeline={own.virtual_pipeline} = {stages} "
-        f"stages do not divide the model's {config.num_hidden_layers} layers; "
+        f"train.megatron.context_parallel={megatron.context_parallel} does not divide the {heads} attention "
+        "heads of each tensor-parallel rank; "
+        "set it to a divisor": heads % megatron.context_parallel,
+        f"train.megatron.pipeline_parallel={megatron.pipeline_parallel} x "
+        f"virtual_pipeline={megatron.virtual_pipeline} = {stages} stages do not divide the model's "
+        f"{config.num_hidden_layers} layers; "
         "lower one of the two": config.num_hidden_layers % stages,
-        f"train.megatron.expert_parallel={own.expert_parallel}, but the model has no experts; "
-        "set it to 1": own.expert_parallel > 1 and not has_experts,
+        f"train.megatron.expert_parallel={megatron.expert_parallel}, but the model has no experts; "
+        "set it to 1": megatron.expert_parallel > 1 and not has_experts,
         "mixtures of experts with train.megatron.tensor_parallel above 1 need sequence parallelism; "
-        "set train.megatron.sequence_parallel=true": has_experts and tensor > 1 and not own.sequence_parallel,
+        "set train.megatron.sequence_parallel=true": has_experts
+        and tensor > 1
+        and not megatron.sequence_parallel,
         "train.megatron.moe_token_dispatcher=allgather needs the same number of tokens on all ranks, but packed rows vary "
         "in length; "
-        "set it to alltoall": has_experts and own.moe_token_dispatcher == "allgather",
+        "set it to alltoall": has_experts and megatron.moe_token_dispatcher == "allgather",
         "train.megatron.moe_grouped_gemm needs Transformer Engine's expert layers, which braid does not use; "
-        "set it to false": has_experts and own.moe_grouped_gemm,
+        "set it to false": has_experts and megatron.moe_grouped_gemm,
     }
     for problem, is_found in problems.items():
         if is_found:

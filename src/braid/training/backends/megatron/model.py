@@ -35,9 +35,10 @@ from braid.config.train import TrainConfig
 from braid.models.attention import LayerCall, PackedAttention, attend
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
-from braid.models.causal_lm import CausalLM, spread, written_positions
+from braid.models.causal_lm import CausalLM, padding_without_gradient, spread, written_positions
 from braid.models.kernels import packed_attention
 from braid.models.logprobs import Head, token_logprobs
+from braid.models.transfer import to_device
 from braid.models.value import ValueModel
 from braid.models.value_head import ValueHead
 
@@ -74,7 +75,7 @@ def layer_options(
     `dtype` is the type of the weights, `autocast` the compute type if given. Dropout and Megatron's auxiliary
     expert loss are disabled: the loss is computed by the caller.
     """
-    own, layers = train.megatron, train.megatron.transformer
+    megatron, layers = train.megatron, train.megatron.transformer
     options: dict[str, Any] = {
         "params_dtype": dtype,
         "pipeline_dtype": autocast or dtype,  # residuals are summed in the compute type
@@ -82,10 +83,10 @@ def layer_options(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "calculate_per_token_loss": True,  # losses of micro-batches are summed, not averaged
-        "sequence_parallel": own.sequence_parallel and own.tensor_parallel > 1,
+        "sequence_parallel": megatron.sequence_parallel and megatron.tensor_parallel > 1,
         "variable_seq_lengths": True,
         "batch_p2p_comm": layers.batch_p2p_comm,
-        "overlap_p2p_comm": own.virtual_pipeline is not None and not layers.batch_p2p_comm,
+        "overlap_p2p_comm": megatron.virtual_pipeline is not None and not layers.batch_p2p_comm,
         "apply_rope_fusion": layers.apply_rope_fusion and find_spec("transformer_engine") is not None,
         "bias_dropout_fusion": layers.bias_dropout_fusion,
         "bias_activation_fusion": layers.bias_activation_fusion,
@@ -103,23 +104,23 @@ def layer_options(
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
             "moe_grouped_gemm": False,
-            "moe_token_dispatcher_type": own.moe_token_dispatcher,
+            "moe_token_dispatcher_type": megatron.moe_token_dispatcher,
             "moe_permute_fusion": False,
         }
     return options
 
 
 def _recompute_options(train: TrainConfig) -> dict[str, Any]:
-    own = train.megatron
-    kind = own.recompute_granularity
+    megatron = train.megatron
+    kind = megatron.recompute_granularity
     if kind == "full" or (kind == "off" and train.gradient_checkpointing):
-        settings = own if kind == "full" else MegatronConfig()
+        settings = megatron if kind == "full" else MegatronConfig()
         return {
             "recompute_granularity": "full",
             "recompute_method": settings.recompute_method or "uniform",
             "recompute_num_layers": settings.recompute_num_layers or 1,
         }
-    modules = ["core_attn"] * (kind == "selective") + ["moe"] * own.moe_layer_recompute
+    modules = ["core_attn"] * (kind == "selective") + ["moe"] * megatron.moe_layer_recompute
     return {"recompute_granularity": "selective", "recompute_modules": modules} if modules else {}
 
 
@@ -264,7 +265,7 @@ class Decoder(GPTModel):
         assert rotary.attention_scaling == 1.0, "holds for the rotary embeddings that check_model accepts"
         self._frequencies: Tensor = rotary.inv_freq.float().clone()
         self._source: Any = model
-        self._padding: int | None = getattr(model.backbone.get_input_embeddings(), "padding_idx", None)
+        self._padding = padding_without_gradient(model.backbone)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed rows, not a padded batch
         self, batch: PackedBatch, outputs: frozenset[Output]
@@ -315,7 +316,7 @@ class Decoder(GPTModel):
     ) -> dict[str, Tensor]:
         written, before = written_positions(batch)
         is_here = (before >= start) & (before < start + size)
-        own, here = written[is_here], before[is_here] - start
+        positions, here = (to_device(x, batch.device) for x in (written[is_here], before[is_here] - start))
         if self.value_head is not None:
             if self.config.sequence_parallel:
                 # every rank computes all values, but only the gradient of its own positions counts
@@ -325,8 +326,10 @@ class Decoder(GPTModel):
             values = self.value_head(hidden.squeeze(1).index_select(0, here))
             computed: Mapping[str, Tensor | None] = self.value_head.outputs(values, outputs)
         else:
-            computed = self._logprobs(hidden, here, batch.inputs["input_ids"].index_select(0, own), outputs)
-        flat = {name: spread(computed[name], own, batch) for name in outputs}
+            computed = self._logprobs(
+                hidden, here, batch.inputs["input_ids"].index_select(0, positions), outputs
+            )
+        flat = {name: spread(computed[name], positions, batch) for name in outputs}
         if groups.get_context_parallel_world_size() == 1:
             return flat
         # Each position is nonzero on one rank only. All ranks compute the same loss and keep the gradient of
@@ -369,13 +372,13 @@ class Decoder(GPTModel):
         )
         assert weight is not None, "the last stage has one"
         first = groups.get_tensor_model_parallel_rank() * len(weight)
-        own = weight[: max(0, min(len(weight), self._source.vocab_size - first))]
+        shard = weight[: max(0, min(len(weight), self._source.vocab_size - first))]
         group = (
             groups.get_tensor_model_parallel_group()
             if groups.get_tensor_model_parallel_world_size() > 1
             else None
         )
-        return Head(own, first=first, group=group)
+        return Head(shard, first=first, group=group)
 
 
 def text_config(model: CausalLM | ValueModel) -> PreTrainedConfig:

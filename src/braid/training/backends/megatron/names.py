@@ -124,11 +124,11 @@ class Names:
             head[name]: buffer for stage in stages for name, buffer in stage.named_buffers() if name in head
         }
         self.shards = [shard for stage in stages for shard in self._shards(stage)]
-        own = {p.name for shard in self.shards for p in shard.pieces} | self.buffers.keys()
-        strange = sorted(own - weights.keys())
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
-        missing = sorted(weights.keys() - {name for names in found for name in names})
+        local_names = {p.name for shard in self.shards for p in shard.pieces} | self.buffers.keys()
+        strange = sorted(local_names - weights.keys())
+        names_by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(names_by_rank, local_names)
+        missing = sorted(weights.keys() - {name for names in names_by_rank for name in names})
         if strange or missing:
             raise ModelError(
                 f"the weights of Megatron's layers do not match transformers': {(strange or missing)[0]} exists only in "
@@ -166,10 +166,10 @@ class Names:
             if not (is_mixture and local == "pre_mlp_layernorm."):
                 name = name.replace(local, fused)
         try:
-            found: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(name)
+            stored_names: list[str] = self._bridge._weight_name_mapping_mcore_to_hf(name)
         except NotImplementedError as error:
             raise ModelError(f"mbridge has no mapping for {name} of this architecture: {error}") from error
-        pieces = tuple(Piece(of.replace(".block_sparse_moe.", ".mlp.")) for of in found)
+        pieces = tuple(Piece(stored.replace(".block_sparse_moe.", ".mlp.")) for stored in stored_names)
         return Shard(parameter, name, pieces)
 
     def boxes(self, shard: Shard, flat: Tensor, start: int) -> Iterator[tuple[str, list[int], Tensor]]:
@@ -221,13 +221,15 @@ class Names:
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the model's weights on rank 0, one whole tensor at a time in the model's order; other ranks
         yield empty tensors. Collective: all ranks must exhaust the iterator."""
-        own = self._handed_on()
+        local_boxes = self._handed_on()
         places: list[Any] = [None] * dist.get_world_size()
-        mine = {name: [(offsets, part.shape) for offsets, part in boxes] for name, boxes in own.items()}
+        mine = {
+            name: [(offsets, part.shape) for offsets, part in boxes] for name, boxes in local_boxes.items()
+        }
         dist.all_gather_object(places, mine)
         device = self.shards[0].parameter.device
         for name, shape in self.shapes.items():
-            boxes = own.get(name, [])
+            boxes = local_boxes.get(name, [])
             whole = torch.empty(shape if dist.get_rank() == 0 else 0, dtype=self.dtypes[name], device=device)
             if dist.get_rank() == 0:
                 Boxes(shape, whole.dtype, boxes).put(whole)
