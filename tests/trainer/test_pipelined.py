@@ -44,6 +44,16 @@ def test_at_lag_0_the_weights_are_those_of_the_on_policy_loop(
     assert shown == numbers(one)
 
 
+def test_a_checkpoint_of_the_on_policy_loop_goes_on_with_a_pipeline(load_tiny: LoadTiny) -> None:
+    whole = commands.train(load_tiny("run.max_rounds=3", "eval.before=false")).run_dir
+    cut = ("run.name=cut", "eval.before=false")
+    commands.train(load_tiny(*cut, "run.max_rounds=2"))
+    resumed = ("run.max_rounds=3", "pipeline.max_lag=0", "run.resume=latest", "run.allow_changes=true")
+    other = commands.train(load_tiny(*cut, *resumed)).run_dir
+    assert [line["round"] for line in records(other)] == [0, 1, 2, 3]
+    assert weight_hashes(other) == weight_hashes(whole)
+
+
 @pytest.mark.parametrize("on_new_weights", ["finish", "interrupt"])
 def test_sampling_and_training_overlap_within_the_lag(load_tiny: LoadTiny, on_new_weights: str) -> None:
     pipeline = ("pipeline.max_lag=2", f"pipeline.on_new_weights={on_new_weights}", "run.max_rounds=8")

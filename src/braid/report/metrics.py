@@ -79,6 +79,14 @@ class Metrics:
         names = sorted(self._values, key=lambda name: (position(name), name))
         return {name: self._values[name].value for name in names}
 
+    @classmethod
+    def merged(cls, *several: Metrics) -> Metrics:
+        """New metrics that combine those of several stages."""
+        metrics = cls()
+        for some in several:
+            metrics.merge(some)
+        return metrics
+
     def __contains__(self, name: str) -> bool:
         return name in self._values
 

@@ -48,7 +48,7 @@ class Evaluation:
             sampling.show_films(env, "eval", round_, groups)
         for source in self.prompts:
             of_source = [t for group in groups if group.prompt.source == source for t in group.trajectories]
-            sampling.check_valid(of_source, f"the evaluation on {source!r} after round {round_}")
+            sampling.validity.check(of_source, f"the evaluation on {source!r} after round {round_}")
         for source, values in results.items():
             for name, value in values.items():
                 metrics.mean(f"eval/{source}/{name}", value)

@@ -19,7 +19,7 @@ from .round_metrics import lag_metrics
 from .sampling import Sampling
 from .selection import Selection, reason_to_drop
 
-Trained = tuple[Counters, Metrics]
+Updated = tuple[Counters, Metrics]
 """The counters after an update, and its metrics."""
 
 _TICK_S, _IDLE_TICK_S = 0.02, 0.5
@@ -35,14 +35,14 @@ class GroupsInFlight:
         sampling: Sampling,
         progress: Progress,
         pipeline: Pipeline,
-        train: Callable[[Selection], Trained],
+        train: Callable[[Selection], Updated],
     ) -> None:
         self._sampling, self._progress, self._pipeline, self._train = sampling, progress, pipeline, train
         self._rollouts, self._config = sampling.rollouts, sampling.config.rollout
         self._draws: dict[Key, Draw] = {}
         self._finished: dict[Draw, Group] = {}
         self._left_out: list[Group] = []
-        self._update: Future[Trained] | None = None
+        self._update: Future[Updated] | None = None
         self._in_update: list[Draw] = []
         self._costs = Metrics()
         self._since_s = time.perf_counter()
@@ -121,7 +121,7 @@ class GroupsInFlight:
         self._end_update(self._update)
         return True
 
-    def _end_update(self, update: Future[Trained]) -> None:
+    def _end_update(self, update: Future[Updated]) -> None:
         self._progress.end_update(*update.result())
         self._update = None
         self._pipeline.updated()

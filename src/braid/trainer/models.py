@@ -134,11 +134,6 @@ class Models:
             if state.get(role) is not None:
                 model.restore(state[role], folder / role)
 
-    def load_opponent(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the engines' opponent, if the checkpoint has one."""
-        if state is not None:
-            self.rollouts.load_opponent(state)
-
     def answer(self, within_s: float) -> bool:
         """Whether all ranks of the models to save answer a call: one that is stopped, or waits for another process that is,
         does not."""

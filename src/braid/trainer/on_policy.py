@@ -57,9 +57,8 @@ class OnPolicy(Run):
             selection = self.sampling.rollout(progress.round)
             progress.check_time()
             with progress.stop.cuttable():
-                rows, metrics = self.learner.fetch_rows(selection)
-        metrics.merge(selection.metrics)
-        progress.metrics.merge(metrics)
+                rows, fetching = self.learner.fetch_rows(selection)
+        progress.metrics.merge(Metrics.merged(selection.metrics, fetching))
         with progress.timed_update():
             with progress.stop.finishing():
                 progress.end_update(*self.train(selection, rows))
@@ -67,21 +66,20 @@ class OnPolicy(Run):
 
     def train(self, selection: Selection, rows: Sequence[RowMetadata]) -> tuple[Counters, Metrics]:
         """Train on the groups of the round, whose `rows` were fetched. Returns the counters after it."""
-        before, learner = self.progress.counters, self.learner
+        learner, sampler, before = self.learner, self.sampling.sampler, self.progress.counters
         trained, metrics = learner.compute_advantages(rows, before.kl_coef)
-        num_empty = learner.count_empty(before, selection, trained)
-        num_steps, of_update = learner.update(trained, before)
-        metrics.merge(of_update)
-        kl_coef, of_steering = learner.steer_kl(before.kl_coef, metrics, trained)
-        metrics.merge(of_steering)
-        num_updates = self.models.update_reference(self.sampling.sampler.epoch, before.reference_updates)
+        empty_rounds = learner.count_empty(before, selection, trained)
+        num_steps, updating = learner.update(trained, before)
+        metrics = Metrics.merged(metrics, updating)
+        kl_coef, steering = learner.steer_kl(before.kl_coef, metrics, trained)
+        reference_updates = self.models.update_reference(sampler.epoch, before.reference_updates)
         learner.store(before.round, selection, trained)
         after = replace(
             before,
             step=before.step + num_steps,
+            empty_rounds=empty_rounds,
             kl_coef=kl_coef,
-            empty_rounds=num_empty,
-            reference_updates=num_updates,
+            reference_updates=reference_updates,
             is_reported=False,
         )
-        return after, metrics
+        return after, Metrics.merged(metrics, steering)

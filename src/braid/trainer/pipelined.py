@@ -70,5 +70,4 @@ class Pipelined(OnPolicy):
         with self.progress.stop.finishing():
             rows, fetching = self.learner.fetch_rows(selection)
             counters, metrics = self.train(selection, rows)
-        metrics.merge(fetching)
-        return counters, metrics
+        return counters, Metrics.merged(fetching, metrics)

@@ -174,7 +174,8 @@ class Progress:
         if self.counters.is_warm:
             with self.reports.timed("sync_weights", self.metrics):
                 models.sync_weights(self.round)
-            models.load_opponent(state.get("opponent"))
+            if (opponent := state.get("opponent")) is not None:
+                models.rollouts.load_opponent(opponent)
         self.reports.reporter.load(state["reporter"])  # last, since it removes the records of later rounds
         store.forget_after(step)
         self._say_resumed(folder, step)

@@ -19,14 +19,14 @@ from braid.report.outputs import log_outputs
 from braid.report.video import write_video
 from braid.rollout.collector import Use
 from braid.training.backend import TrainingBackend
-from braid.types import Group, Key, Trajectory
+from braid.types import Group, Key
 
 from .keys import COPY_KEY, EVAL_KEY, TRAIN_KEY
 from .models import Models
 from .reports import Reports
 from .round_metrics import group_metrics, selection_metrics, status_metrics
 from .selection import Selection
-from .validity import InvalidWatch, most_common
+from .validity import Validity, most_common
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Sampling:
         self.config, self.sampler = config, sampler
         self.models, self.rollouts, self.reports = models, models.rollouts, reports
         self._stop = stop
-        self._invalid = InvalidWatch(config.rollout.max_invalid_fraction)
+        self.validity = Validity(config.rollout.max_invalid_fraction)
 
     def rollout(self, round_: int) -> Selection:
         """Sample and score a round's groups: batches of prompts are drawn until rollout.filter is satisfied."""
@@ -117,12 +117,8 @@ class Sampling:
     def check_round(self, round_: int, groups: Sequence[Group]) -> Metrics:
         """Count the trajectories of a round by status. Raises RolloutError if too many are invalid."""
         trajectories = [t for group in groups for t in group.trajectories]
-        self.check_valid(trajectories, f"round {round_}")
+        self.validity.check(trajectories, f"round {round_}")
         return status_metrics(trajectories)
-
-    def check_valid(self, trajectories: Sequence[Trajectory], where: str) -> None:
-        """Warn of invalid trajectories of `where`, as "round 3". Raises RolloutError if too many are."""
-        self._invalid.check(trajectories, where)
 
     def complete(self, selection: Selection, groups: Sequence[Group], round_: int) -> None:
         """Complete the selection of a round, and its metrics, of all `groups` that were sampled and scored, including

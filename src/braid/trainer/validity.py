@@ -17,7 +17,7 @@ _NUM_REASONS = 3
 
 
 @dataclass(slots=True)
-class InvalidWatch:
+class Validity:
     """Checks trajectories of rounds and evaluations. `max_fraction` is rollout.max_invalid_fraction."""
 
     max_fraction: float
