@@ -88,7 +88,7 @@ class ValueHead(nn.Linear):
     def of_observations(
         self, values: Tensor, batch: PackedBatch, names: Iterable[Output]
     ) -> dict[str, Tensor]:
-        """Those of the outputs `names` that are a critic's, given the `values` of observations (see `of_positions`)."""
+        """The critic's outputs among `names`, from the `values` of observations (see `of_positions`)."""
         return self.outputs(self.of_positions(values, batch), VALUES.intersection(names))
 
     def of_positions(self, values: Tensor, batch: PackedBatch) -> Tensor:
