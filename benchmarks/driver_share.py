@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 
 from braid.config.load import load_config
-from braid.trainer import commands, steps
-from braid.trainer.parts import Parts
+from braid.trainer import commands
+from braid.trainer.progress import Progress
 
 _REWARD = "def even(text):\n    return sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1)\n"
 
@@ -49,17 +49,17 @@ def main() -> None:
 def measure(config: Path) -> list[tuple[float, float, float]]:
     """(seconds of the round, CPU seconds of this thread in it, of this process), for each round after the first."""
     ends: list[tuple[float, float, float]] = []
-    report = steps.report
+    report = Progress.report
 
-    def timed(parts: Parts) -> None:
-        report(parts)
+    def timed(self: Progress) -> None:
+        report(self)
         ends.append((time.perf_counter(), time.thread_time(), time.process_time()))
 
-    steps.report = timed
+    Progress.report = timed
     try:
         commands.train(load_config(config))
     finally:
-        steps.report = report
+        Progress.report = report
     ends = ends[1:]  # the first line is that of the time before the rounds
     return [(b[0] - a[0], b[1] - a[1], b[2] - a[2]) for a, b in itertools.pairwise(ends)]
 

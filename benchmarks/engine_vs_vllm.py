@@ -5,6 +5,7 @@ temperature 1 in this process, and take turns; the figures are tokens per second
 once, and may run them all together.
 
     python benchmarks/engine_vs_vllm.py [--size 3m|30m|120m] [--sequences 64 256] [--repeats 3]
+    python benchmarks/engine_vs_vllm.py --model smollm2 ...      (a pretrained model; after: make smollm2)
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 
 import torch
 from engine_vs_generate import LONGEST, make_requests, run_engine
-from grpo_round_vs_trl import make_model
+from grpo_round_vs_trl import SMOLLM2, make_model, pretrained
 from sizes import SIZES
 from vllm import LLM, SamplingParams  # noqa: TID251  # it is the other side
 
@@ -64,19 +65,26 @@ def run_vllm(llm: LLM, requests: list[Request]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="3m", choices=list(SIZES))
+    parser.add_argument("--model", choices=["smollm2"], help="a pretrained model in place of --size")
     parser.add_argument("--sequences", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()  # it serves both sides
     with tempfile.TemporaryDirectory() as folder:
-        parameters = make_model(Path(folder), SIZES[args.size])
+        if args.model:
+            folder = pretrained(SMOLLM2)
+        else:
+            make_model(Path(folder), SIZES[args.size])
         llm = LLM(
             folder, dtype="float32", max_model_len=2 * LONGEST, max_num_seqs=max(args.sequences), seed=0, disable_log_stats=True,
             enable_prefix_caching=False,
         )  # fmt: skip
         lm = load_policy(ModelConfig(path=folder), temperature=1.0, seed=0, device=torch.device("cpu"))
-    print(f"{args.size}: {parameters / 1e6:.1f}M parameters, fp32, one thread; tokens per second of CPU time")
+    parameters = sum(weight.numel() for weight in lm.module.parameters())
+    print(
+        f"{args.model or args.size}: {parameters / 1e6:.1f}M parameters, fp32, one thread; tokens per second of CPU time"
+    )
     for num in args.sequences:
         requests = make_requests(num, lm.vocab_size, is_ragged=True)
         tokens = sum(r.sampling.max_new_tokens for r in requests)

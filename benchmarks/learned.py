@@ -3,7 +3,8 @@
     python benchmarks/learned.py [TASK ...] --seeds 0 1 2
     python benchmarks/learned.py quickstart --seeds 0-19 --jobs 8      (from a clone without `make setup`: PYTHONPATH=src:.)
 
-Tasks are the configs of benchmarks/learned and of examples; policies and demonstrations that they read are made first. Each run has a
+Tasks are the configs of benchmarks/learned and of examples; policies and demonstrations that they read are made first, except the
+pretrained model of smollm2, smollm2_lora and smollm2_tool: `make smollm2`. Each run has a
 process of its own; `--jobs` of them at a time divide the cores. Prints each seed's result in the first evaluation, if there is one
 before training, and in the last, and the ranges of both over the seeds. Bars are in eval.target; the optimum, where it is known, is in
 a config's first line. A run that fails is reported as such, and the others go on. Exits with 1 if a bar is missed or a run fails.
@@ -54,6 +55,7 @@ TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
     "reach": Task(EXAMPLES / "robot.yaml"),
     "reach_chunks": Task(EXAMPLES / "robot.yaml", ["model.mlp.num_action_chunks=5", "algorithm.gamma=0.87"]),
     "button_press": Task(EXAMPLES / "robot.yaml", ["env.task=button-press-v3", "eval.target.min_final=0.8"]),
+    **{name: Task(EXAMPLES / f"{name}.yaml") for name in ("smollm2", "smollm2_lora", "smollm2_tool")},
     "vla": Task(EXAMPLES / "vla.yaml", vla="openvla_oft"),
     "pi0": Task(CONFIGS / "pi0.yaml", vla="pi0"),
 }

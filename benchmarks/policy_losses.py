@@ -24,9 +24,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from braid.algorithms.policy_loss import Tokens, importance_ratio, surrogate
-from braid.algorithms.recipes import POLICY_LOSSES, RECIPES, Correction, Recipe
+from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from braid.algorithms.policy_losses.dppo import Dppo
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
+from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.algorithms.segments import Segments, segments
+from braid.algorithms.surrogate import Tokens, importance_ratio
 from braid.models.batch import PackedBatch
 from braid.training.losses import policy_loss
 
@@ -54,13 +57,13 @@ def batch_of(num_tokens: int) -> PackedBatch:
     return PackedBatch({}, mask, (length,) * NUM_ROWS, fields, weights, decision=decision)
 
 
-def loss_alone(recipe: Recipe, batch: PackedBatch, over: Segments | None) -> Callable[[Tensor], Tensor]:
+def loss_alone(loss: PolicyLoss, batch: PackedBatch, over: Segments | None) -> Callable[[Tensor], Tensor]:
     """From log-probs [T] to the mean of the surrogate."""
     old, advantages, chosen = (batch.fields[n] for n in ("old_logprobs", "advantages", "is_chosen"))
 
     def compute(logprobs: Tensor) -> Tensor:
         tokens = Tokens(logprobs, old, advantages, importance_ratio(logprobs, old, over), chosen)
-        return surrogate(recipe, tokens)[0].mean()
+        return loss.per_token(tokens)[0].mean()
 
     return compute
 
@@ -74,15 +77,17 @@ def loss_of_training(recipe: Recipe, batch: PackedBatch) -> Callable[[Tensor], T
 def cases(batch: PackedBatch) -> dict[str, Callable[[Tensor], Tensor]]:
     """What is timed, plain PPO clip first."""
     out: dict[str, Callable[[Tensor], Tensor]] = {}
-    for name in POLICY_LOSSES:
-        out[name] = loss_alone(replace(BASE, policy_loss=name), batch, None)
-    out["ppo_clip, dual clip"] = loss_alone(replace(BASE, dual_clip=3.0), batch, None)
-    out["dppo, kl"] = loss_alone(replace(BASE, policy_loss="dppo", dppo_divergence="kl"), batch, None)
+    for name, kind in POLICY_LOSSES.items():
+        out[name] = loss_alone(kind(), batch, None)
+    out["ppo_clip, dual clip"] = loss_alone(PpoClip(dual_clip=3.0), batch, None)
+    out["dppo, kl"] = loss_alone(Dppo(divergence="kl"), batch, None)
     assert batch.decision is not None, "batch_of sets it"
     for level, of in (("turn", batch.decision), ("sequence", batch.trajectory)):
-        out[f"  ratio of a {level}"] = loss_alone(BASE, batch, segments(batch.mask, of))
+        out[f"  ratio of a {level}"] = loss_alone(BASE.policy_loss, batch, segments(batch.mask, of))
     out["  whole loss"] = loss_of_training(BASE, batch)
-    out["  whole loss, ratio of a sequence"] = loss_of_training(replace(BASE, ratio_level="sequence"), batch)
+    out["  whole loss, ratio of a sequence"] = loss_of_training(
+        replace(BASE, policy_loss=PpoClip(ratio_level="sequence")), batch
+    )
     for level in ("token", "sequence"):
         correction = Correction(level=level, mode="truncate", low=0.0, high=2.0)
         name = f"  whole loss, correction of a {level}"

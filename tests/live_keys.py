@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import AutoConfig
 
+from braid.algorithms.kinds import Kind
 from braid.algorithms.recipes import Correction, Recipe
 from braid.config.base import Section
 from braid.config.load import Loaded, leaves, plain_data
@@ -75,7 +76,7 @@ def recorded() -> Iterator[set[str]]:
 
     def read(section: Any, name: str) -> Any:
         value = object.__getattribute__(section, name)
-        at = section_path(section)
+        at = f"{type(section).config_key}." if isinstance(section, Kind) else section_path(section)
         if at is not None and name in type(section).model_fields and _is_part_of_a_run(sys._getframe(1)):
             reads.add(f"{at}{name}")
         return value

@@ -88,19 +88,21 @@ def train(
     overrides: Sequence[str] = (),
     *,
     reward: Callable[..., float] | None = None,
+    policy_loss: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train as `braid train` does. Works in scripts with or without a `__main__` guard and in notebooks.
 
     `overrides` are `key=value` texts as on the command line. `reward` replaces the config's reward parts; its
     parameters are those of reward functions (docs/rewards.md). Workers on other machines receive it by value.
-    The run folder keeps only its name, so that resuming needs this function again. A callback stops
+    `policy_loss` is a function of tokens, or a class of `braid.algorithms.PolicyLoss` (docs/algorithms.md, Adding an algorithm),
+    in place of the config's. The run folder keeps only their names, so that resuming needs these functions again. A callback stops
     the run after a round by returning STOP or raising StopTraining; any other exception in it ends the run as failed.
 
     Raises ConfigError, DataError or ModelError for bad input, other BraidErrors if the run fails, and
     RunInterrupted after a signal.
     """
-    loaded = _loaded(config, overrides, reward)
+    loaded = _loaded(config, overrides, reward, policy_loss)
     from braid.trainer.cluster import launched
 
     with launched(loaded, "eval" if loaded.config.run.eval_only else "train") as cluster:
@@ -136,11 +138,18 @@ def load_run(path: str | Path) -> Run:
     return Run(folder)
 
 
-def _loaded(config: Config, overrides: Sequence[str], reward: Callable[..., float] | None) -> Loaded:
+def _loaded(
+    config: Config,
+    overrides: Sequence[str],
+    reward: Callable[..., float] | None,
+    policy_loss: Callable[..., Any] | None = None,
+) -> Loaded:
     file = None if isinstance(config, Mapping) else file_of(Path(config))
     settings = [_override(*item) for item in config.items()] if isinstance(config, Mapping) else []
     if reward is not None:
         settings.append(_override("reward.parts", [{"kind": "function", "path": give(reward)}]))
+    if policy_loss is not None:
+        settings.append(_override("algorithm.policy_loss", give(policy_loss, "policy_loss")))
     return load_config(file, [*settings, *overrides])
 
 

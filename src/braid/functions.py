@@ -24,12 +24,22 @@ GIVEN: dict[str, Callable[..., Any]] = {}
 _GIVEN = "braid.given."
 
 
-def give(function: Callable[..., Any]) -> str:
-    """Make a function available to configs of this process; returns its path."""
+def give(function: Callable[..., Any], unnamed: str = "reward") -> str:
+    """Make a function available to configs of this process; returns its path. `unnamed` is the name of a lambda."""
     name = getattr(function, "__name__", type(function).__name__)
-    name = name if name.isidentifier() else "reward"  # a lambda
+    name = name if name.isidentifier() else unnamed
     GIVEN[name] = function
     return f"{_GIVEN}{name}"
+
+
+def given(path: str) -> Callable[..., Any] | None:
+    """The function at `path` if it was passed to the Python API in this process."""
+    return GIVEN.get(path.removeprefix(_GIVEN)) if is_given(path) else None
+
+
+def is_given(path: str) -> bool:
+    """Whether `path` names a function that was passed to the Python API, in this process or another."""
+    return path.startswith(_GIVEN)
 
 
 class _NotFound(Exception):

@@ -17,14 +17,13 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-# Choices of an algorithm's parts; algorithms/recipes.py has the names of advantages, policy losses and recipes.
+# Choices of an algorithm's parts; the kinds of advantages and policy losses and the names of recipes are in algorithms/.
 AdvantageLevel = Literal["trajectory", "turn"]
 Bootstrap = Literal["truncated", "always"]
 RewardStatistics = Literal["none", "group", "source", "batch", "running"]
 RatioLevel = Literal["token", "turn", "sequence", "turn_product", "sequence_product"]
 DecisionLevel = Literal["token", "action", "chunk"]
 TurnWeighting = Literal["tokens", "turns"]
-Divergence = Literal["tv", "kl"]
 CorrectionLevel = Literal["token", "turn", "sequence", "turn_geometric", "geometric"]
 CorrectionMode = Literal["truncate", "mask", "mask_sequence"]
 CorrectionMeasure = Literal["ratio", "difference"]

@@ -55,6 +55,14 @@ def algorithm(note: str = "", **parts: Any) -> Became:
     return Became({f"algorithm.{name}": value for name, value in parts.items()}, note=note)
 
 
+def policy_loss(kind: str, note: str = "", *, old_logprobs: str | None = None, **settings: Any) -> Became:
+    """Native keys of a kind of `algorithm.policy_loss`, and algorithm.old_logprobs."""
+    native = {f"algorithm.policy_loss.{name}": value for name, value in {"kind": kind, **settings}.items()}
+    if old_logprobs is not None:
+        native["algorithm.old_logprobs"] = old_logprobs
+    return Became(native, note=note)
+
+
 def as_int(value: Any, _: Source) -> int:
     return int(value)
 

@@ -63,9 +63,9 @@ def _loss(value: str, source: Source) -> Became:
     if value.endswith("actor_critic") and facts.advantage(source) != "gae":
         why = f"algorithm.adv_type={source['algorithm.adv_type']} does not use them"
         raise ValueError(f"{value} learns values, but {why}; set adv_type to gae, or loss_type to actor")
-    native: dict[str, Any] = {"algorithm.policy_loss": "ppo_clip"}
+    native: dict[str, Any] = {"algorithm.policy_loss.kind": "ppo_clip"}
     if value == "gspo":
-        native["algorithm.ratio_level"] = "sequence"
+        native["algorithm.policy_loss.ratio_level"] = "sequence"
     if value == "decoupled_actor_critic":
         native["algorithm.corrections"] = _decoupled(source["algorithm.behave_weight_threshold"], source)
     return Became(native)
@@ -80,7 +80,9 @@ def _decoupled(high: float | None, _: Source) -> list[dict[str, Any]]:
 def _clip(value: float, source: Source) -> Became:
     sides = [side for side in ("low", "high") if source[f"algorithm.clip_ratio_{side}"] is None]
     why = "overridden by algorithm.clip_ratio_low and clip_ratio_high"
-    return Became({f"algorithm.clip_{side}": value for side in sides}) if sides else no_effect(why)
+    return (
+        Became({f"algorithm.policy_loss.clip_{side}": value for side in sides}) if sides else no_effect(why)
+    )
 
 
 def _dual_clip(value: float | None, source: Source) -> Any:
@@ -229,9 +231,9 @@ RULES = rows(_SAMPLING, section("algorithm", "algorithm")(
     always("use_valid_token_scale", "token means are always over all valid tokens of the optimizer step "
            "(true in RLinf)", "bool"),
     to("ratio_clip_eps", "", "non-negative", _clip, default=0.2, note="ratios in [1 - eps, 1 + eps]"),
-    to("clip_ratio_low", ".clip_low", "non-negative?", _BY_EPS),
-    to("clip_ratio_high", ".clip_high", "non-negative?", _BY_EPS),
-    to("clip_ratio_c", ".dual_clip", "number > 1?", _dual_clip,
+    to("clip_ratio_low", ".policy_loss.clip_low", "non-negative?", _BY_EPS),
+    to("clip_ratio_high", ".policy_loss.clip_high", "non-negative?", _BY_EPS),
+    to("clip_ratio_c", ".policy_loss.dual_clip", "number > 1?", _dual_clip,
        default=3.0, note="bound on the ratio where A < 0; null: none"),
     to("early_stop_imp_ratio", ".early_stop_ratio", "positive?", null_as("off"), default=None,
        note="skips an optimizer step whose mean ratio exceeds it; RLinf checks micro-batches"),
@@ -247,8 +249,8 @@ RULES = rows(_SAMPLING, section("algorithm", "algorithm")(
     missing("drpo_{lambda,tau,beta,delta,kl_type}",
             "for algorithm.loss_type=drpo only, which is not supported"),
     to("huber_delta", ".huber_delta", "positive", VALUES, note="value errors beyond it count linearly"),
-    to("clip_log_ratio_min", ".log_ratio_min", "number >= -20 and <= 0?", _NOT_DECOUPLED, null_as("off")),
-    to("clip_log_ratio_max", ".log_ratio_max", "non-negative?", _NOT_DECOUPLED, null_as("off")),
+    to("clip_log_ratio_min", ".policy_loss.log_ratio_min", "number >= -20 and <= 0?", _NOT_DECOUPLED, null_as("off")),
+    to("clip_log_ratio_max", ".policy_loss.log_ratio_max", "non-negative?", _NOT_DECOUPLED, null_as("off")),
     to("loss_scales", "", "[group_level|agent_level|turn_level]", _loss_scales,
        note="levels at which turns, agents and tokens count alike; KL and entropy are scaled too"),
     to("staleness_threshold", "pipeline.max_lag", "natural?", unless_null("sampling and training take turns"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from . import roll_facts as facts
@@ -59,10 +61,31 @@ _PIPELINES = {
     "preference (DPO) pipeline of ROLL": "chosen_key rejected_key ipo",
 }
 """Pipelines that braid lacks -> keys and sections that only they have."""
+_RULES = table(rows(PIPELINE, ALGORITHM, WORKERS, DATA, REWARDS, AGENTIC, OTHER_PIPELINES))
+_TEACHER = {
+    f"teacher.{key.removeprefix('reference.')}": key for key in _RULES if key.startswith("reference.")
+}
+
+
+def _of_file(dialect: Dialect, values: Mapping[str, Any], _: str | None) -> Dialect:
+    """With use_opd, the keys of the teacher are those of the reference; without it, ROLL does not read them."""
+    has_reference = any(path.startswith("reference.") for path in values)
+    if not values.get("use_opd") or has_reference:
+        return dialect
+    aliases = {**dialect.aliases, **_TEACHER}
+    return replace(dialect, aliases=aliases, spelled={**dialect.spelled, "reference.": "teacher."})
+
+
+def _missing_teacher(source: Source) -> Iterator[tuple[str, str]]:
+    """Mixed distillation without a teacher."""
+    if source["use_opd"] and not source["reference.model_args.model_name_or_path"]:
+        yield "use_opd", "needs a teacher: set teacher.model_args.model_name_or_path"
+
+
 ROLL = Dialect(
     name="roll",
     title="ROLL",
-    rules=table(rows(PIPELINE, ALGORITHM, WORKERS, DATA, REWARDS, AGENTIC, OTHER_PIPELINES)),
+    rules=_RULES,
     base=_base,
     places={
         "engine": facts.engine,
@@ -76,8 +99,9 @@ ROLL = Dialect(
         "limit": lambda s: ["rollout.sampling.max_new_tokens"] if s["sequence_length"] else [],
         "sampling": lambda s: _SAMPLING[role_of(s)],
     },
-    checks=(missing_keys, missing_tags),
+    checks=(missing_keys, missing_tags, _missing_teacher),
     aliases=ALIASES,
+    of_file=_of_file,
     absent={
         key: (f"the {name}", lambda _: True) for name, keys in _PIPELINES.items() for key in keys.split()
     },

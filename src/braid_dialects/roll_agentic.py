@@ -116,7 +116,16 @@ def _statistics(_: Any, source: Source) -> Any:
         kinds = tuple({"group": "own", "batch": "batch", None: "none"}[kind] for kind in given)
     mean, std = (own if kind == "own" else kind for kind in kinds)
     if source["adv_estimator"] == "gigpo":
-        return algorithm(normalize_by_std=std != "none", reward_mean="none", reward_std="none")
+        if mean == "group" and std in ("group", "none"):
+            return algorithm(normalize_by_std=std != "none", reward_mean="none", reward_std="none")
+        return unsupported(
+            f"use method=mean or mean_std: gigpo compares with the group's own statistics, not mean={mean}, std={std}"
+        )
+    if std != "none" and mean != own and (mean == "none" or std == own):
+        return unsupported(
+            f"use the same statistics for mean and deviation, not mean={mean}, std={std}: ROLL sets rewards whose standard "
+            "deviation is 0 to 0, whatever the mean"
+        )
     is_lone = own == "group" and (source["train_env_manager.group_size"] or 1) == 1
     if is_lone and std != "none" and mean != "group":
         return unsupported(
@@ -213,7 +222,8 @@ AGENTIC = rows(
     to("step_reward_weight", "algorithm.turn_weight", "non-negative", _OF_GIGPO),
     to("step_reward_gamma", "algorithm.gamma", "share",
        needs("adv_estimator", "gigpo", "step_reinforce"), default=0.95, note="discount per turn"),
-    to("ratio_type", "algorithm.ratio_level", {"token": "token", "segment": "turn"}, _SOME_OTHER),
+    to("ratio_type", "algorithm.policy_loss.ratio_level", {"token": "token", "segment": "turn"}, _SOME_OTHER,
+       facts.HAS_RATIO),
     ignored("batch_adjust_mode", "steps are divided by whole groups; no sample is copied or deleted"),
     ignored("render_save_dir", "episodes are stored as text in samples/ of the run folder"),
     ignored("env_monitor.{enable,monitor_interval,hung_timeout}",

@@ -197,10 +197,20 @@ def used(value: Any, source: Source) -> Any:
 
 
 def kl_place(source: Source) -> str | None:
-    """Where the KL term is: "loss", "reward", or None without one."""
+    """Where the KL term is: "advantage", "loss", "reward", or None without one."""
+    if source["use_opd"]:
+        return "advantage"
     if source["use_kl_loss"] and source["kl_loss_coef"] > 0:
         return "loss"
     return "reward" if source["add_token_level_kl"] and source["init_kl_coef"] > 0 else None
+
+
+def recomputes_old_logprobs(source: Source) -> bool:
+    """Whether ROLL computes log-probs again before an update; otherwise it has only the engine's."""
+    if source["force_disable_old_logprobs_recompute"]:
+        return False
+    has_steps = max(batches(source).values()) > 1
+    return source["enable_old_logprobs_recompute"] or source["init_kl_coef"] > 0 or has_steps
 
 
 def is_plain_grpo(source: Source) -> bool:
@@ -216,6 +226,11 @@ def variant(source: Source) -> str:
     """The policy loss: pg_variant with ActorPGWorker, else ppo."""
     worker = source["actor_train.worker_cls"] or ""
     return (source["actor_train.pg_variant"] or "vanilla") if worker.endswith("ActorPGWorker") else "ppo"
+
+
+HAS_RATIO = unless(
+    lambda s: variant(s) in ("vanilla", "kimi15"), lambda s: f"pg_variant={variant(s)} uses no ratio"
+)
 
 
 # Data and rewards

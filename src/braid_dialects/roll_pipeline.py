@@ -20,7 +20,7 @@ from .conversions import (
     unless_null,
 )
 from .roll_agentic import estimator
-from .roll_facts import NO_VALIDATION, ONE_PROCESS, kl_place, variant
+from .roll_facts import HAS_RATIO, NO_VALIDATION, ONE_PROCESS, kl_place, variant
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, unsupported
 from .values import Takes, choice, takes
@@ -157,9 +157,11 @@ PIPELINE = rows(
        note="at most val_sequence_length - val_prompt_length new tokens"),
     # Other features
     missing("tag_to_template", "use a single template for all rows: data_args.template"),
-    missing("{is_pure_opd,use_opd} {teacher,student_train,student_infer}.* actor_train.opd_kl_coef",
-            "distillation from a teacher is not translated; write it in braid's keys: reference.path is the teacher, "
-            "algorithm.kl_in=advantage, algorithm.kl_coef the coefficient", default=False),
+    missing("is_pure_opd {student_train,student_infer}.*",
+            "distillation without rewards is not translated; write it in braid's keys: reference.path is the teacher, "
+            "reward.scale=0, algorithm.kl_in=advantage, algorithm.kl_coef the coefficient", default=False),
+    missing("teacher.*", "set use_opd to true with one teacher and no reference: ROLL reads a teacher only for distillation, "
+            "and braid has one reference"),
     ignored("use_policy_loss_type use_topr_loss postive_loss_coef positive_loss_coef use_topr_neg_loss_coef "
             "balance_length minibatch_data_iter_num l2 use_reward_scaling use_reward_norm add_len_reward "
             "report_length_and_rewards length_profiler_dir val_greedy val_n_sample mask_type local_rank "
@@ -179,6 +181,7 @@ _AGGREGATIONS = {
     "token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean_token_mean",
     "seq-mean-token-sum": "sequence_mean_token_sum", "seq-mean-token-sum-norm": "token_sum_constant",
 }  # fmt: skip
+_KL_COEFS = {"loss": "kl_loss_coef", "reward": "init_kl_coef", "advantage": "opd_kl_coef"}
 _KL_PENALTIES = {"kl": "k1", "abs": "abs", "mse": "k2", "k3": "k3", "full": "full"}
 _LEVELS = {"token": "token", "segment": "turn_geometric", "geometric": "geometric", "sequence": "sequence"}
 _OTHER_ESTIMATOR = "use gae, reinforce or grpo; it belongs to ROLL's agentic pipeline"
@@ -198,20 +201,58 @@ _STATISTICS = {name: name for name in ("batch", "group", "running")} | {"None": 
 def _clip(_: Any, source: Source) -> Became:
     low, high = ("pg_clip_low", "pg_clip_high") if source["use_pg_clip_range"] else ("pg_clip", "pg_clip")
     dual = 1.0 + 2.0 * source["pg_clip"] if source["dual_clip_loss"] else "off"
-    return algorithm(clip_low=float(source[low]), clip_high=float(source[high]), dual_clip=dual)
+    return Became(
+        {
+            "algorithm.policy_loss.clip_low": float(source[low]),
+            "algorithm.policy_loss.clip_high": float(source[high]),
+            "algorithm.policy_loss.dual_clip": dual,
+        }
+    )
 
 
 def _kl(_: Any, source: Source) -> Became:
-    """The single KL term, in the loss or in the reward, or none."""
+    """The single KL term, in the loss, the reward or the advantage, or none."""
     if (where := kl_place(source)) is None:
         return algorithm(kl_coef=0.0)
-    penalty = _KL_PENALTIES[source["kl_penalty"]]
-    coef, estimator = ("kl_loss_coef", "k3") if where == "loss" else ("init_kl_coef", penalty)
+    coef, estimator = source[_KL_COEFS[where]], _KL_PENALTIES[source["kl_penalty"]]
+    if where == "loss":
+        estimator = "k3"
+    elif where == "advantage" and (own := source["reference.opd_kl_coef"]) is not None:
+        coef = own
     clamp = 10.0 if estimator == "k3" else "off"
-    return algorithm(kl_coef=float(source[coef]), kl_in=where, kl_estimator=estimator, kl_clamp=clamp)
+    return algorithm(kl_coef=float(coef), kl_in=where, kl_estimator=estimator, kl_clamp=clamp)
+
+
+def _opd(value: bool, source: Source) -> Became:
+    """ROLL's mixed distillation: A - opd_kl_coef * KL, before whitening and clipping. Refuses what braid computes otherwise.
+    Raises ValueError."""
+    if not value:
+        return implied("no distillation")
+    for other, coef in (("use_kl_loss", "kl_loss_coef"), ("add_token_level_kl", "init_kl_coef")):
+        if source[other] and source[coef] > 0:
+            raise ValueError(
+                f"adds a KL term to that of {other}, but braid has only one; set {other} to false, or use_opd"
+            )
+    if source["kl_penalty"] == "full":
+        raise ValueError(
+            "with kl_penalty=full, ROLL sums over the tokens of a response what it means to sum over the vocabulary; set "
+            "kl_penalty to kl, abs or mse"
+        )
+    if source["force_disable_old_logprobs_recompute"]:
+        raise ValueError(
+            "takes the KL of the policy before the update; set force_disable_old_logprobs_recompute to false"
+        )
+    if source["async_generation_ratio"] and not facts.recomputes_old_logprobs(source):
+        raise ValueError(
+            "with async_generation_ratio above 0 and no recomputed log-probs, ROLL takes the KL of the older policies that "
+            "sampled; set enable_old_logprobs_recompute to true"
+        )
+    return _kl(value, source)
 
 
 def _old_logprobs(_: Any, source: Source) -> str:
+    if kl_place(source) == "advantage":
+        return "recompute"  # the KL is of the policy before the update
     if source["force_disable_old_logprobs_recompute"]:
         return "current"
     return "recompute" if source["enable_old_logprobs_recompute"] else "auto"
@@ -275,6 +316,9 @@ _PPO_ONLY = unless(lambda s: variant(s) != "ppo", lambda s: f"pg_variant={varian
 _UNREAD_CLIP = unless(lambda s: s["use_pg_clip_range"] and not s["dual_clip_loss"],
                       "overridden by use_pg_clip_range")
 _IN_LOSS = unless(lambda s: kl_place(s) != "loss", "there is no KL in the loss (use_kl_loss, kl_loss_coef)")
+_BEFORE_UPDATE = unless(lambda s: kl_place(s) in (None, "loss"),
+                        "there is no KL in the reward (add_token_level_kl) or the advantage (use_opd)")
+_OF_OPD = needs("use_opd")
 _IN_REWARD = unless(lambda s: kl_place(s) != "reward", "there is no KL in the reward (add_token_level_kl)")
 _FILTERED = unless(lambda s: any(facts.query_filters(s)),
                    "the query filter drops all groups that difficulty_mask masks")
@@ -298,21 +342,21 @@ ALGORITHM = section("", "algorithm")(
        "positive?", unless_null("no clipping", implied),
        note="clips a response's reward after normalisation, and each token's after subtracting KL"),
     to("whiten_rewards", ".*", "bool", default=False, note="over the tokens of the round"),
-    to("whiten_advantages", ".*", "bool", default=False),
+    to("whiten_advantages", ".*", "bool", default=False, note="over the tokens of the round; in ROLL over each domain"),
     to("advantage_clip", ".*", "positive?", null_as("off"), default=None, note="after whitening"),
     to("critic_warmup", "critic.warmup_rounds", "natural", _NO_VALUES, default=0, note="critic-only rounds"),
     to("value_clip", ".*", "positive?", _NO_VALUES, null_as("off"), default=None),
     # Loss
     to("ppo_epochs", "{trained}.passes_per_round", "count", default=1),
-    to("pg_clip", ".clip_high", "positive", _PPO_ONLY, _UNREAD_CLIP, _clip, default=0.2,
+    to("pg_clip", ".policy_loss.clip_high", "positive", _PPO_ONLY, _UNREAD_CLIP, _clip, default=0.2,
        note="ratio in [1 - pg_clip, 1 + pg_clip]; the dual clip is 1 + 2 pg_clip"),
-    to("use_pg_clip_range", ".clip_high", "bool", _PPO_ONLY, _clip, default=False),
-    to("pg_clip_low pg_clip_high", ".clip_high", "non-negative", _PPO_ONLY, needs("use_pg_clip_range"), _clip,
+    to("use_pg_clip_range", ".policy_loss.clip_high", "bool", _PPO_ONLY, _clip, default=False),
+    to("pg_clip_low pg_clip_high", ".policy_loss.clip_high", "non-negative", _PPO_ONLY, needs("use_pg_clip_range"), _clip,
        default=0.2),
-    to("dual_clip_loss", ".dual_clip", "bool", _PPO_ONLY, _clip, default=False,
+    to("dual_clip_loss", ".policy_loss.dual_clip", "bool", _PPO_ONLY, _clip, default=False,
        note="for negative advantages the loss is at most -(1 + 2 pg_clip) A"),
-    to("importance_sampling", ".ratio_level", {"token": "token", "seq": "sequence"},
-       unless(lambda s: variant(s) == "vanilla", "pg_variant=vanilla uses no ratio"), default="token",
+    to("importance_sampling", ".policy_loss.ratio_level", {"token": "token", "seq": "sequence"},
+       HAS_RATIO, default="token",
        note="seq: exp(mean log-ratio) for all tokens, as in GSPO"),
     to("loss_agg_mode", ".aggregation", _AGGREGATIONS, default="seq-mean-token-mean",
        note="over the optimizer step; ROLL's seq-mean-token-sum-norm divides by padded lengths"),
@@ -327,12 +371,18 @@ ALGORITHM = section("", "algorithm")(
        _kl, default=False, note="reward_t - init_kl_coef * KL_t for each token"),
     to("init_kl_coef", ".kl_coef", "non-negative", _IN_REWARD, _kl, default=0.2,
        note="above 0, ROLL loads a reference and recomputes old log-probs; here only if KL is used"),
-    to("kl_penalty", ".kl_estimator", choice(*_KL_PENALTIES), _IN_REWARD, _kl, default="kl",
+    to("kl_penalty", ".kl_estimator", choice(*_KL_PENALTIES), _BEFORE_UPDATE, _kl, default="kl",
        note="d = log policy - log reference. kl: d; mse: d^2/2; k3: exp(-d) + d - 1; full: over the "
        "vocabulary. The KL in the loss is always k3"),
     to("target_kl", ".kl_target", "positive?", _IN_REWARD, null_as("off"), default=None,
        note="coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / kl_horizon after each round"),
     to("kl_horizon", ".kl_horizon", "count", _IN_REWARD, needs("target_kl"), default=10000),
+    to("use_opd", ".kl_coef", "bool", _opd, default=False,
+       note="A - opd_kl_coef * KL(policy before the update, teacher) for each token, before whitening and clipping"),
+    to("opd_kl_coef", ".kl_coef", "non-negative", _OF_OPD,
+       unless(lambda s: s["reference.opd_kl_coef"] is not None, "overridden by that of the teacher"), _kl, default=1.0),
+    to("reference.opd_kl_coef", ".kl_coef", "non-negative?", _OF_OPD, unless_null("1"), _kl),
+    missing("reference.tag_included", "remove it: the teacher distils all rows"),
     always("enable_reference", "a reference model is loaded whenever a KL term needs it", "bool"),
     to("enable_old_logprobs_recompute", ".old_logprobs", "bool", _old_logprobs,
        default=False, note="false: only if a round has several steps or another feature needs them"),

@@ -9,7 +9,7 @@ from braid.plan.placement import format_numbers
 
 from . import roll_facts as facts
 from .conditions import BY_BACKEND, BY_ENGINE, needs, of_backend, of_engine, overridden, refused, unless
-from .conversions import algorithm, computed, null_as, opposite, unless_null
+from .conversions import computed, null_as, opposite, policy_loss, unless_null
 from .devices import DEVICES, parse_devices
 from .roll_facts import CONFIG, ENGINES, ONE_PROCESS, TRAIN, file_backend, role_of, used
 from .roll_pipeline import with_batches
@@ -28,12 +28,12 @@ _TORCH_DTYPES = {name: name for name in ("fp32", "bf16", "fp16")} | {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"
 }  # fmt: skip
 _VARIANTS = {
-    "vanilla": algorithm(policy_loss="policy_gradient"),
-    "ppo": algorithm(policy_loss="ppo_clip"),
-    "tis": algorithm(policy_loss="cispo", clip_low=1.0, clip_high=0.0),
-    "topr": algorithm(policy_loss="topr"),
-    "cispo": algorithm(policy_loss="cispo", clip_low=0.1, clip_high=0.1),
-    "kimi15": algorithm(policy_loss="kimi"),
+    "vanilla": policy_loss("policy_gradient"),
+    "ppo": policy_loss("ppo_clip"),
+    "tis": policy_loss("cispo", clip_low=1.0, clip_high=0.0),
+    "topr": policy_loss("topr"),
+    "cispo": policy_loss("cispo", clip_low=0.1, clip_high=0.1),
+    "kimi15": policy_loss("kimi"),
 }
 
 
@@ -301,13 +301,13 @@ _ACTOR_TRAIN = section("actor_train")(
     to("model_args.adapter_name_or_path", "model.lora.path", "path?", _IS_LORA),
     to("training_args.save_hf_model", "checkpoint.export_every_rounds", "bool",
        lambda v, s: s["save_steps"] if v else 0),
-    to("worker_cls", "algorithm.policy_loss", "text", _worker_class),
-    to("pg_variant", "algorithm.policy_loss", _VARIANTS,
+    to("worker_cls", "algorithm.policy_loss.kind", "text", _worker_class),
+    to("pg_variant", "algorithm.policy_loss.kind", _VARIANTS,
        unless(lambda s: facts.variant(s) != s["actor_train.pg_variant"],
               "needs worker_cls: roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker, as in ROLL"),
        note="vanilla, tis, cispo: -A log p with ratio 1, clip(ratio, 0, 1), clip(ratio, 0.9, 1.1); topr: "
        "clip(ratio, 0, 1) where A < 0; kimi15: + 0.05 (log p - old log p)^2"),
-    to("{topr_positive_weight,topr_negative_weight}", "algorithm.*", "non-negative",
+    to("topr_{positive,negative}_weight", "algorithm.policy_loss.{positive,negative}_weight", "non-negative",
        unless(lambda s: facts.variant(s) != "topr", "pg_variant is not topr"), default=1.0),
     missing("model_update_frequency", "set it to 1; weights are synced every round", default=1))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .conditions import needs, refused, unless
-from .conversions import algorithm, as_is, computed, null_as, unless_null
+from .conversions import algorithm, as_is, computed, null_as, policy_loss, unless_null
 from .rows import ignored, section, to
 from .skyrl_facts import AT, FIX, NO_CRITIC, NO_REFERENCE, uses_reference
 from .table import Became, Source, implied, no_effect, unsupported
@@ -32,22 +32,22 @@ _ESTIMATORS = {
 
 
 _LOSSES = {
-    "regular": algorithm("-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)", policy_loss="ppo_clip"),
-    "dual_clip": algorithm("like regular; at most -clip_ratio_c*A where A < 0", policy_loss="ppo_clip"),
-    "gspo": algorithm(
-        "like regular, with r = exp of the mean log-ratio", policy_loss="ppo_clip", ratio_level="sequence"),
-    "cispo": algorithm("-A*sg(clamp(r, 1-low, 1+high))*logp", policy_loss="cispo"),
-    "sapo": algorithm("-A*sigmoid(tau*(r-1))*4/tau", policy_loss="sapo"),
-    "clip_cov": algorithm(
-        "like regular, but drops some tokens with high covariance; SkyRL drops none", policy_loss="clip_cov"),
-    "kl_cov": algorithm("-r*A, plus |logp - old logp| where the covariance is highest", policy_loss="kl_cov"),
-    "dppo": algorithm("-r*A where the token's probability has not moved too far from the sampler's",
-                      policy_loss="dppo", old_logprobs="behavior"),
-    "cross_entropy": algorithm("-logp", policy_loss="cross_entropy"),
-    "rollout_is": algorithm("-A*sg(r)*logp where 1-eps_clip_low < r < 1+eps_clip_high, r against the sampler",
-                            policy_loss="masked_is", old_logprobs="behavior"),
-    "importance_sampling": algorithm(
-        "-r*A, reduced by loss_reduction; SkyRL sums over tokens", policy_loss="importance_sampling"),
+    "regular": policy_loss("ppo_clip", "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)"),
+    "dual_clip": policy_loss("ppo_clip", "like regular; at most -clip_ratio_c*A where A < 0"),
+    "gspo": policy_loss("ppo_clip", "like regular, with r = exp of the mean log-ratio", ratio_level="sequence"),
+    "cispo": policy_loss("cispo", "-A*sg(clamp(r, 1-low, 1+high))*logp"),
+    "sapo": policy_loss("sapo", "-A*sigmoid(tau*(r-1))*4/tau"),
+    "clip_cov": policy_loss(
+        "clip_cov", "like regular, but drops some tokens with high covariance; SkyRL drops none"),
+    "kl_cov": policy_loss("kl_cov", "-r*A, plus |logp - old logp| where the covariance is highest"),
+    "dppo": policy_loss("dppo", "-r*A where the token's probability has not moved too far from the sampler's",
+                        old_logprobs="behavior"),
+    "cross_entropy": policy_loss("cross_entropy", "-logp"),
+    "rollout_is": policy_loss(
+        "masked_is", "-A*sg(r)*logp where 1-eps_clip_low < r < 1+eps_clip_high, r against the sampler",
+        old_logprobs="behavior"),
+    "importance_sampling": policy_loss(
+        "importance_sampling", "-r*A, reduced by loss_reduction; SkyRL sums over tokens"),
 }  # fmt: skip
 _REDUCTIONS = {
     "sequence_mean": "sequence_mean_token_mean",
@@ -176,13 +176,13 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     to("kl_ctrl.horizon", ".kl_horizon", "count", NO_REFERENCE, _ADAPTIVE, default=10_000),
     ignored("{kl_target,init_kl_coef}", "not read by SkyRL; use kl_ctrl and kl_loss_coef"),
     # policy loss
-    to("ppo_loss_type", ".policy_loss", _LOSSES,
+    to("ppo_loss_type", ".policy_loss.kind", _LOSSES,
        refused(lambda v, s: v in ("clip_cov", "kl_cov") and corrections(s) and
                f"{v} does not apply off_policy_correction; disable the correction"), default="regular",
        note="regular: -min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A); others: docs/algorithms.md"),
-    to("eps_clip_{low,high}", ".clip_{low,high}", "non-negative", _CLIPPED, default=0.2,
+    to("eps_clip_{low,high}", ".policy_loss.clip_{low,high}", "non-negative", _CLIPPED, default=0.2,
        note="bounds of the ratio: 1 - eps_clip_low, 1 + eps_clip_high"),
-    to("clip_ratio_c", ".dual_clip", "number > 1",
+    to("clip_ratio_c", ".policy_loss.dual_clip", "number > 1",
        needs(".ppo_loss_type", "dual_clip"), default=3.0),
     to("loss_reduction", ".aggregation", _REDUCTIONS, default="sequence_mean",
        note="default: sequence_mean, from SkyRL 0.1 on token_mean. KL and entropy too (in SkyRL always by sequence_mean)"),
@@ -196,21 +196,21 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
        refused(lambda v, s: v not in (None, s["generator.sampling_params.temperature"]) and "log-probs "
                "always use the sampling temperature; set it to sampling_params.temperature, or to null"),
        lambda *_: implied("all log-probs use the sampling temperature"), default=None),
-    to("cispo.cispo_eps_clip_low", ".clip_low", "non-negative", _CISPO, default=1.0),
-    to("cispo.cispo_eps_clip_high", ".clip_high", "non-negative", _CISPO, default=4.0),
+    to("cispo.cispo_eps_clip_low", ".policy_loss.clip_low", "non-negative", _CISPO, default=1.0),
+    to("cispo.cispo_eps_clip_high", ".policy_loss.clip_high", "non-negative", _CISPO, default=4.0),
     to("cispo.cispo_anchor", ".old_logprobs", {"old": "recompute", "rollout": "behavior"}, _CISPO,
        refused(lambda v, s: v == "rollout" and corrections(s) and
                "already corrects; disable off_policy_correction, or set cispo_anchor=old"), default="old"),
-    to("sapo.tau_pos", ".sapo_tau_positive", "positive", _SAPO, default=1.0),
-    to("sapo.tau_neg", ".sapo_tau_negative", "positive", _SAPO, default=1.05),
-    to("clip_cov.clip_ratio", ".cov_fraction", "share", _CLIP_COV, default=0.0002),
-    to("clip_cov.clip_cov_lb", ".cov_low", "number", _CLIP_COV, default=1.0),
-    to("clip_cov.clip_cov_ub", ".cov_high", "number", _CLIP_COV, default=5.0),
-    to("kl_cov.kl_cov_frac", ".cov_fraction", "share", _KL_COV, default=0.2),
-    to("kl_cov.ppo_kl_coef", ".cov_coef", "non-negative", _KL_COV, default=1.0),
-    to("dppo.dppo_type", ".dppo_divergence", {"binary_tv": "tv", "binary_kl": "kl"}, _DPPO,
+    to("sapo.tau_pos", ".policy_loss.tau_positive", "positive", _SAPO, default=1.0),
+    to("sapo.tau_neg", ".policy_loss.tau_negative", "positive", _SAPO, default=1.05),
+    to("clip_cov.clip_ratio", ".policy_loss.cov_fraction", "share", _CLIP_COV, default=0.0002),
+    to("clip_cov.clip_cov_lb", ".policy_loss.cov_low", "number", _CLIP_COV, default=1.0),
+    to("clip_cov.clip_cov_ub", ".policy_loss.cov_high", "number", _CLIP_COV, default=5.0),
+    to("kl_cov.kl_cov_frac", ".policy_loss.cov_fraction", "share", _KL_COV, default=0.2),
+    to("kl_cov.ppo_kl_coef", ".policy_loss.cov_coef", "non-negative", _KL_COV, default=1.0),
+    to("dppo.dppo_type", ".policy_loss.divergence", {"binary_tv": "tv", "binary_kl": "kl"}, _DPPO,
        default="binary_tv"),
-    to("dppo.delta_{low,high}", ".clip_{low,high}", "non-negative", _DPPO, default=0.2),
+    to("dppo.delta_{low,high}", ".policy_loss.clip_{low,high}", "non-negative", _DPPO, default=0.2),
     # off-policy correction
     _CORRECTIONS,
     to("use_tis", ".corrections", "bool", _OLD_TIS, _corrected, default=False),

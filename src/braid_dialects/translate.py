@@ -51,8 +51,8 @@ def translate(
     below = foreign.tree.get(NATIVE)
     braid_values = dict(_leaves(below)) if isinstance(below, dict) else {}
     tree = {key: value for key, value in foreign.tree.items() if key != NATIVE}
+    dialect = dialect.of_file(dialect, dict(_leaves(tree, dialect.takes_mapping)), version)
     leaves = list(_leaves(tree, dialect.takes_mapping))
-    dialect = dialect.of_file(dialect, dict(leaves), version)
     native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
     if (absent := dialect.absent_in(dict(leaves))) is not None:
         return _refused_whole(foreign, dialect, leaves, *absent)

@@ -1,27 +1,22 @@
 """Gradients and limits of the policy loss, the value loss and the KL estimators."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import get_args
 
 import pytest
 import torch
+from tests.formulas import cispo, loss_of, ppo_clip
 
 from braid.algorithms.kl import MAX_EXPONENT, kl_estimate
-from braid.algorithms.policy_loss import (
-    LOG_RATIO_BOUND,
-    Tokens,
-    cispo,
-    importance_ratio,
-    ppo_clip,
-    surrogate,
-)
-from braid.algorithms.recipes import ADVANTAGES, POLICY_LOSSES, RECIPES, PolicyLoss, Recipe
+from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from braid.algorithms.recipes import ADVANTAGES, Recipe
 from braid.algorithms.segments import segments
+from braid.algorithms.surrogate import LOG_RATIO_BOUND, Tokens, importance_ratio
 from braid.algorithms.value_loss import value_loss
 from braid.types import KlEstimator
 
-LOSSES = get_args(PolicyLoss)
+LOSSES = tuple(POLICY_LOSSES)
 
 
 def _ppo_gradient(ratios, advantages, **bounds):
@@ -49,10 +44,10 @@ def test_bounds_of_zero_still_let_the_first_step_learn():
     assert gradient.tolist() == [-1.0, 1.0]
 
 
-def _loss(recipe: Recipe, logprobs, old, advantages, chosen=0.0):
+def _loss(loss: PolicyLoss, logprobs, old, advantages, chosen=0.0):
     ratio = importance_ratio(logprobs, old, None)
     tokens = Tokens(logprobs, old, advantages, ratio, torch.full_like(old, chosen))
-    return surrogate(recipe, tokens)
+    return loss.per_token(tokens)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -60,8 +55,8 @@ def _loss(recipe: Recipe, logprobs, old, advantages, chosen=0.0):
 @pytest.mark.parametrize("gap", [1e3, -1e3, 1e30])
 def test_any_gap_between_policies_gives_a_finite_loss_and_gradient(name, divergence, gap):
     logprobs = torch.tensor([gap, gap], requires_grad=True)
-    recipe = replace(RECIPES["grpo"], policy_loss=name, dppo_divergence=divergence)
-    loss, diagnostics = _loss(recipe, logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), chosen=1.0)
+    kind = loss_of(name, divergence=divergence)
+    loss, diagnostics = _loss(kind, logprobs, torch.zeros(2), torch.tensor([1.0, -1.0]), chosen=1.0)
     loss.sum().backward()
     assert logprobs.grad is not None
     for tensor in (loss, logprobs.grad, *diagnostics.values()):
@@ -73,69 +68,69 @@ def test_tokens_that_are_certain_give_a_finite_loss_and_gradient(name):
     logprobs = torch.tensor([0.0, 0.0, -1e-9, -50.0], requires_grad=True)
     old = torch.tensor([0.0, -50.0, 0.0, 0.0])
     for divergence in ("tv", "kl"):
-        recipe = replace(RECIPES["grpo"], policy_loss=name, dppo_divergence=divergence)
-        loss, _ = _loss(recipe, logprobs, old, torch.tensor([1.0, -1.0, 1.0, 1.0]))
+        loss, _ = _loss(
+            loss_of(name, divergence=divergence), logprobs, old, torch.tensor([1.0, -1.0, 1.0, 1.0])
+        )
         (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
         assert torch.isfinite(loss).all()
         assert torch.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_diagnostics_have_no_gradient(name):
-    recipe = replace(RECIPES["grpo"], policy_loss=name, dual_clip=3.0)
-    loss, diagnostics = _loss(recipe, torch.zeros(1, requires_grad=True), torch.zeros(1), torch.ones(1))
+def test_diagnostics_have_no_gradient_and_are_declared(name):
+    kind = loss_of(name, dual_clip=3.0)
+    loss, diagnostics = _loss(kind, torch.zeros(1, requires_grad=True), torch.zeros(1), torch.ones(1))
     assert loss.requires_grad
     assert not any(tensor.requires_grad for tensor in diagnostics.values())
+    assert diagnostics.keys() == kind.metrics.keys()
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"cross_entropy", "kimi"}))
 def test_tokens_with_zero_advantage_have_no_gradient(name):
     logprobs = torch.tensor([-0.5, -3.0], requires_grad=True)
-    recipe = replace(RECIPES["grpo"], policy_loss=name)
-    loss, _ = _loss(recipe, logprobs, torch.tensor([-1.0, -1.0]), torch.zeros(2))
+    loss, _ = _loss(loss_of(name), logprobs, torch.tensor([-1.0, -1.0]), torch.zeros(2))
     loss.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [0.0, 0.0]
 
 
 OTHER_VALUES = {
-    "ratio_level": "sequence",
     "clip_low": 0.05,
     "clip_high": 0.02,
     "dual_clip": 1.5,
-    "sapo_tau_positive": 3.0,
-    "sapo_tau_negative": 3.0,
-    "topr_positive_weight": 0.5,
-    "topr_negative_weight": 0.5,
-    "kimi_tau": 0.7,
+    "mask": True,
+    "tau": 0.7,
+    "tau_positive": 3.0,
+    "tau_negative": 3.0,
+    "positive_weight": 0.5,
+    "negative_weight": 0.5,
     "cov_coef": 3.0,
-    "dppo_divergence": "kl",
+    "divergence": "kl",
 }
 BEFORE_THE_LOSS = {"ratio_level", "log_ratio_min", "log_ratio_max", "cov_fraction", "cov_low", "cov_high"}
 """Keys used where ratios are computed and tokens are selected."""
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_reads_the_keys_of_its_line_and_no_others(name):
+def test_every_key_of_a_loss_changes_it(name):
     generator = torch.Generator().manual_seed(0)
     old = -3 * torch.rand(64, generator=generator)
     logprobs = old + 0.5 * torch.randn(64, generator=generator)
     advantages = torch.randn(64, generator=generator)
-
     chosen = 0.0 if name == "clip_cov" else 1.0  # it leaves out what is chosen
+    base = {"clip_low": 0.12, "clip_high": 0.12}
+    before, _ = _loss(loss_of(name, **base), logprobs, old, advantages, chosen)
+    for key in POLICY_LOSSES[name].model_fields.keys() - BEFORE_THE_LOSS - {"kind"}:
+        changed = loss_of(name, **base | {key: OTHER_VALUES[key]})
+        assert not torch.equal(before, _loss(changed, logprobs, old, advantages, chosen)[0]), key
 
-    def value(recipe):
-        return _loss(replace(recipe, policy_loss=name), logprobs, old, advantages, chosen)[0]
 
-    base = replace(RECIPES["grpo"], clip_low=0.12, clip_high=0.12)
-    for key, other in OTHER_VALUES.items():
-        changes = not torch.equal(value(base), value(replace(base, **{key: other})))
-        assert changes == (key in POLICY_LOSSES[name] - BEFORE_THE_LOSS), key
+def test_a_kind_has_the_name_of_its_line():
+    assert all(loss().kind == name for name, loss in POLICY_LOSSES.items())
 
 
 def test_every_key_of_the_tables_is_one_of_a_recipe():
     names = {field.name for field in fields(Recipe)}
-    assert frozenset().union(*POLICY_LOSSES.values()) <= names
     assert frozenset().union(*(estimator.keys for estimator in ADVANTAGES.values())) <= names
 
 

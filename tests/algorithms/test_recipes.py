@@ -16,7 +16,8 @@ def test_every_part_of_a_recipe_can_be_set_in_the_config():
 
 def test_every_recipe_is_a_config_that_validates():
     for name, recipe in RECIPES.items():
-        parts = asdict(recipe)
+        parts = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+        parts["corrections"] = tuple(asdict(correction) for correction in recipe.corrections)
         assert AlgorithmConfig(recipe=name, **parts).advantage == recipe.advantage
 
 

@@ -70,6 +70,16 @@ def test_every_key_is_shown_and_no_line_is_wider_than_the_terminal(width: int) -
     assert f"{len(ledger)} keys, {counts['applied']} applied, {counts['implied']} implied" in end
 
 
+@pytest.mark.parametrize("width", [50, 80])
+def test_a_native_path_is_whole_at_any_width(tmp_path: Path, width: int) -> None:
+    path = tmp_path / "theirs.yaml"
+    model = f"/data/{'a-deep-folder/' * 6}Qwen2.5-Math-7B"
+    path.write_text(f"trainer: {{policy: {{model: {{path: {model}}}}}}}\n")
+    narrow = console(width)
+    print_ledger(read_config(path, dialect="skyrl").ledger, title="", console=narrow)
+    assert f"model.path={model}" in text_of(narrow)
+
+
 def test_json_has_a_row_for_every_key(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     assert main(["explain", str(file), "trainer.num_warmup_steps=3", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
@@ -136,8 +146,9 @@ def test_show_prints_the_corrections_that_a_file_sets(capsys: pytest.CaptureFixt
         == 0
     )
     algorithm = capsys.readouterr().out.partition("recipe grpo")[2]
-    (line,) = [line for line in algorithm.splitlines() if line.lstrip().startswith("corrections ")]
-    assert "override" in line
+    told = " ".join(algorithm.split()).partition("corrections ")[2]
+    correction = "{level: token, mode: truncate, low: 0.0, high: 2.0, measure: ratio, tokens: all}"
+    assert told.startswith(f"[{correction}] override")
 
 
 def test_training_keys_of_an_evaluation_are_unused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +246,7 @@ def test_a_key_is_explained_in_each_dialect_that_has_it() -> None:
     assert "-min(r*A, clamp(r, 1-eps_clip_low, 1+eps_clip_high)*A)" in text_of(wide)
     assert "  also      trainer.algorithm.ppo_loss_type\n" in text_of(wide)
     wide = console(200)
-    print_key("algorithm.clip_low", wide)
+    print_key("algorithm.policy_loss.clip_low", wide)
     assert "  SkyRL     trainer.algorithm.eps_clip_low" in text_of(wide)
 
 

@@ -142,7 +142,7 @@ def test_critic_warm_up_is_subtracted_from_the_policys_steps(tmp_path: Path) -> 
 
 
 def test_the_recipe_shows_what_the_config_changed_and_what_is_unused(tmp_path: Path) -> None:
-    text = show(tmp_path, "algorithm.clip_high=0.3", "algorithm.kl_clamp=off")
+    text = show(tmp_path, "algorithm.policy_loss.clip_high=0.3", "algorithm.kl_clamp=off")
     algorithm = text[text.index("algorithm  recipe grpo") :]
     assert line(algorithm, "clip_high") == "clip_high 0.3 override"
     assert line(algorithm, "clip_low") == "clip_low 0.2 recipe"
@@ -203,7 +203,23 @@ def test_other_commands_show_only_their_values(tmp_path: Path, verb: Verb) -> No
 @pytest.mark.parametrize("width", [80, 100])
 def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
     text = show(tmp_path, "algorithm.recipe=ppo", "algorithm.gamma=0.5", show_defaults=True, width=width)
-    assert max(map(len, text.splitlines())) <= width
+    longer = [line.split(None, 1)[0] for line in text.splitlines() if len(line) > width]
+    assert set(longer) <= {"characters"}, "but for values, which are whole"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_paths_and_lists_are_whole_at_any_width(tmp_path: Path, width: int) -> None:
+    model, stops = (
+        f"/data/{'a-deep-folder/' * 6}Qwen2.5-Math-7B",
+        "[</answer>, a long stop string, and one more of them]",
+    )
+    text = show(
+        tmp_path, "model={}", f"model.path={model}", f"rollout.sampling.stop_strings={stops}", width=width
+    )
+    for name, value in (("path", model), ("stop_strings", stops)):
+        (found,) = (line for line in text.splitlines() if line.split()[:1] == [name])
+        assert found.split(None, 1)[1].startswith(value), "it can be copied"
+    assert line(text, "old log-probs").startswith("old log-probs current")
 
 
 def test_the_sandbox_of_code_rewards_is_shown(tmp_path: Path) -> None:

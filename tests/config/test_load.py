@@ -13,8 +13,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from braid.algorithms.policy_losses import POLICY_LOSSES
 from braid.config.env import ToolsEnv
 from braid.config.load import Loaded, load_config, plain_data, to_yaml
+from braid.config.moved import MOVED
 from braid.config.shape import allowed
 from braid.config.source import leaves, path_text
 from braid.errors import ConfigError
@@ -251,8 +253,8 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ),
         ("algorithm.entropy_coef=.nan", "algorithm.entropy_coef: nan is not a number, or null [override]"),
         (
-            "algorithm.dual_clip=1",
-            "algorithm.dual_clip: 1 is not a number > 1, or 'off', or null [override]",
+            "algorithm.policy_loss.dual_clip=1",
+            "algorithm.policy_loss.dual_clip: 1 is not a number > 1, or 'off' [override]",
         ),
         (
             "rollout.sampling.stop_token_ids=[1,x]",
@@ -502,3 +504,28 @@ def test_the_nearest_key_is_in_the_same_section() -> None:
         match=r"critic\.optimizer: unknown key in this section, did you mean critic\.train\.optimizer\?",
     ):
         load_config(None, ["model.build={}", "critic.optimizer.lr=1e-3"])
+
+
+@pytest.mark.parametrize("old", [*MOVED])
+def test_the_error_for_a_moved_key_names_its_place(old: str) -> None:
+    new = MOVED[old]
+    with pytest.raises(ConfigError) as error:
+        load_config(None, ["model.build={}", f"{old}=1"])
+    assert str(error.value) == f"{old}: unknown key; it is now {new} [override]"
+    key = new.partition(" ")[0].rpartition(".")[2]
+    assert any(key in kind.model_fields for kind in POLICY_LOSSES.values())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.policy_loss.tau=1"], "algorithm.policy_loss.tau: unknown key for kind ppo_clip; available for kind kimi"),
+        (["algorithm={recipe: cispo, policy_loss: {dual_clip: 3}}"], "algorithm.policy_loss.dual_clip: unknown key for kind cispo; available for kind ppo_clip and gspo"),
+        (["algorithm.policy_loss=cispoo"], "algorithm.policy_loss: kind: 'cispoo' is not one of ppo_clip, gspo, "),
+    ],
+)  # fmt: skip
+def test_a_key_of_another_policy_loss_is_unknown_and_names_the_kinds_that_have_it(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_config(None, ["model.build={}", *overrides])

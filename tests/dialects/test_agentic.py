@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.cli.main import main
 from braid.config.load import load_config
 from braid.envs.agents.adapters.templated import Templated
@@ -207,7 +208,8 @@ def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
     assert (steps.advantage, steps.advantage_level, steps.gamma) == ("reinforce", "turn", 0.95)
     segment = roll(tmp_path, {"adv_estimator": "agentic_reinforce", "ratio_type": "segment", "gamma": 0.9})
     algorithm = segment.loaded.config.algorithm
-    assert (algorithm.advantage_level, algorithm.gamma, algorithm.ratio_level) == ("turn", 0.9, "turn")
+    assert (algorithm.advantage_level, algorithm.gamma) == ("turn", 0.9)
+    assert algorithm.policy_loss == PpoClip(ratio_level="turn")
 
 
 @pytest.mark.parametrize(
@@ -232,6 +234,27 @@ def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
                 },
             },
             "reward of a group of one to 0",
+        ),
+        (
+            {
+                "reward_normalization": {
+                    "grouping": "traj_group_id",
+                    "norm_mean_type": "batch",
+                    "norm_std_type": "group",
+                }
+            },
+            "mean=batch, std=group.*deviation is 0 to 0",
+        ),
+        (
+            {"reward_normalization": {"norm_mean_type": None, "norm_std_type": "batch"}},
+            "mean=none, std=batch",
+        ),
+        (
+            {
+                "adv_estimator": "gigpo",
+                "reward_normalization": {"norm_mean_type": "batch", "norm_std_type": "group"},
+            },
+            "the group's own statistics, not mean=batch",
         ),
         ({"adv_estimator": "step_reinforce"}, "method=identity"),
         ({"adv_estimator": "gigpo", "reward_normalization": {"grouping": "tags"}}, "grouping=traj_group_id"),

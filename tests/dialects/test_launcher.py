@@ -51,10 +51,12 @@ def test_the_overrides_of_a_script_are_the_config(tmp_path: Path) -> None:
     config = found.loaded.config
     assert found.title == "SkyRL 0.5"
     assert config.data.train[0].path == ("/home/x/data/gsm8k/train.parquet",)  # pyright: ignore[reportAttributeAccessIssue]
-    assert (config.model.path, config.algorithm.clip_high) == ("Qwen/Qwen2.5-1.5B-Instruct", 0.28)
+    assert (config.model.path, config.algorithm.policy_loss.clip_high) == ("Qwen/Qwen2.5-1.5B-Instruct", 0.28)
     assert (config.cluster.devices_per_node, config.rollout.vllm.replicas) == (4, 4)
     assert config.run.name == "run-of-nobody"
-    assert found.loaded.origins["algorithm.clip_high"] == "run.sh:16 trainer.algorithm.eps_clip_high"
+    assert (
+        found.loaded.origins["algorithm.policy_loss.clip_high"] == "run.sh:16 trainer.algorithm.eps_clip_high"
+    )
     assert [entry.path for entry in found.ledger if entry.disposition == "applied"] == [
         entry.path for entry in found.ledger
     ]
@@ -66,7 +68,7 @@ def test_the_environment_and_the_command_line_take_precedence(
 ) -> None:
     monkeypatch.setenv("USER_OF_RUN", "me")
     config = read(tmp_path, SCRIPT, "trainer.algorithm.eps_clip_high=0.4", "trainer.seed=5").loaded.config
-    assert (config.run.name, config.algorithm.clip_high, config.run.seed) == ("run-of-me", 0.4, 5)
+    assert (config.run.name, config.algorithm.policy_loss.clip_high, config.run.seed) == ("run-of-me", 0.4, 5)
 
 
 @pytest.mark.parametrize(

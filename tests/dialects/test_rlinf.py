@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.plan import resolve
@@ -86,12 +88,8 @@ def test_the_pages_math_file_runs_grpo_on_sglang_and_megatron(path: Path) -> Non
     assert found.model.trust_remote_code
     algorithm = found.algorithm
     assert (algorithm.recipe, algorithm.advantage, algorithm.normalize_by_std) == ("grpo", "grpo", True)
-    assert (algorithm.whiten_advantages, algorithm.policy_loss, algorithm.aggregation) == (
-        True,
-        "ppo_clip",
-        "token_mean",
-    )
-    assert (algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip) == (0.2, 0.2, "off")
+    assert (algorithm.whiten_advantages, algorithm.aggregation) == (True, "token_mean")
+    assert algorithm.policy_loss == PpoClip(clip_low=0.2, clip_high=0.2, dual_clip="off")
     assert (algorithm.kl_coef, algorithm.kl_estimator) == (0.0, None)
     assert (algorithm.early_stop_ratio, algorithm.old_logprobs) == (5.0, "recompute")
     rollout = found.rollout
@@ -300,9 +298,8 @@ def test_omitted_keys_have_rlinfs_defaults(tmp_path: Path) -> None:
     )
     found = config(path=path)
     assert (found.train.backend, found.rollout.engine) == ("megatron", "sglang")
-    assert found.algorithm.dual_clip == 3.0
-    assert (found.algorithm.clip_low, found.algorithm.kl_coef, found.algorithm.aggregation) == (
-        0.2,
+    assert found.algorithm.policy_loss == PpoClip(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    assert (found.algorithm.kl_coef, found.algorithm.aggregation) == (
         None,
         "token_mean",
     )
@@ -355,8 +352,9 @@ def test_advantages_by_their_names_there(overrides: list[str], expected: tuple[s
     ],
 )
 def test_clip_bounds(overrides: list[str], expected: tuple[float, float]) -> None:
-    algorithm = here(*overrides).loaded.config.algorithm
-    assert (algorithm.clip_low, algorithm.clip_high) == expected
+    loss = here(*overrides).loaded.config.algorithm.policy_loss
+    assert isinstance(loss, PpoClip)
+    assert (loss.clip_low, loss.clip_high) == expected
 
 
 def test_an_entropy_bonus_counts_when_entropy_is_calculated() -> None:
@@ -412,7 +410,7 @@ def test_decoupled_ppo_without_a_threshold_weighs_without_a_bound() -> None:
         ),
         (
             ["algorithm.clip_log_ratio_min=-1", "algorithm.clip_log_ratio_max=2"],
-            {"log_ratio_min": -1.0, "log_ratio_max": 2.0},
+            {"policy_loss.log_ratio_min": -1.0, "policy_loss.log_ratio_max": 2.0},
         ),
         (
             [
@@ -439,7 +437,7 @@ def test_decoupled_ppo_without_a_threshold_weighs_without_a_bound() -> None:
 )
 def test_parts_of_the_losses(overrides: list[str], expected: dict[str, Any]) -> None:
     algorithm = here(*overrides).loaded.config.algorithm
-    assert {name: getattr(algorithm, name) for name in expected} == expected
+    assert {name: attrgetter(name)(algorithm) for name in expected} == expected
 
 
 def test_unsupported_loss_scales_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.algorithms.policy_losses import PolicyLoss
+from braid.algorithms.policy_losses.cispo import Cispo
+from braid.algorithms.policy_losses.kimi import Kimi
+from braid.algorithms.policy_losses.policy_gradient import PolicyGradient
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
+from braid.algorithms.policy_losses.topr import Topr
 from braid.config.load import Loaded
 from braid.config.reward import ChoiceReward, JudgeReward, RepetitionReward
 from braid.errors import ConfigError
@@ -99,9 +106,9 @@ GOLDEN = {
     "cluster.placement": {"policy": "0-15", "rollout": "0-15"},
     "algorithm.advantage": "gae",
     "algorithm.gae_lambda": 0.95,
-    "algorithm.clip_low": 0.2,
-    "algorithm.clip_high": 0.2,
-    "algorithm.dual_clip": "off",
+    "algorithm.policy_loss.clip_low": 0.2,
+    "algorithm.policy_loss.clip_high": 0.2,
+    "algorithm.policy_loss.dual_clip": "off",
     "algorithm.aggregation": "sequence_mean_token_mean",
     "algorithm.kl_coef": 0.0,
     "algorithm.whiten_advantages": False,
@@ -475,13 +482,16 @@ def test_engines_are_as_many_as_their_devices_allow(
             {"kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "full", "kl_clamp": "off"},
         ),
         ({"init_kl_coef": 0.5}, {"kl_coef": 0.0}),  # no reference is loaded for nothing
-        ({"dual_clip_loss": True, "pg_clip": 0.3}, {"dual_clip": 1.6, "clip_low": 0.3, "clip_high": 0.3}),
+        (
+            {"dual_clip_loss": True, "pg_clip": 0.3},
+            {"policy_loss": PpoClip(dual_clip=1.6, clip_low=0.3, clip_high=0.3)},
+        ),
         (
             {"use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.28},
-            {"clip_low": 0.1, "clip_high": 0.28},
+            {"policy_loss.clip_low": 0.1, "policy_loss.clip_high": 0.28},
         ),
-        ({"pg_clip_high": 0.28}, {"clip_high": 0.2}),  # not without use_pg_clip_range
-        ({"importance_sampling": "seq"}, {"ratio_level": "sequence"}),
+        ({"pg_clip_high": 0.28}, {"policy_loss.clip_high": 0.2}),  # not without use_pg_clip_range
+        ({"importance_sampling": "seq"}, {"policy_loss.ratio_level": "sequence"}),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, {"aggregation": "token_sum_constant"}),
         ({"value_clip": 0.5}, {"value_clip": 0.5}),
         ({"rl_loss_coef": 0.5, "entropy_loss_coef": 0.01}, {"policy_loss_coef": 0.5, "entropy_coef": 0.01}),
@@ -503,32 +513,35 @@ def test_settings_of_the_algorithm_become_native_parts(
     tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     algorithm = read(tmp_path, changes).loaded.config.algorithm
-    assert {name: getattr(algorithm, name) for name in expected} == expected
+    assert {name: attrgetter(name)(algorithm) for name in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("variant", "expected"),
     [
-        ("vanilla", ("policy_gradient", 0.2, 0.2)),
-        ("ppo", ("ppo_clip", 0.2, 0.2)),
-        ("tis", ("cispo", 1.0, 0.0)),
-        ("cispo", ("cispo", 0.1, 0.1)),
-        ("topr", ("topr", 0.2, 0.2)),
+        ("vanilla", PolicyGradient()),
+        ("ppo", PpoClip()),
+        ("tis", Cispo(clip_low=1.0, clip_high=0.0)),
+        ("cispo", Cispo(clip_low=0.1, clip_high=0.1)),
+        ("topr", Topr()),
+        ("kimi15", Kimi()),
     ],
 )
 def test_variants_of_the_policy_gradient_worker_are_policy_losses(
-    tmp_path: Path, variant: str, expected: tuple[str, float, float]
+    tmp_path: Path, variant: str, expected: PolicyLoss
 ) -> None:
     worker = {"worker_cls": "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker", "pg_variant": variant}
     plan = resolve(read(tmp_path, {"actor_train": worker}, **IN_ONE_PROCESS).loaded.config)
-    assert (plan.recipe.policy_loss, plan.recipe.clip_low, plan.recipe.clip_high) == expected
+    assert plan.recipe.policy_loss == expected
 
 
 def test_a_variant_without_its_worker_has_no_effect(tmp_path: Path) -> None:
     found = read(tmp_path, {"actor_train": {"pg_variant": "cispo"}})
     row = next(entry for entry in found.ledger if entry.path == "actor_train.pg_variant")
     assert row.disposition == "no effect"
-    assert found.loaded.config.algorithm.policy_loss is None
+    loss = found.loaded.config.algorithm.policy_loss
+    assert isinstance(loss, PpoClip)
+    assert "kind" not in loss.model_fields_set
 
 
 def test_corrections_of_the_sampler_come_weights_first(tmp_path: Path) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from braid.algorithms.policy_losses.cispo import Cispo
+from braid.algorithms.policy_losses.clip_cov import ClipCov
+from braid.algorithms.policy_losses.dppo import Dppo
+from braid.algorithms.policy_losses.importance_sampling import ImportanceSampling
+from braid.algorithms.policy_losses.kl_cov import KlCov
+from braid.algorithms.policy_losses.masked_is import MaskedIs
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
+from braid.algorithms.policy_losses.sapo import Sapo
 from braid.cli.explain import shown
 from braid.errors import ConfigError
 from braid_dialects.load import Read, read_config
@@ -113,9 +122,9 @@ def problems(path: Path, *overrides: str, **options: Any) -> list[str]:
         ("algorithm.kl_coef", 0.001),
         ("algorithm.kl_in", "loss"),
         ("algorithm.kl_estimator", "k3"),
-        ("algorithm.policy_loss", "ppo_clip"),
-        ("algorithm.dual_clip", None),
-        ("algorithm.clip_high", 0.2),
+        ("algorithm.policy_loss.kind", "ppo_clip"),
+        ("algorithm.policy_loss.dual_clip", "off"),
+        ("algorithm.policy_loss.clip_high", 0.2),
         ("algorithm.aggregation", "sequence_mean_token_mean"),
         ("algorithm.whiten_advantages", False),
         ("checkpoint.dir", "/home/x/ckpts/"),
@@ -227,8 +236,8 @@ _A = "trainer.algorithm"
         (GAE, {"recipe": "ppo", "gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2}),
         ((f"{_A}.advantage_estimator=rloo",), {"recipe": "grpo", "advantage": "rloo"}),
         ((f"{_A}.advantage_estimator=reinforce++",), {"advantage": "reinforce", "whiten_advantages": True}),
-        ((f"{_A}.policy_loss_type=rollout_is",), {"policy_loss": "masked_is", "old_logprobs": "behavior", "clip_low": 0.2}),
-        ((f"{_A}.policy_loss_type=importance_sampling",), {"policy_loss": "importance_sampling"}),
+        ((f"{_A}.policy_loss_type=rollout_is",), {"policy_loss": MaskedIs(clip_low=0.2), "old_logprobs": "behavior"}),
+        ((f"{_A}.policy_loss_type=importance_sampling",), {"policy_loss": ImportanceSampling()}),
         (("generator.n_samples_per_prompt=1",), {"advantage": "reinforce"}),
         ((f"{_A}.advantage_batch_normalize=true",), {"whiten_advantages": True}),
         ((f"{_A}.grpo_norm_by_std=false",), {"normalize_by_std": False}),
@@ -238,14 +247,14 @@ _A = "trainer.algorithm"
         ((f"{_A}.use_kl_estimator_k3=false", f"{_A}.use_abs_kl=true"), {"kl_estimator": "abs"}),
         ((f"{_A}.use_abs_kl=true",), {"kl_estimator": "k3"}),
         ((f"{_A}.kl_estimator_type=k2",), {"kl_estimator": "k2"}),
-        ((f"{_A}.ppo_loss_type=dual_clip",), {"policy_loss": "ppo_clip", "dual_clip": 3.0}),
-        ((f"{_A}.policy_loss_type=dual_clip", f"{_A}.clip_ratio_c=5"), {"dual_clip": 5.0}),
-        ((f"{_A}.policy_loss_type=gspo",), {"ratio_level": "sequence", "clip_low": 0.2}),
-        ((f"{_A}.policy_loss_type=cispo",), {"policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0}),
-        ((f"{_A}.policy_loss_type=sapo",), {"sapo_tau_positive": 1.0, "sapo_tau_negative": 1.05}),
-        ((f"{_A}.policy_loss_type=clip_cov",), {"cov_fraction": 0.0002, "cov_low": 1.0, "cov_high": 5.0}),
-        ((f"{_A}.policy_loss_type=kl_cov",), {"cov_fraction": 0.2, "cov_coef": 1.0}),
-        ((f"{_A}.policy_loss_type=dppo",), {"dppo_divergence": "tv", "old_logprobs": "behavior"}),
+        ((f"{_A}.ppo_loss_type=dual_clip",), {"policy_loss": PpoClip(dual_clip=3.0)}),
+        ((f"{_A}.policy_loss_type=dual_clip", f"{_A}.clip_ratio_c=5"), {"policy_loss.dual_clip": 5.0}),
+        ((f"{_A}.policy_loss_type=gspo",), {"policy_loss": PpoClip(ratio_level="sequence", clip_low=0.2)}),
+        ((f"{_A}.policy_loss_type=cispo",), {"policy_loss": Cispo(clip_low=1.0, clip_high=4.0)}),
+        ((f"{_A}.policy_loss_type=sapo",), {"policy_loss": Sapo(tau_positive=1.0, tau_negative=1.05)}),
+        ((f"{_A}.policy_loss_type=clip_cov",), {"policy_loss": ClipCov(cov_fraction=0.0002, cov_low=1.0, cov_high=5.0)}),
+        ((f"{_A}.policy_loss_type=kl_cov",), {"policy_loss": KlCov(cov_fraction=0.2, cov_coef=1.0)}),
+        ((f"{_A}.policy_loss_type=dppo",), {"policy_loss": Dppo(divergence="tv"), "old_logprobs": "behavior"}),
         ((f"{_A}.loss_reduction=token_mean",), {"aggregation": "token_mean"}),
         (
             (f"{_A}.loss_reduction=seq_mean_token_sum_norm", f"{_A}.max_seq_len=2048"),
@@ -257,7 +266,7 @@ _A = "trainer.algorithm"
 )  # fmt: skip
 def test_algorithms_become(file: Path, overrides: tuple[str, ...], values: dict[str, Any]) -> None:
     algorithm = read(file, *overrides).loaded.config.algorithm
-    assert {name: getattr(algorithm, name) for name in values} == values
+    assert {name: attrgetter(name)(algorithm) for name in values} == values
 
 
 @pytest.mark.parametrize(

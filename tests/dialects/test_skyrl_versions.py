@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from braid.algorithms.policy_losses.cispo import Cispo
 from braid.cli.main import main
 from braid.config.source import parse_path, place
 from braid.errors import ConfigError
@@ -88,11 +89,11 @@ def test_fsdp_is_fsdp2_from_0_5_on(tmp_path: Path, version: str, backend: str) -
 def test_cispo_clips_as_in_its_version(tmp_path: Path) -> None:
     flat = {"trainer.algorithm.policy_loss_type": "cispo"}
     clips = {
-        version: (algorithm.clip_low, algorithm.clip_high)
+        version: algorithm.policy_loss
         for version in ("0.4", "0.5")
         for algorithm in [read(tmp_path, flat, f"skyrl@{version}").loaded.config.algorithm]
     }
-    assert clips == {"0.4": (0.0, 5.0), "0.5": (1.0, 4.0)}
+    assert clips == {"0.4": Cispo(clip_low=0.0, clip_high=5.0), "0.5": Cispo(clip_low=1.0, clip_high=4.0)}
 
 
 def test_max_seq_len_is_computed_up_to_0_4(tmp_path: Path) -> None:

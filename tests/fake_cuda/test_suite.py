@@ -1,29 +1,46 @@
-"""GPU tests and live runs pass on the fake device, each file in a separate process."""
+"""GPU tests, live runs, runs on Ray and the steps of `make gpu` pass on the fake device, each in a separate process."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.fake_cuda import REPOSITORY, environment
+from tests.gpu import machine
+
+NUM_DEVICES = 3
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    "gpu/test_native_engine.py": {},
+    "gpu/test_training.py": {},
+    "fake_cuda/on_device/test_device.py": {},
+    "fake_cuda/on_device/test_streams.py": {},
+    "fake_cuda/on_device/test_waits.py": {},
+    "fake_cuda/on_device/test_live_runs.py": {"FAKE_CUDA_OWN_IPC": "1"},  # threads stand in for processes
+    "fake_cuda/on_device/test_clusters.py": {
+        "FAKE_CUDA_DEVICES": f"{NUM_DEVICES}",
+        "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": NUM_DEVICES}),
+    },
+}
+"""Files with tests, and what they need in the environment beside the device."""
+STEPS = [step.__name__ for step in machine.STEPS if step.__name__ not in ("tests", "engines")]
+"""Steps of `make gpu` but that of the tests above, and that of engines, which are not built for the device."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [
-        "gpu/test_native_engine.py",
-        "gpu/test_training.py",
-        "fake_cuda/on_device/test_device.py",
-        "fake_cuda/on_device/test_live_runs.py",
+        pytest.param(path, marks=[pytest.mark.xdist_group("ray")] * ("clusters" in path))
+        for path in ENVIRONMENTS
     ],
 )
 def test_tests_pass_on_the_device(path: str) -> None:
-    threads_for_processes = {"FAKE_CUDA_OWN_IPC": "1"} if "live_runs" in path else {}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--show-capture=no", f"tests/{path}"],
-        env=environment(**threads_for_processes),
+        env=environment(**ENVIRONMENTS[path]),
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -31,3 +48,22 @@ def test_tests_pass_on_the_device(path: str) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_of_make_gpu_run_on_the_device(step: str, tmp_path: Path) -> None:
+    """Small, and without their time limits, which are those of a GPU."""
+    output = tmp_path / "output.json"
+    done = subprocess.run(
+        [sys.executable, "tests/gpu/machine.py", "--tiny", "--step", step, "--output", str(output)],
+        env=environment(),
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(output.read_text())
+    assert "error" not in found, found["error"]
+    assert isinstance(found["result"], dict)

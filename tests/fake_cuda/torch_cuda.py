@@ -132,6 +132,11 @@ def _current_stream(device: Any = None) -> Stream:
     )
 
 
+def _default_stream(device: Any = None) -> Stream:
+    kind = torch._C._autograd.DeviceType.CUDA.value
+    return Stream(stream_id=0, device_index=_index(device), device_type=kind)
+
+
 def _exchange_device(index: int) -> int:
     return _ops.set_device(index) if index >= 0 else -1
 
@@ -213,7 +218,7 @@ def install(num_devices: int, total_bytes: int, *, first: int) -> None:
         "stream": on_stream,
         "set_stream": torch.accelerator.set_stream,
         "current_stream": _current_stream,
-        "default_stream": _current_stream,
+        "default_stream": _default_stream,
         "CUDAGraph": Graph,
         "graph": capturing,
         "graph_pool_handle": lambda: (0, 0),

@@ -4,13 +4,11 @@ import math
 
 import pytest
 import torch
-
-from braid.algorithms.policy_loss import (
+from tests.formulas import (
     cispo,
     clip_cov,
     cross_entropy,
     dppo,
-    importance_ratio,
     importance_sampling,
     kimi,
     kl_cov,
@@ -20,7 +18,9 @@ from braid.algorithms.policy_loss import (
     sapo,
     topr,
 )
+
 from braid.algorithms.segments import segments
+from braid.algorithms.surrogate import importance_ratio
 from braid.algorithms.value_loss import value_loss
 
 CLOSE = {"atol": 1e-6, "rtol": 0}  # exp and log in float32; expectations are given to six digits
@@ -80,10 +80,10 @@ def test_cispo_equals_hand_computed_values():
 def test_cispo_with_a_mask_drops_the_tokens_that_ppo_would_clip():
     # A = -1 at weight 0.5 < 0.8 and A = 4 at weight 10 > 1.2 are masked; a bound on the other side masks nothing
     ratio = importance_ratio(NEW, OLD, None)
-    loss, diagnostics = cispo(ratio, NEW, -A, clip_low=0.2, clip_high=0.2, cispo_mask=True)
+    loss, diagnostics = cispo(ratio, NEW, -A, clip_low=0.2, clip_high=0.2, mask=True)
     torch.testing.assert_close(loss, torch.tensor([0.0, 1.0, 0.0]), **CLOSE)
     assert diagnostics["clip_fraction"].tolist() == [1, 0, 1]
-    unmasked, _ = cispo(ratio, NEW, A, clip_low=0.2, clip_high=0.2, cispo_mask=True)
+    unmasked, _ = cispo(ratio, NEW, A, clip_low=0.2, clip_high=0.2, mask=True)
     torch.testing.assert_close(unmasked, torch.tensor([1.354518, -1.0, -3.347592]), **CLOSE)
 
 
@@ -96,7 +96,7 @@ def test_cispo_with_bounds_1_and_0_truncates_the_ratio_at_1():
 def test_sapo_equals_hand_computed_values():
     ratio, advantages = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([1.0, 1.0, -2.0])
     # -1 * 4/1 * sigmoid(0) = -2;  -1 * 4/1 * sigmoid(1) = -4 * 0.731059;  2 * 4/2 * sigmoid(2 * -0.5) = 4 * 0.268941
-    loss, _ = sapo(ratio, advantages, sapo_tau_positive=1.0, sapo_tau_negative=2.0)
+    loss, _ = sapo(ratio, advantages, tau_positive=1.0, tau_negative=2.0)
     torch.testing.assert_close(loss, torch.tensor([-2.0, -2.924234, 1.075766]), **CLOSE)
 
 
@@ -104,10 +104,10 @@ def test_topr_equals_hand_computed_values():
     ratio, logprobs = torch.tensor([3.0, 0.5, 4.0]), torch.tensor([-0.5, -2.0, -1.0])
     advantages = torch.tensor([2.0, -1.0, -1.0])
     # the good token ignores its ratio: 2 * 0.5; bad ones: -0.5 * 2 and -min(4, 1) * 1
-    loss, diagnostics = topr(ratio, logprobs, advantages, topr_positive_weight=1.0, topr_negative_weight=1.0)
+    loss, diagnostics = topr(ratio, logprobs, advantages, positive_weight=1.0, negative_weight=1.0)
     torch.testing.assert_close(loss, torch.tensor([1.0, -1.0, -1.0]), **CLOSE)
     assert diagnostics["clip_fraction"].tolist() == [0, 0, 1]
-    loss, _ = topr(ratio, logprobs, advantages, topr_positive_weight=0.5, topr_negative_weight=2.0)
+    loss, _ = topr(ratio, logprobs, advantages, positive_weight=0.5, negative_weight=2.0)
     torch.testing.assert_close(loss, torch.tensor([0.5, -2.0, -2.0]), **CLOSE)
 
 
@@ -154,7 +154,7 @@ def test_dppo_masks_tokens_that_leave_the_trust_region(divergence, bound, is_lef
         new.log(),
         old.log(),
         advantages,
-        dppo_divergence=divergence,
+        divergence=divergence,
         clip_low=bound,
         clip_high=bound,
     )
@@ -168,7 +168,7 @@ def test_dppo_has_a_bound_for_each_direction():
     new, old, advantages = torch.tensor([0.5, 0.3]), torch.tensor([0.3, 0.5]), torch.tensor([1.0, -1.0])
     for low, high, is_left_out in ((0.1, 0.3, [0, 1]), (0.3, 0.1, [1, 0])):
         _, diagnostics = dppo(
-            new / old, new.log(), old.log(), advantages, dppo_divergence="tv", clip_low=low, clip_high=high
+            new / old, new.log(), old.log(), advantages, divergence="tv", clip_low=low, clip_high=high
         )
         assert diagnostics["clip_fraction"].tolist() == is_left_out
 
@@ -256,7 +256,7 @@ def test_importance_sampling_equals_hand_computed_values():
 
 def test_kimi_equals_hand_computed_values():
     # moved by ln 1/2, 0, ln 10: penalties 0.05 * (0.480453, 0, 5.301898); -A log pi: 1.693147, -1, -2.789660
-    loss, diagnostics = kimi(NEW, OLD, A, kimi_tau=0.1)
+    loss, diagnostics = kimi(NEW, OLD, A, tau=0.1)
     torch.testing.assert_close(loss, torch.tensor([1.717170, -1.0, -2.524565]), **CLOSE)
     torch.testing.assert_close(diagnostics["penalty"], torch.tensor([0.024023, 0.0, 0.265095]), **CLOSE)
 

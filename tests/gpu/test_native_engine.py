@@ -165,6 +165,19 @@ def test_graphs_see_weights_changed_in_place_and_weights_replaced(lm: CausalLM) 
             )
 
 
+def test_graphs_see_buffers_that_have_moved(lm: CausalLM) -> None:
+    """As an offloaded model's do: graphs would read the memory where they were."""
+    engine, work = make_engine(lm), requests(8, greedy=True)
+    expected = [c.token_ids for c in run_all(engine, work)]
+    buffers = list(engine._lm.model.buffers())
+    assert buffers
+    for buffer in buffers:
+        old, buffer.data = buffer.data, buffer.data.clone()
+        old.fill_(float("nan"))
+    asyncio.run(engine.set_weights(1))
+    assert [c.token_ids for c in run_all(engine, work)] == expected
+
+
 def test_every_kind_of_sampling_runs_on_the_device(lm: CausalLM) -> None:
     how = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
     done = run_all(make_engine(lm), requests(20, **how))

@@ -74,6 +74,20 @@ def test_offloaded_states_leave_the_device_and_return_bit_exactly() -> None:
         assert torch.equal(tensor, before[name])
 
 
+def test_whole_weights_for_other_processes_are_in_host_memory() -> None:
+    """A process that receives pickled CUDA tensors needs a GPU, and holds a second copy there."""
+    backend = _backend(_lm())
+    weights = backend.full_weights()
+    assert weights
+    assert {tensor.device.type for tensor in weights.values()} == {"cpu"}
+    other = _backend(_lm())
+    _step(backend)
+    other.load_weights(pickle.loads(pickle.dumps(backend.full_weights())))
+    for (name, mine), (_, theirs) in zip(other.named_weights(), backend.named_weights(), strict=True):
+        assert mine.is_cuda
+        assert torch.equal(mine, theirs), name
+
+
 def test_offloading_changes_no_step() -> None:
     still = _backend(_lm())
     moved = _backend(_lm(), offload=OffloadConfig(weights=True, optimizer=True))

@@ -10,16 +10,18 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from tests.formulas import loss_of
 from tests.rounding import assert_near, rounding
 from torch import Tensor
 
 from braid.algorithms.aggregate import row_weights
-from braid.algorithms.recipes import RECIPES, Correction, PolicyLoss, Recipe
+from braid.algorithms.policy_losses import POLICY_LOSSES
+from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.config.model import BuildSpec, ModelConfig
 from braid.config.train import TrainConfig
 from braid.models.causal_lm import CausalLM
@@ -41,12 +43,15 @@ BASE = replace(
     policy_loss_coef=0.7,
     entropy_coef=0.01,
     supervised_coef=0.2,
-    cov_low=0.1,
-    cov_fraction=0.2,
 )
+SETTINGS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 0.1, "cov_fraction": 0.2}
 
 BOUNDS = {"dppo": {"clip_low": 0.01, "clip_high": 0.01}}
 """Narrow enough to bind for probabilities of about one in ten."""
+
+
+def _with_loss(name: str, **settings: Any) -> Recipe:
+    return replace(BASE, policy_loss=loss_of(name, **SETTINGS | settings))
 
 
 def _corrected(level: CorrectionLevel, mode: CorrectionMode) -> Recipe:
@@ -59,8 +64,8 @@ def _masks(*corrections: Correction) -> Recipe:
 
 CASES: dict[str, Recipe] = {
     **{
-        f"{name}, {level}": replace(BASE, policy_loss=name, ratio_level=level, **BOUNDS.get(name, {}))
-        for name in get_args(PolicyLoss)
+        f"{name}, {level}": _with_loss(name, ratio_level=level, **BOUNDS.get(name, {}))
+        for name in POLICY_LOSSES
         for level in get_args(RatioLevel)
     },
     **{
@@ -72,14 +77,14 @@ CASES: dict[str, Recipe] = {
         BASE,
         corrections=(*_corrected("token", "truncate").corrections, *_corrected("turn", "mask").corrections),
     ),
-    "dppo, kl": replace(BASE, policy_loss="dppo", dppo_divergence="kl", **BOUNDS["dppo"]),
+    "dppo, kl": _with_loss("dppo", divergence="kl", **BOUNDS["dppo"]),
     "turns alike": replace(BASE, turn_weighting="turns", aggregation="sequence_mean_token_mean"),
     **{
-        f"decisions, {name}": replace(BASE, policy_loss=name, logprob_level="chunk", entropy_level="action")
+        f"decisions, {name}": replace(_with_loss(name), logprob_level="chunk", entropy_level="action")
         for name in ("ppo_clip", "kimi")
     },
     "prompt_mean": replace(BASE, aggregation="prompt_mean"),
-    "log ratio": replace(BASE, log_ratio_min=-0.1, log_ratio_max=0.2, clip_low=0.05, clip_high=0.1),
+    "log ratio": _with_loss("ppo_clip", log_ratio_min=-0.1, log_ratio_max=0.2, clip_low=0.05, clip_high=0.1),
     "mask difference": _masks(
         Correction(level="token", mode="mask", low=-0.05, high=0.05, measure="difference")
     ),

@@ -19,6 +19,9 @@ from tests.rows import rows_of
 from torch import Tensor
 
 from braid.algorithms.aggregate import row_weights
+from braid.algorithms.policy_losses.clip_cov import ClipCov
+from braid.algorithms.policy_losses.kl_cov import KlCov
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.algorithms.recipes import RECIPES, Advantage, Correction, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.config.model import BuildSpec, ModelConfig
@@ -54,8 +57,6 @@ BASE = replace(
     kl_coef=0.1,
     entropy_coef=0.01,
     supervised_coef=0.2,
-    cov_low=0.1,
-    cov_fraction=0.2,
     gamma=0.9,
     gae_lambda=0.9,
 )
@@ -68,14 +69,17 @@ CASES: dict[str, Recipe] = {
     **{f"advantage {name}": replace(BASE, advantage=name) for name in get_args(Advantage)},
     "advantage of turns": replace(BASE, advantage_level="turn"),
     "gae of turns": replace(BASE, advantage="gae", advantage_level="turn"),
-    **{f"ratio {level}": replace(BASE, ratio_level=level) for level in get_args(RatioLevel)},
+    **{
+        f"ratio {level}": replace(BASE, policy_loss=PpoClip(ratio_level=level))
+        for level in get_args(RatioLevel)
+    },
     **{
         f"{mode} {level}": replace(BASE, corrections=(Correction(level=level, mode=mode, low=0.7, high=1.3),))
         for level in get_args(CorrectionLevel)
         for mode in get_args(CorrectionMode)
     },
-    "clip_cov": replace(BASE, policy_loss="clip_cov"),
-    "kl_cov": replace(BASE, policy_loss="kl_cov"),
+    "clip_cov": replace(BASE, policy_loss=ClipCov(cov_low=0.1, cov_fraction=0.2)),
+    "kl_cov": replace(BASE, policy_loss=KlCov(cov_fraction=0.2)),
     "log-probs of decisions": replace(BASE, logprob_level="chunk", entropy_level="action"),
     "statistics": replace(
         BASE, advantage="reinforce", reward_mean="running", reward_std="batch", whiten_advantages=True

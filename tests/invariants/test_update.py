@@ -22,6 +22,8 @@ from torch.distributions import Categorical, kl_divergence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from braid.algorithms.aggregate import row_weights
+from braid.algorithms.policy_losses.policy_gradient import PolicyGradient
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.algorithms.recipes import RECIPES, Recipe
 from braid.config.model import MlpSpec
 from braid.config.train import TrainConfig
@@ -42,7 +44,7 @@ are sums over the positions of all rows, in an order that changes."""
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 3)
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 
-POLICY = replace(RECIPES["grpo"], dual_clip=1.5, kl_coef=0.1, entropy_coef=0.01)
+POLICY = replace(RECIPES["grpo"], policy_loss=PpoClip(dual_clip=1.5), kl_coef=0.1, entropy_coef=0.01)
 FULL_KL = replace(POLICY, kl_estimator="full")
 CRITIC = replace(RECIPES["ppo"], value_loss_coef=0.5)
 
@@ -172,7 +174,7 @@ def _assert_equal_gradients(one: dict[str, Tensor], other: dict[str, Tensor]) ->
 
 ROLES: dict[str, Loss] = {
     "policy": policy_loss(POLICY),
-    "reinforce": policy_loss(replace(POLICY, policy_loss="policy_gradient", kl_estimator="k2")),
+    "reinforce": policy_loss(replace(POLICY, policy_loss=PolicyGradient(), kl_estimator="k2")),
     "full KL": policy_loss(FULL_KL),
     "critic": value_loss_of(CRITIC),
     "sft": supervised_loss(),

@@ -9,12 +9,13 @@ from itertools import product
 
 import pytest
 import torch
+from tests.formulas import policy_gradient, ppo_clip
 from torch import Tensor
 
 from braid.algorithms.advantages import gae, group_advantages
 from braid.algorithms.aggregate import aggregate, row_weights
 from braid.algorithms.kl import kl_estimate
-from braid.algorithms.policy_loss import importance_ratio, policy_gradient, ppo_clip
+from braid.algorithms.surrogate import importance_ratio
 
 EXACT = {"atol": 1e-12, "rtol": 0}  # float64, a few hundred terms of order 1
 CONVERGED = {"atol": 1e-8, "rtol": 0}  # descent stops at 1e-10 in the gradient

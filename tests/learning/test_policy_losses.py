@@ -8,24 +8,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
-from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from tests.formulas import loss_of
 from torch import Tensor
 
 from braid.algorithms.corrections import correction_factor, sampling_weight
-from braid.algorithms.policy_loss import Tokens, importance_ratio, surrogate
-from braid.algorithms.recipes import RECIPES, Correction, PolicyLoss, Recipe
+from braid.algorithms.policy_losses import POLICY_LOSSES
+from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.algorithms.segments import segments
+from braid.algorithms.surrogate import Tokens, importance_ratio
 from braid.training.losses import policy_loss
 from braid.training.packing import pack
 from braid.training.step_fields import write_step_fields
 from braid.types import Row
 
 EXACT = {"atol": 1e-12, "rtol": 0}  # float64, sums of a few terms of order 1
-NAMES: tuple[PolicyLoss, ...] = get_args(PolicyLoss)
+NAMES = tuple(POLICY_LOSSES)
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 GRPO = RECIPES["grpo"]
 
 OLD = torch.tensor([0.3, -0.5, 0.8, 0.1], dtype=torch.float64)
@@ -57,22 +59,22 @@ def _expected_gradient(recipe: Recipe, at: Tensor, is_chosen: Tensor | None = No
     logprobs = logits.log_softmax(0)
     chosen = torch.zeros_like(old) if is_chosen is None else is_chosen
     tokens = Tokens(logprobs, old, ADVANTAGES, importance_ratio(logprobs, old, None), chosen)
-    loss, _ = surrogate(recipe, tokens)
+    loss, _ = recipe.policy_loss.per_token(tokens)
     return _gradient((old.exp() * loss).sum(), logits)
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"cross_entropy"}))
-def test_at_the_old_policy_every_loss_follows_the_policy_gradient(name: PolicyLoss) -> None:
-    gradient = _expected_gradient(replace(GRPO, policy_loss=name), OLD)
+def test_at_the_old_policy_every_loss_follows_the_policy_gradient(name: str) -> None:
+    gradient = _expected_gradient(replace(GRPO, policy_loss=loss_of(name)), OLD)
     torch.testing.assert_close(gradient, -_true_gradient(OLD), **EXACT)
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "cispo", "clip_cov", "kl_cov", "dppo"])
 def test_near_the_old_policy_losses_with_a_ratio_follow_the_gradient_of_the_new_policy(
-    name: PolicyLoss,
+    name: str,
 ) -> None:
     """E_old[rho A grad log pi] = E_pi[A grad log pi], while no bound binds."""
-    gradient = _expected_gradient(replace(GRPO, policy_loss=name), NEAR)
+    gradient = _expected_gradient(replace(GRPO, policy_loss=loss_of(name, **CLIP)), NEAR)
     torch.testing.assert_close(gradient, -_true_gradient(NEAR), **EXACT)
 
 
@@ -80,7 +82,7 @@ def test_far_from_the_old_policy_cispo_keeps_every_token_with_a_bounded_weight()
     old, ratio = OLD.softmax(0), (FAR.log_softmax(0) - OLD.log_softmax(0)).exp()
     assert (ratio > 1.2).any()
     assert (ratio < 0.8).any()
-    gradient = _expected_gradient(replace(GRPO, policy_loss="cispo"), FAR)
+    gradient = _expected_gradient(replace(GRPO, policy_loss=loss_of("cispo", **CLIP)), FAR)
     expected = -_weighted_scores(FAR, old * ratio.clamp(0.8, 1.2) * ADVANTAGES)
     torch.testing.assert_close(gradient, expected, **EXACT)
 
@@ -94,7 +96,7 @@ def test_far_from_the_old_policy_ppo_drops_tokens_that_moved_far_enough() -> Non
 
 
 def test_sapos_gate_fades_as_its_docstring_says() -> None:
-    recipe = replace(GRPO, policy_loss="sapo", sapo_tau_positive=1.5, sapo_tau_negative=4.0)
+    recipe = replace(GRPO, policy_loss=loss_of("sapo", tau_positive=1.5, tau_negative=4.0))
     old, ratio = OLD.softmax(0), (FAR.log_softmax(0) - OLD.log_softmax(0)).exp()
     gate = torch.sigmoid(torch.where(ADVANTAGES > 0, 1.5, 4.0) * (ratio - 1))
     expected = -_weighted_scores(FAR, old * 4 * gate * (1 - gate) * ratio * ADVANTAGES)
@@ -102,7 +104,7 @@ def test_sapos_gate_fades_as_its_docstring_says() -> None:
 
 
 def test_topr_truncates_the_ratio_of_bad_tokens_only() -> None:
-    recipe = replace(GRPO, policy_loss="topr", topr_positive_weight=0.5, topr_negative_weight=2.0)
+    recipe = replace(GRPO, policy_loss=loss_of("topr", positive_weight=0.5, negative_weight=2.0))
     old, ratio = OLD.softmax(0), (FAR.log_softmax(0) - OLD.log_softmax(0)).exp()
     weight = torch.where(ADVANTAGES > 0, 0.5, 2.0 * ratio.clamp(max=1.0))
     expected = -_weighted_scores(FAR, old * weight * ADVANTAGES)
@@ -111,7 +113,7 @@ def test_topr_truncates_the_ratio_of_bad_tokens_only() -> None:
 
 def test_clip_cov_follows_the_policy_gradient_of_the_other_tokens() -> None:
     is_chosen = torch.tensor([0.0, 1.0, 0.0, 0.0]).double()
-    gradient = _expected_gradient(replace(GRPO, policy_loss="clip_cov"), NEAR, is_chosen)
+    gradient = _expected_gradient(replace(GRPO, policy_loss=loss_of("clip_cov")), NEAR, is_chosen)
     expected = -_true_gradient(NEAR, ADVANTAGES * (1 - is_chosen))
     torch.testing.assert_close(gradient, expected, **EXACT)
 
@@ -119,7 +121,7 @@ def test_clip_cov_follows_the_policy_gradient_of_the_other_tokens() -> None:
 def test_kl_cov_draws_chosen_tokens_back_to_where_they_were() -> None:
     is_chosen = torch.tensor([1.0, 0.0, 0.0, 1.0]).double()
     moved = (FAR.log_softmax(0) - OLD.log_softmax(0)).sign()
-    gradient = _expected_gradient(replace(GRPO, policy_loss="kl_cov", cov_coef=0.3), FAR, is_chosen)
+    gradient = _expected_gradient(replace(GRPO, policy_loss=loss_of("kl_cov", cov_coef=0.3)), FAR, is_chosen)
     penalty = _weighted_scores(FAR, OLD.softmax(0) * 0.3 * is_chosen * moved)
     torch.testing.assert_close(gradient, penalty - _true_gradient(FAR), **EXACT)
 
@@ -127,7 +129,8 @@ def test_kl_cov_draws_chosen_tokens_back_to_where_they_were() -> None:
 @pytest.mark.parametrize("divergence", ["tv", "kl"])
 def test_dppo_drops_only_what_leaves_the_region_in_the_direction_of_its_advantage(divergence: str) -> None:
     bound = 0.1 if divergence == "tv" else 0.02
-    recipe = replace(GRPO, policy_loss="dppo", dppo_divergence=divergence, clip_low=bound, clip_high=bound)
+    loss = loss_of("dppo", divergence=divergence, clip_low=bound, clip_high=bound)
+    recipe = replace(GRPO, policy_loss=loss)
     p, q = FAR.softmax(0), OLD.softmax(0)
     coin = (p - q).abs() if divergence == "tv" else q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
     keeps = (coin <= bound) | ((p > q) != (ADVANTAGES > 0))
@@ -139,7 +142,7 @@ def test_dppo_drops_only_what_leaves_the_region_in_the_direction_of_its_advantag
 
 def test_cross_entropy_descends_the_forward_divergence_from_what_is_imitated() -> None:
     """grad E_old[-log pi] = pi - old, whatever the advantages."""
-    gradient = _expected_gradient(replace(GRPO, policy_loss="cross_entropy"), FAR)
+    gradient = _expected_gradient(replace(GRPO, policy_loss=loss_of("cross_entropy")), FAR)
     torch.testing.assert_close(gradient, FAR.softmax(0) - OLD.softmax(0), **EXACT)
 
 
@@ -209,7 +212,7 @@ def _learn(recipe: Recipe, sampler_shift: Tensor | None = None) -> Tensor:
     for round_ in range(NUM_ROUNDS):
         sampler = (logits.detach() + shift).log_softmax(0)
         answers = torch.multinomial(sampler.exp(), NUM_SAMPLES, replacement=True, generator=generator)
-        if recipe.policy_loss == "cross_entropy":  # imitates what is kept
+        if recipe.policy_loss.kind == "cross_entropy":  # imitates what is kept
             answers = answers[answers == 0]
         old = logits.detach().log_softmax(0)[answers]
         rewards = REWARDS.float()[answers]
@@ -239,8 +242,9 @@ def _learn(recipe: Recipe, sampler_shift: Tensor | None = None) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_bandit_learns_its_best_answer(name: PolicyLoss, level: str) -> None:
-    recipe = replace(GRPO, policy_loss=name, ratio_level=level, cov_low=0.1, cov_fraction=0.05, cov_coef=0.1)
+def test_a_bandit_learns_its_best_answer(name: str, level: str) -> None:
+    chosen = {"cov_low": 0.1, "cov_fraction": 0.05, "cov_coef": 0.1}
+    recipe = replace(GRPO, policy_loss=loss_of(name, ratio_level=level, **CLIP, **chosen))
     assert _learn(recipe)[0] > 0.9  # 0.25 at the start
 
 

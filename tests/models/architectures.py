@@ -171,10 +171,6 @@ def _compare_export(lm: CausalLM, plain: PreTrainedModel) -> None:
     """What is exported has every weight under the name that transformers reads, and no other."""
     with TemporaryDirectory() as folder:
         save_pretrained(lm, character_tokenizer("abc"), Path(folder))
-        try:
-            type(plain.config).from_pretrained(folder)
-        except ValueError:  # Gemma 4's settings per layer are those of its full size
-            return
         loaded, info = type(plain).from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), "missing, unknown or of another shape"
     loaded.set_attn_implementation(plain.config._attn_implementation)

@@ -424,6 +424,19 @@ def test_calls_and_reasoning_to_imitate_are_those_of_the_policy(name: str) -> No
     assert mask[-1]
 
 
+def test_reasoning_to_imitate_is_shown_by_a_template_that_reads_it_under_another_key() -> None:
+    chat = _format("gptoss")
+    answer = {"role": "assistant", "content": "Two.", "reasoning_content": "One and one."}
+    ((_, ids, mask),) = chat.examples([ASK, answer])
+    assert all(mask)
+    shown = "<|channel|>analysis<|message|>One and one.<|end|><|start|>assistant<|channel|>final<|message|>Two.<|return|>"
+    assert _text(chat, ids) == shown
+    action = chat.parse(ids)
+    assert (action.reasoning, action.text) == ("One and one.", "Two.")
+    own_key = {"role": "assistant", "content": "Two.", "thinking": "One and one."}
+    assert chat.examples([ASK, own_key]) == [(chat.opening([ASK]), ids, mask)]
+
+
 def test_an_answer_that_the_template_does_not_continue_is_refused() -> None:
     with pytest.raises(ModelError, match="reasoning_content"):
         _format("nemotron_3_nano").examples([ASK, {"role": "assistant", "content": "Three."}])

@@ -18,7 +18,8 @@ from tests.rewards.conftest import answered, build, isolation  # noqa: F401  # f
 from braid.config.reward import JudgeReward, RewardConfig
 from braid.errors import RewardError
 from braid.models.tool_calls import ToolFormat, parse_calls
-from braid.rewards.answers import last_boxes, tagged_answer, without_reasoning
+from braid.reasoning import without_reasoning
+from braid.rewards.answers import last_boxes, tagged_answer
 from braid.rewards.isolated import MARKED_NUMBER
 from braid.rewards.judge import fill_template, score_reader
 from braid.rewards.scorer import Scorer, build_scorer

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.algorithms.recipes import RECIPES
+from braid.config.backends import LoraConfig
 from braid.config.model import ModelConfig
 from braid.config.train import OptimizerConfig, TrainConfig
 from braid.errors import ModelError
@@ -27,6 +28,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 from braid.models.tokenizer import character_tokenizer
 from braid.models.value import ValueModel
+from braid.plan.sizes import size_of_folder
 from braid.rollout.engine import Request, Sampling
 from braid.rollout.engines.native import NativeEngine
 from braid.training.backends.single import SingleBackend
@@ -402,6 +404,17 @@ def test_fresh_adapters_of_experts_change_no_bit_and_all_learn(mixture: Path) ->
     experts = [t for name, t in lm.named_weights() if ".experts." in name and "lora_B" in name]
     assert experts
     assert all(tensor.any() for tensor in experts)
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["o_proj", "experts.gate_up_proj"], ["down_proj"]])
+def test_the_plan_knows_the_number_of_parameters_of_adapted_experts(
+    mixture: Path, targets: list[str]
+) -> None:
+    lora = LoraConfig(rank=3, targets=tuple(targets))
+    size = size_of_folder(mixture)
+    assert size is not None
+    made = _of_mixture(mixture, targets=targets).named_weights()
+    assert size.adapter_parameters(lora) == sum(tensor.numel() for _, tensor in made)
 
 
 def test_the_engine_samples_from_the_adapted_experts(mixture: Path) -> None:

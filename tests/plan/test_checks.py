@@ -164,7 +164,7 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         (
             ["algorithm.recipe=gspo", "algorithm.logprob_level=chunk"],
             (
-                "algorithm.ratio_level: algorithm.logprob_level=chunk already makes ratios turn-level; set "
+                "algorithm.policy_loss.ratio_level: algorithm.logprob_level=chunk already makes ratios turn-level; set "
                 "it to token, or logprob_level to token"
             ),
         ),
@@ -315,14 +315,6 @@ def test_each_verb_needs_its_own_parts() -> None:
         (["algorithm.kl_in=reward"], "algorithm.kl_in: has no effect: algorithm.kl_coef is 0"),
         (["reference.path=x"], "reference.path: has no effect: algorithm.kl_coef is 0"),
         (["eval.target.metric=pass@1"], "eval.target.metric: has no effect: there are no targets"),
-        (
-            ["algorithm.policy_loss=policy_gradient", "algorithm.dual_clip=3"],
-            "algorithm.dual_clip: has no effect: algorithm.policy_loss=policy_gradient does not use it",
-        ),
-        (
-            ["algorithm.sapo_tau_positive=2"],
-            "algorithm.sapo_tau_positive: has no effect: algorithm.policy_loss=ppo_clip does not use it",
-        ),
         (
             ["algorithm.old_logprobs=behavior", "algorithm.corrections=[{high: 3}]"],
             "algorithm.corrections: has no effect: with algorithm.old_logprobs=behavior there is nothing to correct",

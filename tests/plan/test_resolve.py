@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.algorithms.recipes import Correction
 from braid.config.load import load_config
 from braid.config.schema import RunConfig
@@ -123,8 +124,8 @@ def test_a_source_with_a_limit_counts_up_to_it() -> None:
 
 
 def test_the_config_changes_parts_of_a_recipe() -> None:
-    recipe = plan("algorithm.clip_high=0.3", "algorithm.kl_clamp=off").recipe
-    assert (recipe.clip_low, recipe.clip_high) == (0.2, 0.3)
+    recipe = plan("algorithm.policy_loss.clip_high=0.3", "algorithm.kl_clamp=off").recipe
+    assert recipe.policy_loss == PpoClip(clip_high=0.3)
     assert recipe.kl_clamp is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from braid.errors import ReportError
 from braid.report.run_dir import RunDir
+from braid.report.sinks.base import run_id
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.jsonl import JsonlSink
 from braid.report.sinks.tensorboard import TensorboardSink
@@ -176,3 +178,19 @@ def test_sinks_may_have_a_separate_folder(tmp_path: Path) -> None:
     assert scalars(folder / "tensorboard", "reward/mean") == [(1, 0.5)]
     assert run.metrics.exists()
     assert not (run.path / "tensorboard").exists()
+
+
+def test_a_copied_folder_gets_an_id_of_its_own_in_a_tracker_and_a_moved_one_keeps_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, copy, moved = (tmp_path / name for name in ("first", "copy", "moved"))
+    first.mkdir()
+    name = run_id(first / ".wandb_id")
+    assert run_id(first / ".wandb_id") == name, "a resumed run goes on under it"
+    shutil.copytree(first, copy)
+    own = run_id(copy / ".wandb_id")
+    assert own != name
+    assert f"{copy} is a copy of {first}: it gets a run of its own" in caplog.text
+    assert (run_id(copy / ".wandb_id"), run_id(first / ".wandb_id")) == (own, name)
+    shutil.move(first, moved)
+    assert [run_id(moved / ".wandb_id") for _ in range(2)] == [name, name]

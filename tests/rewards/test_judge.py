@@ -318,6 +318,20 @@ def test_the_judge_reads_the_answer_and_the_rest_only_if_asked(answered: Answere
     assert asked == ["42|<think>|hm</think>42|a column", "42|<think>|hm</think>42|of the data"]
 
 
+@pytest.mark.parametrize("reply", ["<think>0? No, 3.</think>\n9", "0? No, 3.\n</think>\n\n9"])
+def test_reasoning_that_a_server_leaves_in_its_reply_is_not_scored(
+    answered: Answered, score: Score, reply: str
+) -> None:
+    pattern = r"\A\s*(\d+)"
+    with serving(lambda *_: completion(reply)) as server:
+        (scored,) = score([answered("42", answer="42")], judge(server.url, pattern=pattern))
+    assert (scored.reward, scored.reason) == (9.0, "")
+    with serving(lambda *_: completion("<think>9? Or")) as server:
+        (scored,) = score([answered("42", answer="42")], judge(server.url), retries=0)
+    assert scored.reward is None
+    assert "is reasoning alone; raise" in str(scored.reason)
+
+
 @pytest.mark.parametrize(
     ("prompt", "fault"),
     [

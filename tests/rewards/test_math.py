@@ -57,6 +57,17 @@ def test_notations_of_the_same_value_are_equal(answered: Answered, score: Score)
     assert [(t.answer_text, t.reason) for t in scored if t.reward != 1.0] == []
 
 
+@pytest.mark.parametrize(("kind", "right", "wrong"), [("math", "5", "4"), ("choice", "B", "A")])
+def test_reasoning_is_cut_once(answered: Answered, score: Score, kind: str, right: str, wrong: str) -> None:
+    """Where the model's format has found it, a model's marker in the answer is one that the answer speaks of; tags that a
+    prompt asks for are cut as well."""
+    marker, tags = f"[THINK] is a marker. Answer: {right}", f"<reasoning>{wrong}</reasoning> Answer: {right}"
+    scored = score([answered(text, reasoning="Hm.", answer=right) for text in (marker, tags)], {"kind": kind})
+    assert [trajectory.reward for trajectory in scored] == [1.0, 1.0]
+    (unparsed,) = score([answered(marker, answer=right)], {"kind": kind})
+    assert unparsed.reward == 0.0
+
+
 ORDER = {
     "<think>5, \\boxed{5}": 0.0,
     "<think>\\boxed{5}</think>": 0.0,

@@ -13,6 +13,7 @@ import pytest
 from tests.rows import rows_of
 from tests.several import Several
 
+from braid.algorithms.policy_losses.clip_cov import ClipCov
 from braid.algorithms.recipes import RECIPES, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.cluster.loops import in_thread
@@ -234,7 +235,7 @@ def _round_of(num_shards: int, recipe: Recipe) -> tuple[list[Row], dict[str, flo
 @pytest.mark.parametrize(
     "changes",
     [
-        {"policy_loss": "clip_cov", "supervised_coef": 0.1, "whiten_advantages": True},
+        {"policy_loss": ClipCov(), "supervised_coef": 0.1, "whiten_advantages": True},
         {"advantage": "gigpo"},
     ],
 )

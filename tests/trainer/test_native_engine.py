@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from braid.models import cpu
 from braid.models.roles import make_policy
 from braid.plan import sizes
 from braid.rollout.engines.native.cache import DecodeAttention
+from braid.trainer import commands
 from braid.trainer.collectors import native_engine
 
 BASE = [
@@ -115,3 +118,22 @@ def test_a_machine_that_cannot_compile_samples_without_or_says_why(
         else:
             with pytest.raises(ModelError, match="compile=always, but the package numba is not installed"):
                 native_engine(config, inputs, lm)
+
+
+@pytest.mark.slow
+def test_the_frozen_lake_plays_all_its_turns_with_compiled_steps(tmp_path: Path) -> None:
+    """Episodes of several turns whose prompts are equal, with answers of one token."""
+    example = Path(__file__).parents[2] / "examples/frozen_lake.yaml"
+    settings = [
+        "rollout.native.compile=always",
+        "run.max_rounds=2",
+        f"run.output_dir={tmp_path}",
+        "eval.target=null",
+    ]
+    smaller = ["rollout.group_size=8", "env.eval_episodes=4", "report.console=none", "run.device=cpu"]
+    run = commands.train(load_config(example, [*settings, *smaller])).run_dir
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == [0, 1, 2]
+    for line in lines[1:]:
+        assert line["status/invalid"] == 0
+        assert line["status/finished"] + line["status/truncated"] == 32

@@ -47,9 +47,13 @@ def test_a_recipe_trains_and_reports_its_metrics(load_tiny: LoadTiny, recipe: st
 @pytest.mark.parametrize(
     ("overrides", "metrics"),
     [
-        (["policy_loss=kimi", "kimi_tau=0.5", "reward_clip=0.3"], {"policy/penalty"}),
+        (["policy_loss={kind: kimi, tau: 0.5}", "reward_clip=0.3"], {"policy/penalty"}),
         (
-            ["policy_loss=masked_is", "old_logprobs=behavior", "log_ratio_max=1", "turn_weighting=turns"],
+            [
+                "policy_loss={kind: masked_is, log_ratio_max: 1}",
+                "old_logprobs=behavior",
+                "turn_weighting=turns",
+            ],
             {"policy/clip_fraction"},
         ),
         (
@@ -58,8 +62,7 @@ def test_a_recipe_trains_and_reports_its_metrics(load_tiny: LoadTiny, recipe: st
         ),
         (
             [
-                "policy_loss=importance_sampling",
-                "ratio_level=sequence_product",
+                "policy_loss={kind: importance_sampling, ratio_level: sequence_product}",
                 "mask_long_failures=1000",
                 "corrections=[{mode: mask_sequence, high: off}, {mode: mask, measure: difference, low: -0.5, high: 0.5}]",
             ],
@@ -76,7 +79,7 @@ def test_parts_without_a_recipe_train(load_tiny: LoadTiny, overrides: list[str],
 
 
 def test_interpolated_old_log_probs_of_a_synchronous_run_are_the_engines(load_tiny: LoadTiny) -> None:
-    settings = ("algorithm.clip_high=0.01", "train.steps_per_pass=2", "checkpoint.at_end=true")
+    settings = ("algorithm.policy_loss.clip_high=0.01", "train.steps_per_pass=2", "checkpoint.at_end=true")
     ours, theirs = (
         _weights(
             commands.train(load_tiny(f"algorithm.old_logprobs={kind}", f"run.name={kind}", *settings)).run_dir
@@ -87,7 +90,9 @@ def test_interpolated_old_log_probs_of_a_synchronous_run_are_the_engines(load_ti
 
 
 def test_kl_cov_acts_on_the_configured_fraction_of_tokens(load_tiny: LoadTiny) -> None:
-    run = commands.train(load_tiny("algorithm.recipe=kl_cov", "algorithm.cov_fraction=0.25")).run_dir
+    run = commands.train(
+        load_tiny("algorithm.recipe=kl_cov", "algorithm.policy_loss.cov_fraction=0.25")
+    ).run_dir
     for line in _lines(run)[1:]:
         assert line["policy/chosen_fraction"] == pytest.approx(
             0.25, abs=0.02
@@ -97,8 +102,8 @@ def test_kl_cov_acts_on_the_configured_fraction_of_tokens(load_tiny: LoadTiny) -
 def test_a_resumed_run_selects_the_same_tokens(load_tiny: LoadTiny) -> None:
     common = (
         "algorithm.recipe=clip_cov",
-        "algorithm.cov_low=0",
-        "algorithm.cov_fraction=0.2",
+        "algorithm.policy_loss.cov_low=0",
+        "algorithm.policy_loss.cov_fraction=0.2",
         "train.passes_per_round=2",
         "checkpoint.every_rounds=1",
     )

@@ -41,7 +41,7 @@ def test_a_resume_names_its_checkpoint_and_the_settings_that_differ(
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ("algorithm.clip_low=0.1", "algorithm.clip_low"),
+        ("algorithm.policy_loss.clip_low=0.1", "algorithm.policy_loss.clip_low"),
         ("model.build.num_layers=1", "model.build.num_layers"),
         ("data.train.0.limit=3", r"data.train\[0\].limit"),
         ("reward.parts.0.weight=2", r"reward.parts\[0\].weight"),
@@ -190,8 +190,8 @@ def test_a_run_saves_by_time_without_a_cadence(load_tiny: LoadTiny, monkeypatch:
     never = "checkpoint.at_end=false"
     run = commands.train(load_tiny(never, "checkpoint.keep=null")).run_dir
     assert not list(run.glob("checkpoints/step_*")), "the first ten seconds need no checkpoint"
-    monkeypatch.setattr("braid.trainer.parts._LEAST_S", 0.0)
-    monkeypatch.setattr("braid.trainer.parts._SAVED_SHARE", float("inf"))
+    monkeypatch.setattr("braid.trainer.progress._LEAST_S", 0.0)
+    monkeypatch.setattr("braid.trainer.progress._SAVED_SHARE", float("inf"))
     run = commands.train(load_tiny(never, "checkpoint.keep=null", "run.name=b")).run_dir
     assert sorted(path.name for path in run.glob("checkpoints/step_*")) == [
         "step_0",

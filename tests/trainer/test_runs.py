@@ -15,13 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from braid.algorithms import policy_loss
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.checkpoint.store import CheckpointStore
 from braid.errors import CheckpointError, ConfigError, RolloutError, TrainingError
 from braid.report.names import describe
 from braid.report.samples import read_samples
 from braid.trainer import commands
-from braid.training import losses
 
 from .conftest import LoadTiny
 
@@ -287,9 +286,10 @@ def test_the_files_that_the_readme_names_call_one_another(
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         called[:] = [frame.filename for frame in traceback.extract_stack()]
-        return policy_loss.importance_ratio(*args, **kwargs)
+        return computed(*args, **kwargs)
 
-    monkeypatch.setattr(losses, "importance_ratio", seen)
+    computed = PpoClip.per_token
+    monkeypatch.setattr(PpoClip, "per_token", seen)
     commands.train(load_tiny("run.max_rounds=1", "eval.before=false", "eval.at_end=false"))
     section = (ROOT / "README.md").read_text().partition("## Read the code")[2].partition("\n## ")[0]
     named = [
@@ -297,5 +297,9 @@ def test_the_files_that_the_readme_names_call_one_another(
     ]
     passed = [file.partition("/src/braid/")[2] for file in called if "/src/braid/" in file]
     distinct = list(dict.fromkeys(passed[passed.index(named[0]) :]))
-    assert [*distinct, "algorithms/policy_loss.py"] == [*named[:3], "cluster/workers.py", *named[3:]]
+    assert [*distinct, "algorithms/policy_losses/ppo_clip.py"] == [
+        *named[:3],
+        "cluster/workers.py",
+        *named[3:],
+    ]
     assert len(named) == 6

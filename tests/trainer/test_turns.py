@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from braid.cluster.interrupts import StopSignals
 from braid.cluster.workers import InProcessGroup
 from braid.config.schema import RunConfig
 from braid.data.prompts import Prompts, PromptSet
@@ -118,7 +119,7 @@ def test_an_engine_on_the_trainers_device_sleeps_before_any_model_is_built(
     on_gpus = loaded.config.run.model_copy(update={"device": "cuda"})  # which the driver need not have
     cluster = here if is_here else _Workers(loaded.config.model_copy(update={"run": on_gpus}), engine)
     with pytest.raises(_Built):
-        build._build(loaded, plan, inputs, reporter, None, cluster)  # type: ignore[arg-type]
+        build.build(build.RunSpec(loaded, plan, inputs), reporter, None, StopSignals(), cluster)  # type: ignore[arg-type]
     here.leave()
     slept = ["sleep"] if pipeline == "null" else []
     assert calls == slept + (["close"] if is_here else [])

@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from braid.algorithms.policy_losses.kimi import Kimi
+from braid.algorithms.policy_losses.policy_gradient import PolicyGradient
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.models.batch import PackedBatch
 from braid.training.backend import Diagnostics
@@ -161,7 +164,7 @@ def test_equally_weighted_turns_have_the_mean_over_their_tokens() -> None:
 
 
 def test_losses_without_a_ratio_take_the_log_prob_of_a_decision_too() -> None:
-    kimi = replace(GRPO, policy_loss="kimi", kimi_tau=0.5, logprob_level="chunk")
+    kimi = replace(GRPO, policy_loss=Kimi(tau=0.5), logprob_level="chunk")
     # -A log pi: 3 and 0.5; 0.5 / 2 times the square of 0.1 + 0.3, and of -0.2; gradients -1 + 0.5 * 0.4, -1 - 0.5 * 0.2
     loss, gradient, _ = _of_turns(kimi, 0.5, [1.0, 1.0, 1.0], [0.1, 0.3, -0.2])
     assert loss == pytest.approx((3.0 + 0.5 + 0.25 * (0.16 + 0.04)) / 2, **CLOSE)
@@ -219,7 +222,7 @@ def test_the_mismatch_of_engine_and_trainer_is_measured_before_the_update() -> N
 
 
 def test_the_plain_policy_gradient_does_not_use_the_ratio_but_reports_it() -> None:
-    recipe = replace(GRPO, policy_loss="policy_gradient")
+    recipe = replace(GRPO, policy_loss=PolicyGradient())
     loss, _, diagnostics = _policy(recipe, [-1.0, -2.0], advantages=[2.0, 1.0], old_logprobs=[-2.0, -3.0])
     assert loss.item() == pytest.approx(0.5 * (2.0 + 2.0))
     means = _means(diagnostics)
@@ -312,7 +315,7 @@ def test_the_supervised_term_is_the_cross_entropy_under_its_own_weights() -> Non
 
 def test_a_sequences_ratio_is_clipped_as_one() -> None:
     old = [-1.0 - math.log(1.1), -2.0 - math.log(1.6)]
-    recipe = replace(GRPO, ratio_level="sequence")
+    recipe = replace(GRPO, policy_loss=PpoClip(ratio_level="sequence"))
     loss, grads, diagnostics = _policy(recipe, [-1.0, -2.0], advantages=[1.0, 1.0], old_logprobs=old)
     # sqrt(1.1 * 1.6) = 1.327 is above 1.2 for both tokens
     assert loss.item() == pytest.approx(-0.5 * 2.4, **CLOSE)

@@ -7,13 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from braid.algorithms.policy_losses.clip_cov import ClipCov
+from braid.algorithms.policy_losses.kl_cov import KlCov
 from braid.algorithms.recipes import RECIPES
 from braid.training.step_fields import write_step_fields
 from braid.types import Row
 
 GRPO = RECIPES["grpo"]
-CLIP_COV = replace(RECIPES["clip_cov"], cov_fraction=0.1, cov_low=0.0, cov_high=5.0)
-KL_COV = replace(RECIPES["kl_cov"], cov_fraction=0.1)
+CLIP_COV = replace(RECIPES["clip_cov"], policy_loss=ClipCov(cov_fraction=0.1, cov_low=0.0, cov_high=5.0))
+KL_COV = replace(RECIPES["kl_cov"], policy_loss=KlCov(cov_fraction=0.1))
 NUM_ROWS, LENGTH = 10, 12
 
 

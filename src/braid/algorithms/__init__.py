@@ -15,13 +15,11 @@ _MODULES = {
     "aggregate": ("row_weights",),
     "corrections": ("correction_factor", "proximal_logprobs", "sampling_weight"),
     "kl": ("clamped", "kl_estimate", "steered_coefficient"),
-    "policy_loss": (
-        "cispo", "clip_cov", "cross_entropy", "dppo", "importance_ratio", "importance_sampling", "kimi", "kl_cov", "masked_is",
-        "policy_gradient", "ppo_clip", "sapo", "topr",
-    ),
+    "policy_losses": ("POLICY_LOSSES", "PolicyLoss"),
     "recipes": ("RECIPES", "Correction", "Recipe"),
     "rewards": ("RunningMoments", "reward_statistics"),
     "segments": ("Segments",),
+    "surrogate": ("Tokens", "importance_ratio"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

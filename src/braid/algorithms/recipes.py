@@ -1,7 +1,7 @@
 """Recipes: named combinations of algorithm parts.
 
-Owns the tables of advantages, policy losses and recipes, whose names are those of a config. Does not import torch, so
-that resolving a config is cheap.
+Owns the tables of advantages and recipes, whose names are those of a config. Does not import torch, so that resolving a
+config is cheap.
 """
 
 from __future__ import annotations
@@ -19,13 +19,22 @@ from braid.types import (
     CorrectionMode,
     CorrectionTokens,
     DecisionLevel,
-    Divergence,
     KlEstimator,
     KlPlace,
-    RatioLevel,
     RewardStatistics,
     TurnWeighting,
 )
+
+from .policy_losses import PolicyLoss
+from .policy_losses.cispo import Cispo
+from .policy_losses.clip_cov import ClipCov
+from .policy_losses.dppo import Dppo
+from .policy_losses.gspo import Gspo
+from .policy_losses.kl_cov import KlCov
+from .policy_losses.policy_gradient import PolicyGradient
+from .policy_losses.ppo_clip import PpoClip
+from .policy_losses.sapo import Sapo
+from .policy_losses.topr import Topr
 
 
 class Estimator(NamedTuple):
@@ -47,31 +56,10 @@ ADVANTAGES: Mapping[str, Estimator] = {
 }
 """Advantages; each is the function of that name in training/advantages.py."""
 
-_RATIO = frozenset({"ratio_level", "log_ratio_min", "log_ratio_max"})
-POLICY_LOSSES: Mapping[str, frozenset[str]] = {
-    "ppo_clip": _RATIO | {"clip_low", "clip_high", "dual_clip"},
-    "policy_gradient": frozenset(),
-    "importance_sampling": _RATIO,
-    "masked_is": _RATIO | {"clip_low", "clip_high"},
-    "cispo": _RATIO | {"clip_low", "clip_high", "cispo_mask"},
-    "sapo": _RATIO | {"sapo_tau_positive", "sapo_tau_negative"},
-    "topr": _RATIO | {"topr_positive_weight", "topr_negative_weight"},
-    "kimi": frozenset({"kimi_tau"}),
-    "clip_cov": _RATIO | {"clip_low", "clip_high", "cov_fraction", "cov_low", "cov_high"},
-    "kl_cov": _RATIO | {"cov_fraction", "cov_coef"},
-    "dppo": _RATIO | {"clip_low", "clip_high", "dppo_divergence"},
-    "cross_entropy": frozenset(),
-}
-"""Policy losses, each the function of that name in policy_loss.py, with the recipe fields that it reads in addition to
-those that all losses read."""
-
-CHOOSING_LOSSES = frozenset(name for name, keys in POLICY_LOSSES.items() if "cov_fraction" in keys)
-"""Losses that act on tokens selected by old_logprobs, which therefore must be available before the update."""
-
 if TYPE_CHECKING:
-    Advantage = PolicyLoss = RecipeName = str
+    Advantage = RecipeName = str
 else:
-    Advantage, PolicyLoss = Literal[tuple(ADVANTAGES)], Literal[tuple(POLICY_LOSSES)]
+    Advantage = Literal[tuple(ADVANTAGES)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,24 +105,7 @@ class Recipe:
     mask_long_failures: int | None = None
     logprob_level: DecisionLevel = "token"
     entropy_level: DecisionLevel = "token"
-    policy_loss: PolicyLoss = "ppo_clip"
-    ratio_level: RatioLevel = "token"
-    log_ratio_min: float | None = None
-    log_ratio_max: float | None = None
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    cispo_mask: bool = False
-    sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05
-    topr_positive_weight: float = 1.0
-    topr_negative_weight: float = 1.0
-    kimi_tau: float = 0.1
-    cov_fraction: float = 0.0002
-    cov_low: float = 1.0
-    cov_high: float = 5.0
-    cov_coef: float = 1.0
-    dppo_divergence: Divergence = "tv"
+    policy_loss: PolicyLoss = PpoClip()  # noqa: RUF009  # immutable
     early_stop_ratio: float | None = None
     corrections: tuple[Correction, ...] = ()
     aggregation: Aggregation = "token_mean"
@@ -186,25 +157,20 @@ RECIPES: Mapping[str, Recipe] = {
     "dr_grpo": Recipe(normalize_by_std=False, aggregation="token_sum_constant"),
     # Yu et al. 2025 (arXiv 2503.14476). Dynamic sampling is rollout.filter, the soft overlong penalty
     # reward.overlong.
-    "dapo": Recipe(clip_high=0.28),
+    "dapo": Recipe(policy_loss=PpoClip(clip_high=0.28)),
     # Zheng et al. 2025 (arXiv 2507.18071): sequence ratio, with the paper's narrow bounds.
-    "gspo": Recipe(
-        ratio_level="sequence",
-        clip_low=3e-4,
-        clip_high=4e-4,
-        aggregation="sequence_mean_token_mean",
-    ),
+    "gspo": Recipe(policy_loss=Gspo(), aggregation="sequence_mean_token_mean"),
     # MiniMax 2025 (arXiv 2506.13585): every token keeps its gradient, with a bounded weight.
-    "cispo": Recipe(policy_loss="cispo", clip_low=1.0, clip_high=4.0),
+    "cispo": Recipe(policy_loss=Cispo()),
     # Gao et al. 2025 (arXiv 2511.20347): soft gate in place of the clip.
-    "sapo": Recipe(policy_loss="sapo"),
+    "sapo": Recipe(policy_loss=Sapo()),
     # Le Roux et al. 2025 (arXiv 2503.14286): no ratio for positive advantages, a ratio of at most 1 for the
     # others.
-    "topr": Recipe(policy_loss="topr", reward_mean="group", advantage="reinforce"),
+    "topr": Recipe(policy_loss=Topr(), reward_mean="group", advantage="reinforce"),
     # Cui et al. 2025 (arXiv 2505.22617): two ways to prevent entropy collapse.
-    "clip_cov": Recipe(policy_loss="clip_cov"),
-    "kl_cov": Recipe(policy_loss="kl_cov", cov_fraction=0.2),
-    "dppo": Recipe(policy_loss="dppo"),
+    "clip_cov": Recipe(policy_loss=ClipCov()),
+    "kl_cov": Recipe(policy_loss=KlCov()),
+    "dppo": Recipe(policy_loss=Dppo()),
     # Hilton et al. 2021 (arXiv 2110.00641): clip against the policy before the update, weigh by its ratio to
     # the sampling engine, and mask tokens with a ratio above 5.
     "decoupled_ppo": Recipe(
@@ -214,7 +180,7 @@ RECIPES: Mapping[str, Recipe] = {
         ),
     ),
     # Williams 1992, with the batch mean as baseline.
-    "reinforce": Recipe(reward_mean="batch", advantage="reinforce", policy_loss="policy_gradient"),
+    "reinforce": Recipe(reward_mean="batch", advantage="reinforce", policy_loss=PolicyGradient()),
     # Hu 2025 (arXiv 2501.03262): KL in the reward, advantages whitened over the round; the baseline variant
     # first subtracts the group mean.
     "reinforce_pp": Recipe(advantage="reinforce", whiten_advantages=True, kl_estimator="k1", kl_in="reward"),
@@ -224,11 +190,11 @@ RECIPES: Mapping[str, Recipe] = {
     # Liu et al. 2025 (arXiv 2508.08221): group mean, standard deviation of the round.
     "lite_ppo": Recipe(reward_mean="group", reward_std="batch", advantage="reinforce"),
     # Ahmadian et al. 2024 (arXiv 2402.14740): leave-one-out mean of the group as baseline.
-    "rloo": Recipe(advantage="rloo", policy_loss="policy_gradient"),
+    "rloo": Recipe(advantage="rloo", policy_loss=PolicyGradient()),
     # Li et al. 2023 (arXiv 2310.10505): reward of the greedy response as baseline.
-    "remax": Recipe(advantage="remax", policy_loss="policy_gradient"),
+    "remax": Recipe(advantage="remax", policy_loss=PolicyGradient()),
     # Dong et al. 2023 (arXiv 2304.06767): imitate the best trajectory of each group.
-    "raft": Recipe(advantage="raft", policy_loss="policy_gradient"),
+    "raft": Recipe(advantage="raft", policy_loss=PolicyGradient()),
     "maxrl": Recipe(advantage="maxrl"),
     # Feng et al. 2025 (arXiv 2505.10978): compares trajectories of a group, and turns that start in the same
     # state.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Column, Table
 from rich.text import Text
 
 from braid.config.schema import RunConfig
@@ -18,6 +16,7 @@ from braid.errors import ConfigError, Problem, suggest
 from braid_dialects.load import DIALECTS
 from braid_dialects.table import ABSENT, Dialect, Entry, Rule
 
+from .columns import print_beside
 from .show import shown
 
 _STYLES = {
@@ -52,14 +51,7 @@ def print_ledger(
             cell = Text(" ".join(value.split()), style="bold")
             cell.truncate(value_width, overflow="ellipsis", pad=True)
             head += cell + "  "
-            if console.width - len(head) >= _MIN_ROOM:
-                row = Table.grid(Column(no_wrap=True), Column())
-                row.add_row(head, _became(entry))
-                console.print(row)
-            else:
-                head.rstrip()
-                console.print(head, no_wrap=True, overflow="ignore", crop=False)
-                console.print(Padding(_became(entry), (0, 0, 0, 6)))
+            print_beside(console, head, _became(entry), least=_MIN_ROOM, indent=6)
     counts = Counter(entry.disposition for entry in ledger)
     words = [
         Text.assemble(f"{counts[name]} ", (name, style)) for name, style in _STYLES.items() if counts[name]

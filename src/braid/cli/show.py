@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass
 from itertools import groupby, takewhile
 from typing import Any
 
@@ -13,7 +13,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from braid.algorithms.recipes import RECIPES
+from braid.algorithms.kinds import Kind
+from braid.algorithms.recipes import RECIPES, Recipe
 from braid.config.explain import show_value
 from braid.config.load import Loaded
 from braid.config.schema import RunConfig
@@ -23,6 +24,7 @@ from braid.plan import Plan, unused_keys, why_unused
 from braid.report.files import human_bytes
 from braid.types import Trajectory
 
+from .columns import Row, print_rows, print_whole
 from .figures import figures, human_count
 from .placement_table import placement_table, placement_title
 
@@ -58,8 +60,8 @@ def print_plan(
     console = console or Console(highlight=False, soft_wrap=False)
     hints = [read_as, "" if show_defaults else "values that you set; --all also shows defaults"]
     hint = "; ".join(filter(None, hints))
-    parts = [
-        ("config", hint, _config(loaded, plan, show_defaults, console.width)),
+    parts: list[tuple[str, str, list[Row] | RenderableType]] = [
+        ("config", hint, list(_config(loaded, plan, show_defaults, console.width))),
         ("derived", f"braid {plan.verb}", _figures(loaded.config, plan)),
     ]
     if plan.verb == "train":
@@ -67,13 +69,18 @@ def print_plan(
         parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
     parts.append(("memory", "persistent state, without activations", _memory(loaded.config, plan)))
     if example is not None:
-        lines = _table()
-        for (name, text), note in zip(_read(example).items(), _NOTES, strict=True):
-            lines.add_row(name, Text(repr(text), style="bold"), Text(note, style="dim"))
+        lines = [
+            (Text(name), Text(repr(text), style="bold"), Text(note, style="dim"))
+            for (name, text), note in zip(_read(example).items(), _NOTES, strict=True)
+        ]
         parts.append(("rewards read", f"{example.prompt.uid} answered with its reference", lines))
     for title, note, body in parts:
-        console.print(Text.assemble((title, "bold cyan"), "  ", (note, "dim")))
-        console.print(Padding(body, (0, 0, 1, 2), expand=False))
+        print_whole(console, Text.assemble((title, "bold cyan"), "  ", (note, "dim")))
+        if isinstance(body, list):
+            print_rows(console, body, indent=2)
+            console.print()
+        else:
+            console.print(Padding(body, (0, 0, 1, 2), expand=False))
     if plan.warnings:
         console.print(Text("warnings", "bold cyan"))
     for warning in plan.warnings:  # each is one line, of which a setting can be copied
@@ -86,18 +93,9 @@ def _read(example: Trajectory) -> dict[str, str]:
     return {"prefill": example.prefill, "text": example.sampled_text, "answer": example.answer_text}
 
 
-def _table() -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
-    return table
-
-
-def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> RenderableType:
+def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> Iterator[Row]:
     """The config as an indented tree of key, value and origin; defaults and unused keys are dimmed."""
     unused = unused_keys(loaded.config, plan)
-    table = _table()
     above: KeyPath = ()
     for path, value, origin in _lines(loaded):
         if origin == DEFAULT and not show_defaults:
@@ -105,15 +103,14 @@ def _config(loaded: Loaded, plan: Plan, show_defaults: bool, width: int) -> Rend
         pairs = zip(above[:-1], path[:-1], strict=False)
         common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         for depth in range(common, len(path) - 1):
-            table.add_row(Text(_key(path[: depth + 1]), style="bold"))
+            yield Text(_key(path[: depth + 1]), style="bold"), Text(), Text()
         is_unused = bool(why_unused(unused, path_text(path)))
         dim = "dim" if origin == DEFAULT or is_unused else ""
         if width < _WIDE:  # only the key of a foreign config, without its position in the file
             origin = origin.rpartition(" ")[2]
         note = Text(origin + ", unused" * is_unused, style="yellow" if origin == OVERRIDE else "dim")
-        table.add_row(Text(_key(path), style=dim), Text(value, style=dim), note)
+        yield Text(_key(path), style=dim), Text(value, style=dim), note
         above = path
-    return table
 
 
 def _lines(loaded: Loaded) -> Iterator[tuple[KeyPath, str, str]]:
@@ -138,39 +135,62 @@ def _key(path: KeyPath) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value as the user would write it, on one line."""
-    return value if isinstance(value, str) and value and value == value.strip() else show_value(value)
+    """The value as the user would write it, whole and on one line."""
+    match value:
+        case None | bool():
+            return show_value(value)
+        case str():
+            return value if value and value == value.strip() else repr(value)
+        case Mapping():
+            return f"{{{', '.join(f'{key}: {shown(one)}' for key, one in value.items())}}}"
+        case list() | tuple():
+            return f"[{', '.join(map(shown, value))}]"
+        case _:
+            return repr(value) if not is_dataclass(value) or isinstance(value, type) else shown(asdict(value))
 
 
-def _figures(config: RunConfig, plan: Plan) -> RenderableType:
-    table = _table()
-    for figure in figures(config, plan):
-        table.add_row(figure.name, Text(figure.value, style="bold"), Text(figure.how, style="dim"))
-    return table
+def _figures(config: RunConfig, plan: Plan) -> list[Row]:
+    return [
+        (Text(figure.name), Text(figure.value, style="bold"), Text(figure.how, style="dim"))
+        for figure in figures(config, plan)
+    ]
 
 
-def _algorithm(loaded: Loaded, plan: Plan) -> RenderableType:
+def _algorithm(loaded: Loaded, plan: Plan) -> list[Row]:
     """The recipe's components, with the origin of those set in the config; unused ones are dimmed."""
     recipe, config = plan.recipe, loaded.config.algorithm
     idle = unused_keys(loaded.config, plan)
     derived: dict[str, str] = dict.fromkeys(("logprob_level", "entropy_level", "advantage_level"), "env")
     derived["corrections"] = "pipeline" if loaded.config.max_lag else "rollout.native.dtype"
-    table = _table()
-    for field in fields(recipe):
-        key, value = f"algorithm.{field.name}", getattr(recipe, field.name)
-        is_set = getattr(config, field.name) is not None
+    rows: list[Row] = []
+    named = _parts(RECIPES[config.recipe])
+    for (part, setting), value in _parts(recipe).items():
+        key = ".".join(name for name in ("algorithm", part, setting) if name)
+        is_set = (chosen := getattr(config, part)) is not None
+        if isinstance(chosen, Kind):
+            is_set = (setting or "kind") in chosen.model_fields_set
         style = "dim" if key in idle else "bold" if is_set else ""
         if is_set:
-            origin = loaded.origin(key)
+            origin = loaded.origin(key if setting or not isinstance(chosen, Kind) else f"{key}.kind")
         else:
-            origin = "recipe" if value == getattr(RECIPES[config.recipe], field.name) else derived[field.name]
+            origin = "recipe" if named.get((part, setting), value) == value else derived[part]
         origin += ", unused" if key in idle else ""
-        table.add_row(
-            Text(field.name, style="dim" if key in idle else ""),
-            Text("off" if value is None else shown(value), style=style),
-            Text(origin, style="dim"),
-        )
-    return table
+        name = Text(f"  {setting}" if setting else part, style="dim" if key in idle else "")
+        text = Text("off" if value is None else shown(value), style=style)
+        rows.append((name, text, Text(origin, style="dim")))
+    return rows
+
+
+def _parts(recipe: Recipe) -> dict[tuple[str, str], Any]:
+    """The recipe's parts, and after a kind its settings: (part, setting, or empty for the part itself) -> value."""
+    parts: dict[tuple[str, str], Any] = {}
+    for field in fields(recipe):
+        value = getattr(recipe, field.name)
+        parts[field.name, ""] = value.kind if isinstance(value, Kind) else value
+        if isinstance(value, Kind):
+            settings = value.model_dump(mode="json", exclude={"kind"})
+            parts |= {(field.name, name): item for name, item in settings.items()}
+    return parts
 
 
 def _memory(config: RunConfig, plan: Plan) -> RenderableType:

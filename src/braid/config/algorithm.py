@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from braid.algorithms.recipes import Advantage, PolicyLoss, RecipeName
+from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from braid.algorithms.recipes import RECIPES, Advantage, Recipe, RecipeName
 from braid.types import (
     AdvantageLevel,
     Aggregation,
@@ -16,15 +18,26 @@ from braid.types import (
     CorrectionMode,
     CorrectionTokens,
     DecisionLevel,
-    Divergence,
     KlEstimator,
     KlPlace,
-    RatioLevel,
     RewardStatistics,
     TurnWeighting,
 )
 
 from .base import Section
+from .kinds import KindOf
+
+if TYPE_CHECKING:
+    PolicyLossKind = PolicyLoss
+else:
+    PolicyLossKind = KindOf(
+        PolicyLoss, POLICY_LOSSES, lambda others: _recipe(others).policy_loss.kind
+    ).field()
+
+
+def _recipe(others: Mapping[str, Any]) -> Recipe:
+    """The recipe that a section names; the default one if it names none that exists."""
+    return RECIPES.get(others.get("recipe", ""), Recipe())
 
 
 class CorrectionConfig(Section):
@@ -116,45 +129,9 @@ class AlgorithmConfig(Section):
     entropy_level: DecisionLevel | None = None
     """Level of the entropy bonus: the entropy of a token, or of a decision, the sum over its tokens. Robots: by default that
     of logprob_level; of a finer one it is the mean over what a log-prob is of."""
-    policy_loss: PolicyLoss | None = None
-    """Policy loss (surrogate objective)."""
-    ratio_level: RatioLevel | None = None
-    """Level of the probability ratio: per token; the geometric mean over a turn or a sequence (GSPO); or the
-    product over them, the ratio of the whole turn or sequence (turn_product, sequence_product)."""
-    log_ratio_min: Annotated[float, Field(le=0.0)] | Literal["off"] | None = None
-    """Lower bound on the log ratio, before any clipping; tokens below it have no gradient. off for -20."""
-    log_ratio_max: NonNegativeFloat | Literal["off"] | None = None
-    """Upper bound on the log ratio, before any clipping; tokens above it have no gradient. off for 20."""
-    clip_low: NonNegativeFloat | None = None
-    """Ratios below 1 - clip_low are clipped (masked_is: excluded). dppo: bound on the divergence where the
-    ratio is below 1."""
-    clip_high: NonNegativeFloat | None = None
-    """Ratios above 1 + clip_high are clipped (masked_is: excluded). dppo: bound on the divergence where the
-    ratio is above 1."""
-    dual_clip: Annotated[float, Field(gt=1.0)] | Literal["off"] | None = None
-    """Bound c > 1 on the ratio for negative advantages (dual-clip PPO); off for none."""
-    cispo_mask: bool | None = None
-    """cispo: exclude the tokens that PPO would clip from the loss, without changing its denominator."""
-    sapo_tau_positive: PositiveFloat | None = None
-    """sapo: temperature of the soft gate for positive advantages."""
-    sapo_tau_negative: PositiveFloat | None = None
-    """sapo: temperature of the soft gate for negative advantages."""
-    topr_positive_weight: NonNegativeFloat | None = None
-    """topr: weight of tokens with a positive advantage."""
-    topr_negative_weight: NonNegativeFloat | None = None
-    """topr: weight of all other tokens."""
-    kimi_tau: NonNegativeFloat | None = None
-    """kimi: weight of the squared difference between the current and the old log-prob."""
-    cov_fraction: float | None = Field(default=None, ge=0.0, le=1.0)
-    """clip_cov, kl_cov: fraction of tokens clipped or penalised, by covariance of advantage and log-prob."""
-    cov_low: float | None = None
-    """clip_cov: lowest covariance at which a token may be clipped."""
-    cov_high: float | None = None
-    """clip_cov: highest covariance at which a token may be clipped."""
-    cov_coef: NonNegativeFloat | None = None
-    """kl_cov: weight of the penalty |logprob - old_logprob| on the selected tokens."""
-    dppo_divergence: Divergence | None = None
-    """dppo: bounded divergence between Bernoulli distributions with a token's old and current probability."""
+    policy_loss: PolicyLossKind | None = None
+    """Policy loss (surrogate objective): a kind, its settings, or both; or the path of your own. Settings that are not set
+    are those of the recipe, or of the kind if it is another."""
     early_stop_ratio: PositiveFloat | Literal["off"] | None = None
     """Skip optimizer steps whose mean ratio exceeds this; off for none."""
     corrections: tuple[CorrectionConfig, ...] | None = None

@@ -1,17 +1,5 @@
-"""Base of all config sections: frozen, unknown keys rejected, defaults validated, numbers finite."""
+"""The base of the sections in this package, which `braid.sections` shares with the kinds of algorithms."""
 
-from __future__ import annotations
+from braid.sections import Section
 
-from pydantic import BaseModel, ConfigDict
-
-
-class Section(BaseModel):
-    """A section of the config. Instances are immutable."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        validate_default=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
+__all__ = ["Section"]

@@ -15,6 +15,8 @@ from braid.errors import suggest
 
 from .base import Section
 from .habits import HABITS
+from .kinds import OWN_FORM, takes_own
+from .moved import MOVED
 from .schema import RunConfig
 from .shape import allowed, fields_of, is_list, kind_of, sections_of
 from .source import child, is_within, leaves, path_text
@@ -107,7 +109,9 @@ def _message(detail: ErrorDetails, spot: _Spot, field: FieldInfo) -> str:
     if kind == "union_tag_not_found":
         return f"missing `kind`; set it to {kinds}"
     if kind == "union_tag_invalid":
-        return f"kind: {_not_allowed(spot.value['kind'], kinds)}"
+        name = spot.value["kind"] if isinstance(spot.value, dict) else spot.value
+        own = f", or {OWN_FORM}" if takes_own(field) else ""
+        return f"kind: {_not_allowed(name, f'{kinds}{own}')}"
     words = allowed(field, spot.item)
     if spot.value is None and sections:
         return f"is empty; remove it, or set it to {words}"
@@ -130,12 +134,14 @@ def _meant(spot: _Spot, listed: set[type[Section]]) -> str:
     """Suggestion for an unknown key. The keys of a section are listed once; `listed` has those sections."""
     name = spot.key.rpartition(".")[2]
     own = list(spot.section.model_fields)
+    if spot.key in MOVED:
+        return f"; it is now {MOVED[spot.key]}"
+    if others := [str(kind_of(s)) for s in spot.kinds if name in s.model_fields]:
+        return f" for kind {kind_of(spot.section)}; available for kind {' and '.join(others)}"
     if name in HABITS:
         return f"; braid's equivalent: {HABITS[name]}"
     if near := suggest(name, own):
         return near
-    if others := [str(kind_of(s)) for s in spot.kinds if name in s.model_fields]:
-        return f" for kind {kind_of(spot.section)}; available for kind {' and '.join(others)}"
     homes = sorted({path for path, _ in fields_of(RunConfig) if path.rpartition(".")[2] == name}, key=len)
     section = spot.key.rpartition(".")[0]
     homes = [path for path in homes if section and is_within(path, section)][:1] or homes

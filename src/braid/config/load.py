@@ -28,6 +28,7 @@ from braid.errors import ConfigError, Problem, suggest
 
 from .base import Section
 from .explain import explain, unlike_numbers
+from .kinds import takes_own
 from .resolvers import MAX_NUMBER, RESOLVERS, register_resolvers
 from .run_folder import relocate
 from .schema import RunConfig
@@ -180,8 +181,11 @@ def validate(written: Written, file: Path | None) -> Loaded:
     missing = [path_text(path) for path, value in leaves(tree) if value == MANDATORY]
     complaints = [(name, f"required; set it on the command line: {name}=VALUE") for name in missing]
     complaints += unlike_numbers(tree)
+    folder = Path.cwd() if file is None else file.resolve().parent
+    run = tree.get("run")
+    base_dir = folder / str((run.get("base_dir") if isinstance(run, dict) else None) or "")
     try:
-        config = RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(tree, context={"base_dir": base_dir})
         complaints += plain_secrets(config, written.references)
     except ValidationError as error:
         complaints += explain(error, tree)
@@ -194,11 +198,9 @@ def validate(written: Written, file: Path | None) -> Loaded:
         secrets = distinct(written.secrets)
         problems = sorted(written.problems, key=_line)
         raise ConfigError([replace(p, message=hidden(p.message, secrets)) for p in problems])
-    folder = Path.cwd() if file is None else file.resolve().parent
     given = {path_text(path): written.origin_of(path) for path, _ in leaves(tree)}
     names = [path_text(path) for path, _ in leaves(plain_data(config))]
-    origins = {name: given.get(name, DEFAULT) for name in names}
-    base_dir = folder / (config.run.base_dir or "")
+    origins = {name: given.get(name) or given.get(name.removesuffix(".kind"), DEFAULT) for name in names}
     return Loaded(config, origins, base_dir, file, references=written.references, secrets=written.secrets)
 
 
@@ -318,7 +320,8 @@ def with_defaults(tree: Mapping[str, Any], section: type[Section] = RunConfig) -
     }
     for key, value in tree.items():
         field = section.model_fields.get(key)
-        filled[key] = value if field is None else _filled(value, sections_of(field))
+        # settings of a kind are merged with those of the recipe, which is only known once all values are
+        filled[key] = value if field is None or takes_own(field) else _filled(value, sections_of(field))
     return filled
 
 

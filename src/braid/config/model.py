@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -141,7 +142,9 @@ class ModelConfig(Section):
     """The policy. Set exactly one of `path`, `build` (language models) and `mlp` (simulators)."""
 
     path: str | None = None
-    """Hugging Face model folder or hub name."""
+    """Hugging Face model folder or hub name, or a .gguf file (extra `gguf`)."""
+    gguf: str | None = None
+    """Name of the GGUF file in the folder `path`. Its numbers are trained without quantization."""
     build: BuildSpec | None = None
     """Sizes of a language model built from scratch."""
     mlp: MlpSpec | None = None
@@ -178,6 +181,11 @@ class ModelConfig(Section):
     """Settings of the vision-language-action policy in `path`."""
 
     @property
+    def source(self) -> str | None:
+        """`path`, or the path of the file `gguf` in it."""
+        return self.path if self.path is None or self.gguf is None else str(Path(self.path, self.gguf))
+
+    @property
     def num_action_chunks(self) -> int:
         """Actions that a robot policy decides on at a time."""
         of = self.vla or self.mlp
@@ -189,6 +197,11 @@ class ModelConfig(Section):
         if len(given) != 1:
             what = " and ".join(given) if given else "none"
             raise ValueError(f"set exactly one of path, build and mlp, not {what}")
+        if self.gguf is not None and (self.path is None or self.vla is not None):
+            raise ValueError(
+                "gguf is the name of a language model's file in the folder path; remove it"
+                + (", or set path" if self.path is None else ", or vla")
+            )
         return self
 
 

@@ -56,9 +56,9 @@ def _absolute(name: str, value: str, start: Path, kind: object) -> str:
 
 
 def _is_surely_local(value: str, start: Path) -> bool:
-    """Whether a missing path cannot be a hub name: it is not of the form NAME or OWNER/NAME, or a folder
-    OWNER exists."""
-    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", value):
+    """Whether a missing path cannot be a hub name: it is not of the form NAME or OWNER/NAME, it ends with
+    .gguf, or a folder OWNER exists."""
+    if value.endswith(".gguf") or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", value):
         return True
     owner, slash, _ = value.partition("/")
     return bool(slash) and isdir(start / owner)

@@ -47,7 +47,7 @@ def _sections(section: type[Section], prefix: str) -> Iterator[str]:
         yield f"## {path}\n\n{_text(field.description)}{same}{absent}\n"
         for member in () if same else members:
             if len(members) > 1:
-                yield f"### kind: {kind_of(member)}\n\n{_text(member.__doc__)}\n"
+                yield f"### kind: {kind_of(member)}\n\n{_first_paragraph(member.__doc__)}\n"
             yield from _table(member)
             yield from _sections(member, f"{path}.")
 
@@ -82,6 +82,11 @@ def _row(name: str, field: FieldInfo) -> str:
         default = f"`{show_value(plain_data(field.get_default(call_default_factory=True)))}`"
     cells = (f"`{name}`", allowed(field), default, _text(field.description))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _first_paragraph(text: str | None) -> str:
+    """What a kind is; its formula and its sources follow in the docstring."""
+    return _text((text or "").partition("\n\n")[0])
 
 
 def _text(text: str | None) -> str:

@@ -90,11 +90,13 @@ def _words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
     match schema:
         case {"$ref": name}:
             return _words(definitions[name.rpartition("/")[2]], definitions)
-        case {"anyOf": options}:
-            return ", or ".join(_words(option, definitions) for option in options)
-        case {"oneOf": options}:
-            names = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
-            kinds = [definitions[name]["properties"]["kind"]["const"] for name in names]
+        case {"anyOf": options} | {"oneOf": options}:
+            sections = [
+                definitions[o["$ref"].rpartition("/")[2]]["properties"] for o in options if "$ref" in o
+            ]
+            kinds = [keys["kind"]["const"] for keys in sections if "kind" in keys]
+            if len(kinds) < 2:
+                return ", or ".join(_words(option, definitions) for option in options)
             plain = [_words(option, definitions) for option in options if "$ref" not in option]
             return ", or ".join([*plain, f"a mapping whose `kind` is one of {', '.join(kinds)}"])
         case {"properties": keys}:
@@ -105,6 +107,8 @@ def _words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
             return repr(value)
         case {"enum": values}:
             return f"one of {', '.join(map(str, values))}"
+        case {"format": form}:
+            return form
         case {"prefixItems": items}:
             return f"a list of {len(items)}, each {_words(items[0], definitions)}"
         case {"items": item}:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+
+from .transfer import to_device
 
 if TYPE_CHECKING:  # imports transformers
     from .sequence_parallel import SequenceGroup
@@ -28,6 +31,9 @@ class PackedBatch:
     those of an earlier row. They are stored once, with the earlier row, and T counts them once. (0, 0), or an
     empty tuple for the whole batch, means that nothing is shared.
 
+    `on_host` has copies of tensors of the batch in host memory, by name: to read them from a GPU, the host would wait for all
+    that it has asked of it before.
+
     With `sequence` this rank runs a slice of the T positions and the other ranks of the group the rest;
     outputs cover all T.
     """
@@ -44,6 +50,17 @@ class PackedBatch:
     shared: tuple[tuple[int, int], ...] = ()
     trajectories: tuple[int, ...] = ()
     sequence: SequenceGroup | None = None
+    on_host: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def host(self, name: Literal["mask", "observed"]) -> Tensor:
+        """That tensor in host memory."""
+        copy = self.on_host.get(name)
+        return getattr(self, name).cpu() if copy is None else copy
+
+    def with_mask(self, mask: Tensor) -> PackedBatch:
+        """With another mask, for a loss."""
+        on_host = {name: tensor for name, tensor in self.on_host.items() if name != "mask"}
+        return replace(self, mask=mask, on_host=on_host)
 
     @property
     def num_positions(self) -> int:
@@ -68,14 +85,14 @@ class PackedBatch:
     @property
     def trajectory(self) -> Tensor:
         """The number of each position's trajectory [T]."""
-        of_rows = torch.tensor(self.trajectories or range(len(self.lengths)), device=self.device)
-        return torch.repeat_interleave(of_rows, torch.tensor(self.stored, device=self.device))
+        of_rows = torch.tensor(self.trajectories or range(len(self.lengths)))
+        return to_device(of_rows.repeat_interleave(torch.tensor(self.stored)), self.device)
 
     @property
     def positions(self) -> Tensor:
         begin = [num for _, num in self.shared] or [0] * len(self.lengths)
         spans = zip(begin, self.lengths, strict=True)
-        return torch.cat([torch.arange(start, end) for start, end in spans]).to(self.device)
+        return to_device(torch.cat([torch.arange(start, end) for start, end in spans]), self.device)
 
     @property
     def unit(self) -> Tensor:
@@ -88,11 +105,11 @@ class PackedBatch:
 
     @property
     def previous(self) -> Tensor:
-        """Index at which each position's predecessor in its row is stored [T]; -1 for the first position of a
-        row."""
+        """Index at which each position's predecessor in its row is stored [T], in host memory; -1 for the first
+        position of a row."""
         before = torch.arange(-1, self.num_positions - 1)
         starts = self.starts
         for row, start in enumerate(starts):
             source, num = self.shared[row] if self.shared else (0, 0)
             before[start] = starts[source] + num - 1 if num else -1
-        return before.to(self.device)
+        return before

@@ -26,6 +26,7 @@ from .flops import Flops, flops_of
 from .kernels import AttentionKind, packed_attention
 from .logprobs import DEFAULT_CHUNK_BYTES, Head, TiledLogits, token_logprobs
 from .lora import has_adapters, merged_weights, named_adapters
+from .transfer import to_device
 
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
@@ -180,7 +181,7 @@ class CausalLM(TrainableModel):
         return copy
 
 
-_USES_CONTEXT = "uses_attention_context"
+_USES_CONTEXT, _PADDING = "uses_attention_context", "padding_without_gradient"
 
 
 def hidden_states(
@@ -214,12 +215,12 @@ def states_before(
         context = ranks.attention(context, batch.num_positions)
         ids, positions = ranks.cut(ids), ranks.cut(positions)
     states = hidden_states(backbone, ids, positions, context)
-    return states.index_select(0, before), written
+    return states.index_select(0, to_device(before, batch.device)), to_device(written, batch.device)
 
 
 def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Positions of the policy's tokens, and the preceding ones, whose hidden states predict them."""
-    written = batch.mask.nonzero().squeeze(1)
+    """Positions of the policy's tokens, and the preceding ones, whose hidden states predict them; in host memory."""
+    written = batch.host("mask").nonzero().squeeze(1)
     before = batch.previous.index_select(0, written)
     assert not (before < 0).any(), "the first token of a row has no predecessor"
     return written, before
@@ -279,6 +280,22 @@ def _use_sparse_embedding_gradient(model: PreTrainedModel, head: nn.Linear) -> N
     embedding = model.get_input_embeddings()
     if isinstance(embedding, nn.Embedding):
         embedding.sparse = embedding.weight is head.weight
+        if embedding.sparse and embedding.padding_idx is not None:
+            # PyTorch drops the padding from a sparse gradient by a mask, which a GPU's host has to wait for
+            embedding.register_forward_hook(partial(_without_gradient_of, embedding.padding_idx))
+            setattr(embedding, _PADDING, embedding.padding_idx)
+            embedding.padding_idx = None
+
+
+def padding_without_gradient(model: PreTrainedModel) -> int | None:
+    """The token whose embedding receives no gradient, if there is one."""
+    embedding = model.get_input_embeddings()
+    return getattr(embedding, _PADDING, getattr(embedding, "padding_idx", None))
+
+
+def _without_gradient_of(padding: int, _: nn.Module, arguments: tuple[Tensor], embedded: Tensor) -> Tensor:
+    """A forward hook of an embedding: embeddings [..., D] of token ids [...]."""
+    return torch.where((arguments[0] == padding).unsqueeze(-1), embedded.detach(), embedded)
 
 
 def _logit_scale(config: PreTrainedConfig) -> float:

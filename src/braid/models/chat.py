@@ -19,6 +19,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from braid.errors import ModelError
+from braid.reasoning import OF_MODELS
 from braid.types import Action, Message, StopReason, ToolCall
 from braid.users import encodable
 
@@ -29,16 +30,8 @@ logger = logging.getLogger(__name__)
 
 Thinking = Literal["keep", "as_template"]
 _SENTINEL, _REASON = "@@answer {}@@", "@@reason {}@@"
-_REASONING = (
-    ("<|channel>thought", "<channel|>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<seed:think>", "</seed:think>"),
-    ("<mm:think>", "</mm:think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<think>", "</think>"),
-)
-"""Markers around the reasoning of Gemma 4, Command A, Seed-OSS, MiniMax-M3 and Magistral, whose templates have the first
-of them; other models, and those that only a prompt tells to reason, write `<think>`."""
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of messages under which templates read reasoning; gpt-oss's reads the last."""
 _PREFILL_TOKENS = 64
 """The prefilled part of a turn is found within as many tokens."""
 
@@ -83,8 +76,10 @@ class ChatFormat:
         )
         self._added = "|".join(re.escape(token) for token in added if len(token) > 1) or r"(?!)"
         self._forged = re.compile(rf"(?=(?:{self._added}))(.)", re.DOTALL)
-        markers = (pair for pair in _REASONING if pair[0] in self._template)
-        self._reasoning = start, end = next(markers, _REASONING[-1])
+        markers = (pair for pair in OF_MODELS if pair[0] in self._template)
+        self._reasoning = start, end = next(markers, OF_MODELS[-1])
+        keys = (key for key in _REASONING_KEYS if re.search(rf"\.{key}\b|['\"]{key}['\"]", self._template))
+        self._reasoning_key = next(keys, _REASONING_KEYS[0])
         self._has_channels = "<|channel|>" in self._template or self._tool_format == "harmony"
         # the user's own prompt may end with "<think></think>", as an example
         closed = "" if self.is_plain else rf"(?:{re.escape(end)}\s*)?"
@@ -419,6 +414,13 @@ class ChatFormat:
             dict(m) if imitates and m["role"] == "assistant" else {**self._marked(m), "role": m["role"]}
             for m in messages
         ]
+        for message in chat:
+            if (
+                message["role"] == "assistant"
+                and self._reasoning_key not in message
+                and "reasoning_content" in message
+            ):
+                message[self._reasoning_key] = message.pop("reasoning_content")
         if self.is_plain:
             return "".join(
                 f"<out>{m['content']}</out>" if m["role"] == "tool" else m["content"] for m in chat

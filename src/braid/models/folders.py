@@ -15,6 +15,9 @@ from huggingface_hub.errors import StrictDataclassError
 
 from braid import json_text
 from braid.errors import ModelError, listed, suggest
+from braid.gguf_file import is_gguf
+
+from .gguf import convert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,9 +40,11 @@ _OTHER_HEADS = re.compile(r"(^|\.)(v_head|value_head|score|classifier|lm_head|mt
 language model, layers that predict further tokens, and LeRobot's statistics."""
 
 
-def expand(path: str) -> str:
-    """Replace a leading `~` by the home folder."""
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+def local_path(path: str, key: str) -> str:
+    """The folder or hub name `path`, the value of config key `key`, with a leading `~` replaced by the home folder; of a GGUF
+    file, the folder with its converted model. Raises ModelError for a GGUF file that cannot be read."""
+    path = str(Path(path).expanduser()) if path.startswith("~") else path
+    return convert(path, key) if is_gguf(path) else path
 
 
 def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
@@ -47,7 +52,7 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
     does not exist."""
     folder = Path(path)
     if isfile(folder):
-        raise ModelError(f"{key}={path} is a file; set it to the folder that contains it")
+        raise ModelError(f"{key}={path} is a file, not a .gguf file; set it to the folder that contains it")
     if not isdir(folder):
         if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path):
             _check_hub_name(path, key)
@@ -59,6 +64,11 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
             read_json(folder / name, f"{key}={path}")
     if not needs_weights:
         return
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    if files and not (folder / "config.json").is_file():
+        instead = f"{key}={folder / files[0]}"
+        instead += f", or model.gguf={files[0]}" if key == "model.path" else ""
+        raise ModelError(f"{key}={path} is a folder with {', '.join(files[:8])}; set {instead}")
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
         missing.append("weights (model.safetensors)")
@@ -71,9 +81,9 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
 
 def local_folder(path: str, key: str) -> Path:
     """A model folder, downloaded if `path` is a hub name. Raises ModelError if it lacks config.json or weights."""
-    check_folder(expand(path), key, needs_weights=True)
-    folder = Path(expand(path))
-    return folder if isdir(folder) else Path(snapshot_download(path))
+    path = local_path(path, key)
+    check_folder(path, key, needs_weights=True)
+    return Path(path) if isdir(path) else Path(snapshot_download(path))
 
 
 def read_json(file: Path, key: str) -> dict[str, Any]:

@@ -151,7 +151,9 @@ def _load_folder(
 ) -> CausalLM:
     """Load the language model in a role's own folder."""
     return load_policy(
-        _with_kernels(config, device).model_copy(update={"path": path, "build": None, "lora": None}),
+        _with_kernels(config, device).model_copy(
+            update={"path": path, "gguf": None, "build": None, "lora": None}
+        ),
         temperature=config.rollout.sampling.temperature,
         seed=0,
         device=device,

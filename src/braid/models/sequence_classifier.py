@@ -15,7 +15,7 @@ from braid.errors import ModelError, RewardError
 from braid.types import Message
 from braid.users import encodable
 
-from .folders import expand, read_chat_template, read_model, read_tokenizer
+from .folders import local_path, read_chat_template, read_model, read_tokenizer
 from .loading import TORCH_DTYPES
 
 _LENGTHS = (7, 4)
@@ -29,7 +29,7 @@ _UNLIMITED = 10**9
 def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> SequenceClassifier:
     """Load and check the reward model that the config has at `key`, on `device` unless the config names one.
     Raises ModelError."""
-    path = expand(config.path)
+    path = local_path(config.path, f"{key}.path")
     options = {"dtype": TORCH_DTYPES[config.dtype], "trust_remote_code": config.trust_remote_code}
     load = AutoModelForSequenceClassification.from_pretrained
     model = (
@@ -37,9 +37,9 @@ def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> S
     )
     model.config.get_text_config().use_cache = False
     _check_label(config, model.config.num_labels or 1, key)
-    where = (
-        (path, f"{key}.path") if config.tokenizer is None else (expand(config.tokenizer), f"{key}.tokenizer")
-    )
+    where = (path, f"{key}.path")
+    if config.tokenizer is not None:
+        where = (local_path(config.tokenizer, f"{key}.tokenizer"), f"{key}.tokenizer")
     tokenizer = read_tokenizer(*where, config.trust_remote_code)
     if config.template is not None:
         tokenizer.chat_template = read_chat_template(config.template, f"{key}.template")

@@ -73,8 +73,9 @@ def tiny_config(config: PreTrainedConfig, passed: frozenset[str]) -> PreTrainedC
     others NEVER."""
     config = deepcopy(config)
     for part in _parts(config):
-        values = vars(part)
-        if _width(values) > _WIDTH:
+        values, of_layers = vars(part), part.to_dict().get("per_layer_config") or {}
+        is_large = _width(values) > _WIDTH
+        if is_large:
             _shrink_sizes(values)
         values |= {
             k: VOCAB for k, v in values.items() if re.fullmatch(_VOCAB, k) and type(v) is int and v > VOCAB
@@ -88,6 +89,10 @@ def tiny_config(config: PreTrainedConfig, passed: frozenset[str]) -> PreTrainedC
                 values[key] = min(value, 128)
             if re.fullmatch(r"\w+_token_id|\w+_idx", key) and type(value) is int and value >= VOCAB:
                 values[key] = VOCAB - 1
+        if of_layers:
+            part.per_layer_config = _tiny_layers(  # pyright: ignore[reportAttributeAccessIssue]  # its setter takes a mapping
+                of_layers, values, is_large
+            )
     return config
 
 
@@ -113,6 +118,19 @@ def tiny_model(
             else:
                 tensor.add_(torch.randn_like(tensor), alpha=0.1)
     return model.eval()
+
+
+def _tiny_layers(
+    of_layers: dict[str, dict[str, Any]], values: dict[str, Any], is_large: bool
+) -> dict[int, dict[str, Any]]:
+    """Settings of single layers (transformers' per_layer_config) for the layers that are left. A size that differed from
+    that of the other layers still does."""
+    num_layers = next(v for k, v in values.items() if re.fullmatch(_LAYERS, k) and type(v) is int)
+    kept = {int(number): dict(of) for number, of in of_layers.items() if int(number) < num_layers}
+    for of in kept.values() if is_large else ():
+        _shrink_sizes(of)
+        of |= {k: 2 * v for k, v in of.items() if type(v) is int and v == values.get(k)}
+    return kept
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import partial
+from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from transformers import AutoConfig, PreTrainedTokenizerBase, PreTrainedTokenize
 from transformers.utils import cached_file
 
 from braid.config.model import ModelConfig
-from braid.errors import ModelError
+from braid.errors import ModelError, suggest
 from braid.plan.end_tokens import tokens_of_files
 
-from .folders import check_folder, expand, read, read_chat_template, read_tokenizer
+from .folders import check_folder, local_path, read, read_chat_template, read_tokenizer
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -47,7 +48,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer, or that of `model.tokenizer`, with the template of `model.chat_template` if set.
     Raises ModelError."""
     if config.tokenizer is not None:
-        tokenizer = read_tokenizer(expand(config.tokenizer), "model.tokenizer", config.trust_remote_code)
+        tokenizer = read_tokenizer(
+            local_path(config.tokenizer, "model.tokenizer"), "model.tokenizer", config.trust_remote_code
+        )
     elif config.build is not None:
         build = config.build
         tokenizer = character_tokenizer(build.characters, build.special_tokens, build.words)
@@ -55,7 +58,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = read_tokenizer(model_path(config), "model.path", config.trust_remote_code)
     if config.chat_template is not None:
         tokenizer.chat_template = read_chat_template(config.chat_template, "model.chat_template")
-    name = config.tokenizer or config.path or "model.build"
+    name = config.tokenizer or config.source or "model.build"
     _set_tokens(tokenizer, config, name)
     if tokenizer.eos_token_id is None:
         raise ModelError(
@@ -113,12 +116,19 @@ def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: s
 
 
 def model_path(config: ModelConfig) -> str:
-    """Folder or hub name of the language model. Raises ModelError if the config has none."""
-    if config.path is None:
+    """Folder or hub name of the language model; of a GGUF file, the folder with its converted model. Raises ModelError if
+    the config has none, or the file cannot be read."""
+    if config.source is None:
         raise ModelError(
             "this run needs a language model; set model.path or model.build instead of model.mlp"
         )
-    return expand(config.path)
+    if config.gguf is not None and not isfile(config.source):
+        folder = Path(config.source).parent
+        names = sorted(file.name for file in folder.glob("*.gguf"))
+        raise ModelError(
+            f"model.gguf={config.gguf}: no such file in model.path={config.path}{suggest(config.gguf, names)}"
+        )
+    return local_path(config.source, "model.path")
 
 
 def _vocab_size(config: ModelConfig) -> int | None:

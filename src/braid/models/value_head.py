@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -13,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from braid.errors import ModelError
+
+from .transfer import to_device
 
 if TYPE_CHECKING:
     from .base import Output
@@ -69,11 +70,15 @@ class ValueHead(nn.Linear):
     @property
     def moments_of_returns(self) -> tuple[float, float]:
         """Current mean and deviation of returns; 0 and 1 before the first update."""
-        mean, square, gathered = self.moments.tolist() if self.normalizes else (0.0, 0.0, 0.0)
-        if gathered == 0.0:
-            return 0.0, 1.0
-        mean, square = mean / gathered, square / gathered
-        return mean, max(MIN_DEVIATION, math.sqrt(max(0.0, square - mean * mean)))
+        mean, deviation = self._mean_and_deviation().tolist() if self.normalizes else (0.0, 1.0)
+        return mean, deviation
+
+    def _mean_and_deviation(self) -> Tensor:
+        """Those of returns [2], in float64 and on the head's device: forward passes don't wait for it."""
+        mean, square = self.moments[:2] / self.moments[2]
+        deviation = (square - mean * mean).clamp(min=0).sqrt().clamp(min=MIN_DEVIATION)
+        is_new, first = self.moments[2] == 0, torch.zeros_like(mean)
+        return torch.stack((torch.where(is_new, first, mean), torch.where(is_new, first + 1, deviation)))
 
     @property
     def deviation(self) -> float:
@@ -82,7 +87,10 @@ class ValueHead(nn.Linear):
 
     def outputs(self, values: Tensor, names: Iterable[Output]) -> dict[str, Tensor]:
         """The outputs `names` of a critic, given its `values`."""
-        computed = {"values": values, "value_deviation": torch.full_like(values, self.deviation)}
+        deviation = torch.ones_like(values)
+        if self.normalizes:
+            deviation = deviation * self._mean_and_deviation()[1]
+        computed = {"values": values, "value_deviation": deviation}
         return {name: computed[name] for name in names}
 
     def of_observations(
@@ -102,7 +110,7 @@ class ValueHead(nn.Linear):
         values = super().forward(input).squeeze(-1).float()
         if not self.normalizes:
             return values
-        mean, deviation = self.moments_of_returns
+        mean, deviation = self._mean_and_deviation()
         return _Denormalized.apply(values, mean, deviation)
 
     @torch.no_grad()
@@ -117,7 +125,7 @@ class ValueHead(nn.Linear):
         if not len(exact) or not np.isfinite(exact).all():
             return
         old_mean, old_deviation = self.moments_of_returns
-        newest = self.moments.new_tensor([exact.mean(), np.square(exact).mean(), 1.0])
+        newest = to_device(np.array([exact.mean(), np.square(exact).mean(), 1.0]), self.moments.device)
         self.moments.lerp_(newest, RATE)
         mean, deviation = self.moments_of_returns
         for weight, bias in ((self.weight, self.bias), *copies):
@@ -143,7 +151,7 @@ class _Denormalized(torch.autograd.Function):
     backward pass divides its gradient by this factor."""
 
     @staticmethod
-    def forward(ctx: object, x: Tensor, mean: float, deviation: float) -> Tensor:
+    def forward(ctx: object, x: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
         ctx.deviation = deviation  # pyright: ignore[reportAttributeAccessIssue]
         return x * deviation + mean
 

@@ -13,6 +13,7 @@ from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv, RobosuiteEnv
 from braid.config.reward import ModelReward
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
+from braid.gguf_file import is_gguf
 
 from .machine import count_gpus, memory_bytes
 from .parallel import served_engine
@@ -137,6 +138,8 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         )
         instead = f"set rollout.{engine}.servers, or set it to native"
         needed.append(("rollout.engine", engine, install, instead))
+    if is_gguf(config.model.source or ""):
+        needed.append(("model.path", "gguf", "'braid-rl[gguf]'", "set it to a Hugging Face folder"))
     if (package := _SIMULATORS.get(type(config.env))) is not None:
         needed.append(("env.kind", package, f"'braid-rl[{config.env.kind}]'", "use another environment"))
     if isinstance(config.env, SimulatorEnv) and config.env.video.are_saved:

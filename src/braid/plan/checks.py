@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSSES
 from braid.config.env import AgentEnvConfig, ChatEnv, ProgramEnv, SimulatorEnv
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
@@ -213,7 +212,7 @@ def _environment(config: RunConfig, _: Plan) -> Iterator[Finding]:
 
 
 def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    recipe, loss = plan.recipe, f"algorithm.policy_loss={plan.recipe.policy_loss}"
+    recipe, loss = plan.recipe, f"algorithm.policy_loss={plan.recipe.policy_loss.kind}"
     if plan.verb != "train":
         return
     if plan.old_logprobs in ("current", "interpolated"):
@@ -221,14 +220,14 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         fix = f"{which}; set it to auto, recompute or behavior"
         if recipe.has_kl_before_update and not recipe.full_kl_in:
             yield "algorithm.old_logprobs", f"KL in the {recipe.kl_in} needs {fix}"
-        if recipe.policy_loss in CHOOSING_LOSSES:
+        if recipe.policy_loss.selects_tokens:
             yield "algorithm.old_logprobs", f"{loss} selects tokens by their {fix}"
     if recipe.logprob_level != "token" and is_of_text(config):
-        if recipe.ratio_level != "token" and "ratio_level" in POLICY_LOSSES[recipe.policy_loss]:
+        if recipe.policy_loss.has_segment_ratio:
             level = f"algorithm.logprob_level={recipe.logprob_level}"
             why = f"{level} already makes ratios turn-level; set it to token, or logprob_level to token"
-            yield "algorithm.ratio_level", why
-        if recipe.policy_loss in CHOOSING_LOSSES:
+            yield "algorithm.policy_loss.ratio_level", why
+        if recipe.policy_loss.selects_tokens:
             yield "algorithm.logprob_level", f"{loss} selects single tokens; set it to token"
     levels = config.algorithm
     is_of_robots = plan.learns_values and not is_of_text(config)

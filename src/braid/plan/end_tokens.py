@@ -13,6 +13,7 @@ from typing import Any
 
 from braid.config.model import ModelConfig
 from braid.config.rollout import SamplingConfig
+from braid.gguf_file import is_gguf, read_header
 from braid.json_text import read_json
 
 
@@ -45,9 +46,9 @@ def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] |
     define it. None if the model is not in a local folder."""
     if model.mlp is not None:
         return {}
-    folder = None if model.path is None else Path(model.path).expanduser()
+    folder = None if model.source is None else Path(model.source).expanduser()
     tokenizer = folder if model.tokenizer is None else Path(model.tokenizer).expanduser()
-    if any(path is not None and not isdir(path) for path in (folder, tokenizer)):
+    if any(path is not None and not isdir(path) and not is_gguf(path) for path in (folder, tokenizer)):
         return None
     named: list[tuple[int | str, str]] = []
     texts = {1: "<eos>"} if tokenizer is None else _special_tokens(tokenizer)
@@ -55,11 +56,15 @@ def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] |
         named.append((model.eos_token_id, "model.eos_token_id"))
     elif tokenizer is None:
         named.append((1, "model.build"))
+    elif is_gguf(tokenizer):
+        named += _token_of_gguf(tokenizer)
     else:
         own = _content(_read(tokenizer / "tokenizer_config.json").get("eos_token"))
         ids = {text: number for number, text in texts.items()}
         named += [] if own is None else [(ids.get(own, own), "tokenizer_config.json")]
-    if model.eos_token_id is None and folder is not None:
+    if model.eos_token_id is None and folder is not None and is_gguf(folder):
+        named += _token_of_gguf(folder)
+    elif model.eos_token_id is None and folder is not None:
         try:
             file, more = tokens_of_files(lambda name: path if isfile(path := folder / name) else None)
         except ValueError:
@@ -77,13 +82,30 @@ def _shown(token: int | str, texts: Mapping[int, str]) -> str:
 
 
 def _special_tokens(folder: Path) -> dict[int, str]:
-    """Id -> text of the tokens added to the tokenizer's vocabulary, including special tokens."""
+    """Id -> text of the tokens added to the tokenizer's vocabulary, including special tokens; of a GGUF file, of all
+    tokens."""
+    if is_gguf(folder):
+        return dict(enumerate(_gguf_settings(folder).get("tokenizer.ggml.tokens", ())))
     found: dict[int, str] = {}
     for entry in _read(folder / "tokenizer.json").get("added_tokens", []):
         found[int(entry["id"])] = entry["content"]
     for number, entry in _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {}).items():
         found[int(number)] = entry["content"]
     return found
+
+
+def _token_of_gguf(file: Path) -> list[tuple[int | str, str]]:
+    """The end token that a GGUF file names, and its setting."""
+    name = "tokenizer.ggml.eos_token_id"
+    number = _gguf_settings(file).get(name)
+    return [] if number is None else [(number, name)]
+
+
+def _gguf_settings(file: Path) -> Mapping[str, Any]:
+    try:
+        return read_header(file).settings
+    except (OSError, ValueError):
+        return {}  # reported when the model is loaded
 
 
 def _content(token: Any) -> str | None:

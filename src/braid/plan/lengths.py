@@ -73,7 +73,7 @@ def rotary_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         return
     is_train = plan.verb == "train"
     paths = {
-        "model.path": config.model.path,
+        "model.path": config.model.source,
         "critic.path": config.critic.path if is_train and plan.needs_critic else None,
         "reference.path": config.reference.path if is_train and plan.needs_reference else None,
     }

@@ -109,4 +109,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data for json.dump."""
-        return {**asdict(self), "total_bytes": sum(role.total_bytes for role in self.memory) or None}
+        recipe = asdict(self.recipe) | {"policy_loss": self.recipe.policy_loss.model_dump(mode="json")}
+        return {
+            **asdict(self),
+            "recipe": recipe,
+            "total_bytes": sum(role.total_bytes for role in self.memory) or None,
+        }

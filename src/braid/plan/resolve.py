@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from braid.algorithms.recipes import CHOOSING_LOSSES, RECIPES, Correction, Recipe
+from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.config.algorithm import CorrectionConfig
 from braid.config.cluster import Role
 from braid.config.data import ProceduralSource
 from braid.config.env import AgentEnvConfig, SimulatorEnv
+from braid.config.kinds import with_settings
 from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole
 from braid.config.rollout import MOST_PACKED
@@ -77,6 +78,7 @@ def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
     names, algorithm = {field.name for field in fields(Recipe)}, config.algorithm
     given = {name: value for name, value in algorithm if name in names and value is not None}
     recipe, corrections = RECIPES[algorithm.recipe], algorithm.corrections
+    given["policy_loss"] = with_settings(recipe.policy_loss, algorithm.policy_loss)
     if corrections is None and not recipe.corrections and algorithm.old_logprobs in ("auto", "recompute"):
         is_off = config.max_lag > 0 or samples_lower(config, has_gpus=has_gpus)
         corrections = (CorrectionConfig(),) if is_off else None
@@ -221,7 +223,7 @@ def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> Ol
     is_needed = (
         (recipe.has_kl_before_update and not recipe.full_kl_in)
         or bool(recipe.corrections)
-        or recipe.policy_loss in CHOOSING_LOSSES
+        or recipe.policy_loss.selects_tokens
     )
     return "recompute" if is_needed or steps_per_round > 1 else "current"
 

@@ -1,8 +1,10 @@
-"""Model sizes, from a build spec or the headers of a folder's safetensors files, without loading the model."""
+"""Model sizes, from a build spec, the headers of a folder's safetensors files or that of a GGUF file, without loading the
+model."""
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from braid.config.env import SimulatorEnv
 from braid.config.model import BuildSpec
 from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.config.schema import RunConfig
+from braid.gguf_file import is_gguf, read_header
 from braid.json_text import read_json
 
 from .machine import cpu_info
@@ -26,6 +29,18 @@ VOCAB_MULTIPLE = 16
 """The vocabulary of a built model is padded to a multiple of this."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts per layer in transformers configs."""
+_EXPERT = re.compile(r"(?P<layer>.+)\.experts\.\d+\.(?P<kind>gate_proj|up_proj|down_proj|w1|w2|w3)")
+"""A layer of one expert in a folder's files."""
+_GGUF_LAYERS = {
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_output": "o_proj",
+    "ffn_gate": "gate_proj",
+    "ffn_up": "up_proj",
+    "ffn_down": "down_proj",
+}
+"""Linear layers by the names of llama.cpp -> those of transformers; others have no common ones."""
 _LEAST_COMPILED = 4e10
 """Tokens of a round, at most, times parameters: two seconds of sampling, of which compiled steps save half. To compile them
 takes five seconds once, and as much for attention in training."""
@@ -39,8 +54,8 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """Sizes of a language model. `num_experts` is per layer (0 without experts). `head_parameters` counts an
-    output head that is not tied to the embedding. `linear` maps the name of each linear layer (q_proj, ...)
-    to its inputs plus outputs, summed over the layers: the parameters of a rank-1 adapter. `is_latent`: keys and values are
+    output head that is not tied to the embedding. `linear` maps the dotted name of each linear layer, and of each parameter
+    that holds a weight of all experts, to the parameters of its rank-1 adapter: inputs plus outputs, of every expert. `is_latent`: keys and values are
     compressed (multi-head latent attention), so that `head_dim` is not the size that engines store."""
 
     parameters: int
@@ -63,8 +78,8 @@ class ModelSize:
             except (OSError, ValueError, SafetensorError):
                 return 0  # reported when the folder is loaded
             return sum(math.prod(shape) for name, shape in shapes.items() if ".base_layer." not in name)
-        ends = [target.rpartition(".")[2] for target in lora.targets]
-        return lora.rank * sum(n for name, n in self.linear.items() if "all-linear" in ends or name in ends)
+        ends = ("",) if lora.targets == ("all-linear",) else tuple(f".{target}" for target in lora.targets)
+        return lora.rank * sum(n for name, n in self.linear.items() if f".{name}".endswith(ends))
 
     @property
     def kv_numbers_per_token(self) -> int:
@@ -75,7 +90,7 @@ class ModelSize:
 def policy_size(config: RunConfig) -> ModelSize | None:
     """Size of the policy; None if its files do not contain it or are not in a local folder."""
     build = config.model.build
-    return size_of_folder(config.model.path) if build is None else size_of_spec(build)
+    return size_of_folder(config.model.source) if build is None else size_of_spec(build)
 
 
 def size_of_spec(spec: BuildSpec) -> ModelSize:
@@ -85,13 +100,13 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
     hidden, wide = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     matrices = {
-        "q_proj": (hidden, queries),
-        "k_proj": (hidden, keys),
-        "v_proj": (hidden, keys),
-        "o_proj": (queries, hidden),
-        "gate_proj": (hidden, wide),
-        "up_proj": (hidden, wide),
-        "down_proj": (wide, hidden),
+        "self_attn.q_proj": (hidden, queries),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (queries, hidden),
+        "mlp.gate_proj": (hidden, wide),
+        "mlp.up_proj": (hidden, wide),
+        "mlp.down_proj": (wide, hidden),
     }
     num_norms = 4 if spec.architecture in ("gemma2", "gemma3_text") else 2
     layer = sum(map(math.prod, matrices.values())) + num_norms * hidden
@@ -110,16 +125,22 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
         num_experts=0,
         head_dim=spec.head_dim,
         max_positions=spec.max_positions,
-        linear={name: spec.num_layers * sum(shape) for name, shape in matrices.items()},
+        linear={
+            f"layers.{n}.{name}": sum(shape)
+            for n in range(spec.num_layers)
+            for name, shape in matrices.items()
+        },
     )
 
 
 def size_of_folder(folder: str | Path | None) -> ModelSize | None:
-    """Size of the model in a Hugging Face folder; None if its files do not contain it (the loader reports a
+    """Size of the model in a Hugging Face folder or GGUF file; None if its files do not contain it (the loader reports a
     folder that is not a model)."""
     if folder is None:
         return None
     try:
+        if is_gguf(folder):
+            return _size_of_gguf(folder)
         config = read_json(Path(folder) / "config.json")
         shapes = _tensor_shapes(Path(folder))
         text: Mapping[str, Any] = config.get("text_config", config)
@@ -142,15 +163,58 @@ def size_of_folder(folder: str | Path | None) -> ModelSize | None:
         return None
 
 
+def _size_of_gguf(file: str | Path) -> ModelSize:
+    """See size_of_folder."""
+    header = read_header(file)
+    shapes = {name: list(shape) for name, (shape, _) in header.tensors.items()}
+    heads, hidden = header.setting("attention.head_count"), header.setting("embedding_length")
+    layers = {
+        name: name.replace(layer, _GGUF_LAYERS.get(layer, layer))
+        for name in shapes
+        if name.startswith("blk.") and (layer := name.removesuffix(".weight").rpartition(".")[2])
+    }
+    return ModelSize(
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        head_parameters=math.prod(shapes.get("output.weight", [0])),
+        hidden_size=hidden,
+        num_layers=header.setting("block_count"),
+        num_heads=heads,
+        num_kv_heads=header.setting("attention.head_count_kv") or heads,
+        num_experts=header.setting("expert_count") or 0,
+        head_dim=header.setting("attention.key_length") or hidden // heads,
+        max_positions=header.setting("context_length"),
+        linear=_linear({name: shapes[old] for old, name in layers.items()}),
+    )
+
+
 def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:
-    """ModelSize.linear from the shapes of a folder's tensors: all matrices except embeddings and output
-    head."""
+    """ModelSize.linear from the shapes of a folder's tensors: all matrices except embeddings, routers and the output head.
+    Files may have a tensor for each expert; in the model, those of a layer are one parameter, and gate and up are one too."""
     out: dict[str, int] = {}
     for name, shape in shapes.items():
-        layer = name.removesuffix(".weight").rpartition(".")[2]
-        if len(shape) == 2 and name.endswith(".weight") and "embed" not in layer and layer != "lm_head":
-            out[layer] = out.get(layer, 0) + sum(shape)
+        layer = name.removesuffix(".weight")
+        above = layer.rpartition(".")[0]
+        if (expert := _EXPERT.fullmatch(layer)) is not None:
+            of_layer = f"{expert['layer'].replace('block_sparse_moe', 'mlp')}.experts."
+            outputs, inputs = shape
+            if expert["kind"] in ("down_proj", "w2"):
+                of_layer, size = f"{of_layer}down_proj", inputs + outputs
+            else:
+                is_first = expert["kind"] in ("gate_proj", "w1")
+                of_layer, size = f"{of_layer}gate_up_proj", outputs + inputs * is_first
+            out[of_layer] = out.get(of_layer, 0) + size
+        elif len(shape) == 3 and above.endswith("experts"):
+            out[layer] = shape[0] * (shape[1] + shape[2])
+        elif len(shape) == 2 and name.endswith(".weight") and not _is_other_matrix(layer, shapes):
+            out[layer] = sum(shape)
     return out
+
+
+def _is_other_matrix(layer: str, shapes: Mapping[str, list[int]]) -> bool:
+    """Whether a matrix is an embedding, a router, or the output head."""
+    above, _, last = layer.rpartition(".")
+    is_router = last == "gate" and any(name.startswith(f"{above}.experts.") for name in shapes)
+    return is_router or "router" in layer.split(".") or "embed" in last or last in ("lm_head", "wte", "wpe")
 
 
 def _tensor_shapes(folder: Path) -> dict[str, list[int]]:

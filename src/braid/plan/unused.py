@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
-from braid.algorithms.recipes import ADVANTAGES, POLICY_LOSSES
+from braid.algorithms.recipes import ADVANTAGES
 from braid.config.env import AgentEnvConfig, ChatEnv, MetaworldEnv, SimulatorEnv, SingleTurnEnv, ToolsEnv
 from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
@@ -217,7 +217,6 @@ def _losses(config: RunConfig, plan: Plan) -> _Unused:
     recipe, old_logprobs = plan.recipe, f"with algorithm.old_logprobs={plan.old_logprobs}"
     by_advantage = {name: estimator.keys for name, estimator in ADVANTAGES.items()}
     yield from _of_choice("advantage", recipe.advantage, by_advantage)
-    yield from _of_choice("policy_loss", recipe.policy_loss, POLICY_LOSSES)
     if plan.old_logprobs == "behavior":
         yield f"{old_logprobs} there is nothing to correct", "algorithm.corrections"
     if plan.old_logprobs == "interpolated" and not config.max_lag:

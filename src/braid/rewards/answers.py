@@ -1,15 +1,10 @@
-"""Where a response states its answer: after the reasoning, in `<answer>` tags, in boxes. All scans take linear time."""
+"""Where an answer is stated: in `<answer>` tags, in boxes. All scans take linear time."""
 
 from __future__ import annotations
 
 import re
-from collections import deque
 from dataclasses import dataclass
 
-_REASONING = re.compile(
-    r"<(/?)(?:think|thinking|thought|reasoning|seed:think)>|\[(/?)THINK\]|◁(/?)think▷"
-    r"|<\|(?:(end)|begin)_of_thought\|>"
-)
 _TAG = re.compile(r"<(/?)answer>")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _BETWEEN = re.compile(r"\$?(?:\\[)\]])?\s*(?:[,;]|[,;]?\s*\b(?:and|or)\b)\s*(?:\\[(\[])?\$?\s*")
@@ -22,14 +17,6 @@ class Box:
 
     content: str
     is_percent: bool
-
-
-def without_reasoning(text: str) -> str:
-    """The text after the last reasoning; empty if that does not end."""
-    marks = deque(_REASONING.finditer(text), maxlen=1)
-    if not marks:
-        return text
-    return text[marks[0].end() :] if any(marks[0].groups()) else ""
 
 
 def tagged_answer(text: str) -> str | None:

@@ -26,6 +26,7 @@ import regex
 from braid.config.reward import JudgeReward
 from braid.errors import ConfigError, Problem, RewardError, ServerError, suggest
 from braid.http import Client
+from braid.reasoning import without_reasoning
 from braid.types import Message, Trajectory
 
 from .base import Generate, Later, Score, references_of, task_of
@@ -213,7 +214,10 @@ class HttpChat:
             raise RewardError(f"the judge's reply was truncated; raise {self._max_tokens_key}")
         if not isinstance(text, str):
             raise RewardError(f"the judge's reply has no text: {shown}")
-        return self._client.redacted(text)
+        reply = without_reasoning(text)  # of servers without a parser for it
+        if text and not reply:
+            raise RewardError(f"the judge's reply is reasoning alone; raise {self._max_tokens_key}")
+        return self._client.redacted(reply)
 
 
 def _secret(variable: str, *, key: str) -> str:

@@ -29,10 +29,10 @@ from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
 from braid.generators import reasoning_gym
 from braid.isolation.sandbox import START_LIMIT_S, Isolation, find_isolation
+from braid.reasoning import without_reasoning
 from braid.types import Prompt, Trajectory
 from braid.users import shown
 
-from .answers import without_reasoning
 from .base import Later, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
 from .isolated import score_by_generator
@@ -114,7 +114,7 @@ def _math(
 ) -> float | Later:
     """1 if math-verify finds the answer equal to a reference; 0 while the reasoning lasts, or without a match."""
     references = references_of(trajectory.prompt)
-    text = without_reasoning(trajectory.answer_text)
+    text = without_reasoning(trajectory.answer_text, is_parsed=bool(trajectory.reasoning_text))
     answer = extract(text) if extract is not None else text
     if not answer:
         return 0.0

@@ -12,9 +12,10 @@ import regex
 
 from braid.config.reward import ChoiceReward, ExactReward, LengthReward, PatternReward, RepetitionReward
 from braid.errors import ConfigError, Problem, RewardError
+from braid.reasoning import without_reasoning
 from braid.types import Trajectory
 
-from .answers import last_boxes, tagged_answer, without_reasoning
+from .answers import last_boxes, tagged_answer
 from .base import Score, references_of
 
 Extract = Callable[[str], str | None]
@@ -129,7 +130,6 @@ def choice(config: ChoiceReward) -> Score:
 
     def answer(text: str) -> tuple[str, bool]:
         """The letter, empty if there is not exactly one, and whether it is in a box."""
-        text = without_reasoning(text)
         tagged = tagged_answer(text)
         text = text if tagged is None else tagged
         boxes, match = last_boxes(text), None
@@ -147,7 +147,8 @@ def choice(config: ChoiceReward) -> Score:
 
     def score(trajectory: Trajectory) -> float:
         rights = {letter_of(reference) for reference in references_of(trajectory.prompt)}
-        letter, is_boxed = answer(trajectory.answer_text)
+        text = without_reasoning(trajectory.answer_text, is_parsed=bool(trajectory.reasoning_text))
+        letter, is_boxed = answer(text)
         if letter in rights:
             return boxed_right if is_boxed else right
         return boxed_wrong if is_boxed else wrong

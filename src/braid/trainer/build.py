@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its plan, in one process or on workers alike: `cluster` decides where things are.
+"""Builds a run from its plan, in one process or on workers alike: `cluster` decides where things are.
 
 env        the simulators, in one process or if they are placed apart from rollout; otherwise rollout workers have them
 policy     the role's model; likewise critic, reference and inference
@@ -9,7 +9,7 @@ rows       the rollout buffer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from braid.checkpoint.store import CheckpointStore
+from braid.cluster.interrupts import StopSignals
 from braid.cluster.memory_record import MemoryRecorder
-from braid.cluster.workers import Place
+from braid.cluster.workers import Factory, Place, WorkerGroup
 from braid.config.env import SimulatorEnv
 from braid.config.load import Loaded, to_yaml
 from braid.config.roles import TrainingRole
@@ -30,15 +31,27 @@ from braid.report.reporter import Reporter
 from braid.rollout.collector import Collector
 from braid.training.rollout_buffer import RolloutBuffer
 from braid.training.worker import device_of
+from braid.types import Prompt, Spaces
 
 from .buffer import Buffer
+from .checkpoints import Checkpoints, Stateful
 from .cluster import ROWS, Cluster, OneProcess, RayCluster
-from .costs import held_bytes
+from .evaluation import Evaluation
+from .evaluation_run import EvaluationRun, Trained
+from .imitation import Imitation
 from .inputs import TextInputs, environment_of, reset_states, rules_of
-from .parts import Parts
+from .learner import Learner
+from .models import Models
+from .on_policy import OnPolicy
 from .pipeline import Pipeline, PipelineSettings
+from .pipelined import Pipelined
+from .progress import Progress
+from .reports import Reports
 from .rollouts import Rollouts
+from .run import Run
+from .sampling import Sampling
 from .supervised import sampler_of, supervised_of, warm_up_config
+from .watch import LearningWatch
 from .weight_sync import WeightSync, send_options
 
 if TYPE_CHECKING:
@@ -47,138 +60,176 @@ if TYPE_CHECKING:
     from braid.training.group import ModelGroup
 
 
-def build(
-    loaded: Loaded,
-    plan: Plan,
-    inputs: TextInputs | None,
-    reporter: Reporter,
-    store: CheckpointStore,
-    cluster: RayCluster | None = None,
-    *,
-    is_restart: bool = False,
-) -> Parts:
-    """Build all parts of a run, in their initial state; `inputs` of a text run. `cluster` is used if it is open and
-    has no workers yet. If building fails, all processes are stopped."""
-    where: Cluster
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What a run is built from: its config, the plan that follows from it, the data of a text run, and for `braid eval`
+    the checkpoint to evaluate."""
+
+    loaded: Loaded
+    plan: Plan
+    inputs: TextInputs | None
+    trained: Trained | None = None
+
+
+def open_cluster(spec: RunSpec, launched: RayCluster | None, *, is_restart: bool) -> Cluster:
+    """The processes of a run: those of `launched` if it is open and has no workers yet."""
+    config, plan = spec.loaded.config, spec.plan
     if plan.layout.mode == "in_process":
-        where = OneProcess(loaded.config, has_threads=plan.is_pipelined)
-    else:
-        where = (
-            cluster
-            if cluster and cluster.is_open
-            else RayCluster.open(
-                loaded.config, plan.layout, is_pipelined=plan.is_pipelined, is_restart=is_restart
-            )
+        return OneProcess(config, has_threads=plan.is_pipelined)
+    if launched and launched.is_open:
+        return launched
+    return RayCluster.open(config, plan.layout, is_pipelined=plan.is_pipelined, is_restart=is_restart)
+
+
+def build(
+    spec: RunSpec, reporter: Reporter, store: CheckpointStore, stop: StopSignals, cluster: Cluster
+) -> Run:
+    """Build a run in its initial state on the processes of `cluster`, which the caller closes."""
+    config, plan = cluster.config, spec.plan
+    workers = _Workers(spec, cluster, reporter.run_dir.path)
+    models, sampler = workers.models, sampler_of(plan, workers.supervised, config, spec.inputs)
+    memory = None
+    if config.train.record_memory:
+        device = device_of(spec.loaded.config)  # the driver's
+        memory = MemoryRecorder(reporter.run_dir.memory, device, models.held_bytes)
+    reports = Reports(reporter, LearningWatch(config, plan), memory)
+    sampling = Sampling(config, sampler, models, reports, stop)
+    learner = Learner(config, plan, models, workers.buffer, reports)
+    pipeline = Pipeline(settings_of(config, plan), sampler.take) if plan.is_pipelined else None
+    others: dict[str, Stateful] = {"sampler": sampler, "reward_moments": learner.reward_moments}
+    if pipeline is not None:
+        others["pipeline"] = pipeline
+    about = {"run_id": reporter.run_dir.run_id, "config": to_yaml(spec.loaded)}
+    num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(plan.verb)
+    checkpoints = Checkpoints(store, models, others, about)
+    progress = Progress(config.checkpoint, checkpoints, reports, stop, num_rounds)
+    shared = (models, sampling, Evaluation(config, workers.eval_prompts, sampling), progress)
+    if plan.verb == "eval":
+        return EvaluationRun(*shared, spec.trained)
+    if plan.verb == "sft":
+        assert workers.supervised is not None, "`sft` is set"
+        return Imitation(*shared, workers.supervised)
+    return OnPolicy(*shared, learner) if pipeline is None else Pipelined(*shared, learner, pipeline)
+
+
+class _Workers:
+    """The workers of a run, with what the driver needs of them.
+
+    An engine that reads the policy's own tensors is built after it. Others come before all models: they size their caches by
+    the memory that they find free, and then sleep if models use their devices too.
+    """
+
+    def __init__(self, spec: RunSpec, cluster: Cluster, run_dir: Path) -> None:
+        self._spec, self._cluster, self._logs = spec, cluster, run_dir / "logs"
+        self._spaces: Spaces | None = None
+        config, plan, inputs = cluster.config, spec.plan, spec.inputs
+        is_local = isinstance(cluster, OneProcess)
+        reads_policy = is_local and config.rollout.engine == "native"
+        self.supervised = supervised_of(config, plan, inputs, self._new_supervised)
+        new_simulator = self._make_simulators(reads_policy=reads_policy) if inputs is None else None
+        policy = self._new_policy() if reads_policy else None
+        groups = self._make_rollout(new_simulator, run_dir)
+        self.buffer = Buffer(groups[ROWS])
+        rollouts = self._rollouts(groups, run_dir)
+        rollouts.sleep()
+        if inputs is None and not is_local:
+            self._spaces = rollouts.spaces()
+        if inputs is None and self.supervised is not None:
+            from .demonstrations import check_images
+
+            check_images(config, self.supervised.rows, rollouts.spaces())
+        by_role = {
+            "policy": policy or self._new_policy(),
+            "critic": self._new_model("critic", plan.num_critic_steps),
+            "reference": self._new_model("reference", 0),
+            "inference": self._new_model("inference", 0),
+        }
+        self.models = Models(
+            config,
+            {role: model for role, model in by_role.items() if model is not None},
+            rollouts,
+            warm_up=self.supervised if plan.verb == "train" else None,
+            export=None if inputs is None else partial(cluster.export, inputs.tokenizer),
         )
-    try:
-        parts = _build(loaded, plan, inputs, reporter, store, where)
-    except BaseException:
-        where.leave()
-        raise
-    if plan.is_pipelined:
-        parts.pipeline = Pipeline(settings_of(loaded.config, plan), parts.sampler.take)
-    if loaded.config.train.record_memory:
-        parts.memory = MemoryRecorder(
-            reporter.run_dir.memory, device_of(loaded.config), partial(held_bytes, parts)
-        )
-    return parts
 
+    @property
+    def eval_prompts(self) -> Mapping[str, Sequence[Prompt]]:
+        """The prompts of the evaluation by source."""
+        if self._spec.inputs is not None:
+            return self._spec.inputs.eval.by_source()
+        prompts = self._reset_states()["eval"]
+        return {prompts[0].source: prompts}
 
-def _build(
-    loaded: Loaded,
-    plan: Plan,
-    inputs: TextInputs | None,
-    reporter: Reporter,
-    store: CheckpointStore,
-    cluster: Cluster,
-) -> Parts:
-    """An engine that reads the policy's own tensors is built after it. Others come before all models: they size
-    their caches by the memory that they find free, and then sleep if models use their devices too."""
-    config, run_dir, is_local = cluster.config, reporter.run_dir.path, isinstance(cluster, OneProcess)
-    reads_policy = is_local and config.rollout.engine == "native"
+    def _reset_states(self) -> Mapping[Any, Sequence[Prompt]]:
+        env = self._cluster.config.env
+        assert isinstance(env, SimulatorEnv), "other environments have text inputs"
+        return reset_states(env)
 
-    def new_supervised() -> ModelGroup:
-        name = "policy" if plan.verb == "sft" else "warm_up"
-        settings = warm_up_config(config)
-        return cluster.model("policy", total_steps=plan.sft_steps, config=settings, name=name, spaces=spaces)
-
-    def model(role: TrainingRole, total_steps: int) -> ModelGroup | None:
-        return cluster.model(role, total_steps=total_steps, spaces=spaces) if plan.layout.role(role) else None
-
-    def new_policy() -> ModelGroup:
-        if plan.verb == "sft" and supervised is not None:
-            return supervised.model
-        return cluster.model("policy", total_steps=plan.num_schedule_steps, spaces=spaces)
-
-    supervised = supervised_of(config, plan, inputs, new_supervised)
-    new_simulator, spaces = None, None
-    sampler = sampler_of(plan, supervised, config, inputs)
-    if inputs is None:
+    def _make_simulators(self, *, reads_policy: bool) -> Factory[Simulator]:
+        """Create the simulators that are not the rollout workers' own; returns what creates a rollout worker's."""
+        config, cluster = self._cluster.config, self._cluster
         assert isinstance(config.env, SimulatorEnv), "other environments have text inputs"
-        prompts = reset_states(config.env)
-        eval_prompts = {prompts["eval"][0].source: prompts["eval"]}
-        new_simulator = partial(_simulator, config, loaded.base_dir)
+        new_simulator = partial(_simulator, config, self._spec.loaded.base_dir)
         if reads_policy:  # which has the shapes of the simulator's observations and actions
-            cluster.make({"env": new_simulator}, run_dir / "logs")
-        elif plan.layout.role("env"):
+            cluster.make({"env": new_simulator}, self._logs)
+        elif self._spec.plan.layout.role("env"):
             assert isinstance(cluster, RayCluster), "workers are on Ray"
             num_rollout = cluster.groups["rollout"].size
-            cluster.make(
-                {"env": partial(_simulator_host, dict(GIVEN), config.env, new_simulator, num_rollout)},
-                run_dir / "logs",
-            )
-            new_simulator = partial(_remote_simulator, cluster.groups["env"].peers())
-    else:
-        prompts, eval_prompts = inputs.prompts, inputs.eval.by_source()
-    policy = new_policy() if reads_policy else None
-    given = {
-        "new_simulator": new_simulator,
-        "config": config,
-        "plan": plan,
-        "base_dir": loaded.base_dir,
-        "inputs": inputs
-        and replace(inputs, examples=NO_EXAMPLES),  # their functions may not exist in workers
-        "run_dir": run_dir,
-    }
-    groups = cluster.make(
-        {
-            "rollout": partial(_collector, dict(GIVEN), **given),
-            ROWS: partial(_rollout_buffer, plan),
-        },
-        run_dir / "logs",
-    )
-    weight_sync = None
-    if not is_local:
-        device = torch.device(config.run.device)  # resolved by the cluster: the driver may have no GPU
-        options = send_options(config, plan.layout, str(run_dir / "weights"), device)
-        merged = config.rollout.engine != "native"
-        weight_sync = WeightSync(groups["policy"], groups["rollout"], options, merged=merged)
-    rollouts = Rollouts(groups["rollout"], prompts, weight_sync, plan.engines_in_turns)
-    rollouts.sleep()
-    if inputs is None and not is_local:
-        spaces = rollouts.spaces()
-    if inputs is None and supervised is not None:
-        from .demonstrations import check_images
+            host = partial(_simulator_host, dict(GIVEN), config.env, new_simulator, num_rollout)
+            cluster.make({"env": host}, self._logs)
+            return partial(_remote_simulator, cluster.groups["env"].peers())
+        return new_simulator
 
-        check_images(config, supervised.rows, rollouts.spaces())
-    return Parts(
-        config=config,
-        plan=plan,
-        reporter=reporter,
-        store=store,
-        cluster=cluster,
-        sampler=sampler,
-        eval_prompts=eval_prompts,
-        rollouts=rollouts,
-        buffer=Buffer(groups[ROWS]),
-        policy=policy or new_policy(),
-        critic=model("critic", plan.num_critic_steps),
-        reference=model("reference", 0),
-        inference=model("inference", 0),
-        supervised=supervised,
-        tokenizer=None if inputs is None else inputs.tokenizer,
-        about={"run_id": reporter.run_dir.run_id, "config": to_yaml(loaded)},
-    )
+    def _make_rollout(
+        self, new_simulator: Factory[Simulator] | None, run_dir: Path
+    ) -> dict[str, WorkerGroup[Any]]:
+        """Create the rollout workers and the rollout buffer. Returns all groups by name."""
+        spec, plan = self._spec, self._spec.plan
+        # The functions of the examples may not exist in workers.
+        inputs = None if spec.inputs is None else replace(spec.inputs, examples=NO_EXAMPLES)
+        collector = partial(
+            _collector,
+            dict(GIVEN),
+            new_simulator=new_simulator,
+            config=self._cluster.config,
+            plan=plan,
+            base_dir=spec.loaded.base_dir,
+            inputs=inputs,
+            run_dir=run_dir,
+        )
+        return self._cluster.make({"rollout": collector, ROWS: partial(_rollout_buffer, plan)}, self._logs)
+
+    def _rollouts(self, groups: Mapping[str, WorkerGroup[Any]], run_dir: Path) -> Rollouts:
+        config, plan = self._cluster.config, self._spec.plan
+        weight_sync = None
+        if not isinstance(self._cluster, OneProcess):
+            device = torch.device(config.run.device)  # resolved by the cluster: the driver may have no GPU
+            options = send_options(config, plan.layout, str(run_dir / "weights"), device)
+            merged = config.rollout.engine != "native"
+            weight_sync = WeightSync(groups["policy"], groups["rollout"], options, merged=merged)
+        prompts = self._reset_states() if self._spec.inputs is None else self._spec.inputs.prompts
+        return Rollouts(groups["rollout"], prompts, weight_sync, plan.engines_in_turns)
+
+    def _new_policy(self) -> ModelGroup:
+        plan = self._spec.plan
+        if plan.verb == "sft" and self.supervised is not None:
+            return self.supervised.model
+        return self._cluster.model("policy", total_steps=plan.num_schedule_steps, spaces=self._spaces)
+
+    def _new_supervised(self) -> ModelGroup:
+        plan = self._spec.plan
+        return self._cluster.model(
+            "policy",
+            total_steps=plan.sft_steps,
+            config=warm_up_config(self._cluster.config),
+            name="policy" if plan.verb == "sft" else "warm_up",
+            spaces=self._spaces,
+        )
+
+    def _new_model(self, role: TrainingRole, total_steps: int) -> ModelGroup | None:
+        if self._spec.plan.layout.role(role) is None:
+            return None
+        return self._cluster.model(role, total_steps=total_steps, spaces=self._spaces)
 
 
 def _simulator(config: RunConfig, base_dir: Path, _: Place, num_envs: int | None = None) -> Simulator:

@@ -35,7 +35,7 @@ from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.rollout.engines.simulators import ActingPolicy, SimulatorEngine
 from braid.rollout.sessions.server import SessionServer
-from braid.training.backends.single import autocast_dtype
+from braid.training.backends.single import SingleBackend, autocast_dtype
 from braid.training.worker import device_of
 from braid.types import ShapedReward, Trajectory
 from braid.weights.fingerprint import check_synced
@@ -85,7 +85,12 @@ def make_collector(
         engine: RolloutEngine = as_one(engines)
         link = LocalWeightLink(place.workers, engine) if is_local else EngineLink(engines)
     elif is_local:
-        engine = native_engine(config, inputs, lm, owns_weights=plan.is_pipelined)
+        bytes_to_come = None
+        if plan.is_pipelined:  # others' first update comes after the cache has been allocated
+            bytes_to_come = partial(_bytes_to_come, place.workers)
+        engine = native_engine(
+            config, inputs, lm, owns_weights=plan.is_pipelined, bytes_to_come=bytes_to_come
+        )
         if engine.shares_weights:
             policy.keep_weights()
         if config.rollout.check_weights:
@@ -111,6 +116,11 @@ def make_collector(
         in_background=in_background,
         opponent=opponent,
     )
+
+
+def _bytes_to_come(workers: Mapping[str, Any]) -> int:
+    """Device memory that the models of this process take in their next updates."""
+    return sum(worker.bytes_to_come() for worker in workers.values() if isinstance(worker, SingleBackend))
 
 
 def _check_weights(lm: CausalLM, engine: NativeEngine, folder: Path, version: int) -> None:
@@ -144,10 +154,15 @@ class NativeLink:
 
 
 def native_engine(
-    config: RunConfig, inputs: TextInputs, lm: CausalLM, *, owns_weights: bool = False
+    config: RunConfig,
+    inputs: TextInputs,
+    lm: CausalLM,
+    *,
+    owns_weights: bool = False,
+    bytes_to_come: Callable[[], int] | None = None,
 ) -> NativeEngine:
     """The native engine, sampling with `lm` in the dtype of `engine_dtype`; with `owns_weights` with a copy of its
-    weights. Raises ModelError if it decodes this architecture incorrectly."""
+    weights. `bytes_to_come` as in NativeEngine. Raises ModelError if it decodes this architecture incorrectly."""
     options, autocast = config.rollout.native.model_dump(), None
     options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
     size, has_gpus = sum(parameter.numel() for parameter in lm.model.parameters()), lm.device.type != "cpu"
@@ -169,6 +184,7 @@ def native_engine(
         max_length=getattr(lm.config, "max_position_embeddings", None),
         autocast=autocast,
         owns_weights=owns_weights,
+        bytes_to_come=bytes_to_come,
         **options,
     )
 

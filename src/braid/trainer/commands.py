@@ -1,5 +1,4 @@
-"""The commands of the command line: open the run folder, build the parts, run a loop, and report the
-outcome."""
+"""The commands of the command line: open the run folder, build the run, run its loop, and report the outcome."""
 
 from __future__ import annotations
 
@@ -9,11 +8,10 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -44,19 +42,20 @@ from braid.models.base import copy_weights
 from braid.models.tokenizer import load_tokenizer
 from braid.plan import Plan, Verb, longest_row, resolve
 from braid.plan.threads import num_sharing, thread_counts
+from braid.report.names import declare
 from braid.report.reporter import Reporter, Status
 from braid.report.run_dir import RunDir
 from braid.report.sinks.base import Sink, Tracker
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.report.streams import reward_prints_in
-from braid.training.backend import TrainingBackend
 from braid.types import is_at_least
 
-from . import build, evaluation, imitation, on_policy, pipelined, roles, saving, steps
+from .build import RunSpec, build, open_cluster
+from .evaluation_run import Trained
 from .inputs import read_inputs
-from .parts import Parts
 from .preflight import check_inputs
+from .run import Run
 
 if TYPE_CHECKING:
     from .cluster import RayCluster
@@ -76,7 +75,7 @@ PASSING = (EngineError, EnvError, RolloutError, OSError)
 """Possibly transient failures, of engines, environments, rollouts or the operating system rather than of
 config or training: a restart may succeed (run.max_restarts). So it may after a worker died or hung."""
 _LONGEST_PAUSE_S = 60.0
-_HOLDS_WEIGHTS = ("model.path.", "model.build.", "model.mlp.", "model.lora.")
+_HOLDS_WEIGHTS = ("model.path.", "model.gguf.", "model.build.", "model.mlp.", "model.lora.")
 """Keys that say which weights a model has."""
 
 _COUNTED = {"token": "action tokens", "action": "env steps", "chunk": "decisions"}
@@ -90,8 +89,7 @@ def train(loaded: Loaded, cluster: RayCluster | None = None, *, sinks: Sequence[
     loaded = with_absolute_paths(loaded)
     run = loaded.config.run
     if not run.eval_only:
-        loop = on_policy.run if loaded.config.pipeline is None else pipelined.run
-        return _run(loaded, "train", loop, cluster, sinks)
+        return _run(loaded, "train", cluster, sinks)
     if run.resume == "none":
         return _evaluate(loaded, cluster)
     own = _store_of(loaded.config, Path(run.output_dir) / run.name)
@@ -100,7 +98,7 @@ def train(loaded: Loaded, cluster: RayCluster | None = None, *, sinks: Sequence[
 
 def sft(loaded: Loaded, cluster: RayCluster | None = None) -> Outcome:
     """`braid sft`: supervised learning only; `cluster` as in `train`."""
-    return _run(with_absolute_paths(loaded), "sft", imitation.run, cluster)
+    return _run(with_absolute_paths(loaded), "sft", cluster)
 
 
 def evaluate(loaded: Loaded, cluster: RayCluster | None = None, *, run_dir: Path | None = None) -> Outcome:
@@ -144,15 +142,7 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
     return folder
 
 
-class _Trained(NamedTuple):
-    """The policy in a checkpoint: its weights, the checkpoint's folder, and the config of the run that saved it."""
-
-    weights: dict[str, torch.Tensor]
-    folder: Path
-    config: str
-
-
-def _evaluate(loaded: Loaded, cluster: RayCluster | None, trained: _Trained | None = None) -> Outcome:
+def _evaluate(loaded: Loaded, cluster: RayCluster | None, trained: Trained | None = None) -> Outcome:
     """Evaluate the config's model, with the weights of a checkpoint if given."""
     if trained is not None:
         _refuse_other_model(loaded, trained)
@@ -161,19 +151,10 @@ def _evaluate(loaded: Loaded, cluster: RayCluster | None, trained: _Trained | No
     # An evaluation saves nothing, so it must not touch the run's checkpoint.dir.
     checkpoint = loaded.config.checkpoint.model_copy(update={"dir": None})
     config = loaded.config.model_copy(update={"run": run.model_copy(update=update), "checkpoint": checkpoint})
-
-    def loop(parts: Parts) -> None:
-        parts.reporter.tell_evaluated(None if trained is None else trained.folder)
-        if trained is not None:
-            parts.policy.ranks.call(TrainingBackend.load_weights, trained.weights)
-        roles.sync_weights(parts)
-        evaluation.evaluate(parts, is_due=True)
-        steps.report(parts)
-
-    return _run(replace(loaded, config=config), "eval", loop, cluster)
+    return _run(replace(loaded, config=config), "eval", cluster, trained=trained)
 
 
-def _refuse_other_model(loaded: Loaded, trained: _Trained) -> None:
+def _refuse_other_model(loaded: Loaded, trained: Trained) -> None:
     """Raise ConfigError if the config's model is not the one whose weights are in the checkpoint."""
     if not trained.config or loaded.config.run.allow_changes:
         return
@@ -192,7 +173,7 @@ def _refuse_other_model(loaded: Loaded, trained: _Trained) -> None:
         raise ConfigError(problems)
 
 
-def _trained_of(run_dir: Path, step: int | None = None) -> _Trained:
+def _trained_of(run_dir: Path, step: int | None = None) -> Trained:
     """The policy in a run's newest checkpoint, or in that of `step`."""
     store = _store_of(load_config(run_dir / "config.yaml").config, run_dir)
     steps = store.steps()
@@ -204,13 +185,13 @@ def _trained_of(run_dir: Path, step: int | None = None) -> _Trained:
     return _trained_in(store, "latest" if step is None else str(store.path(step)))
 
 
-def _trained_in(store: CheckpointStore, which: str) -> _Trained:
+def _trained_in(store: CheckpointStore, which: str) -> Trained:
     from braid.training.shards import read_weights
 
     folder, _, state = store.locate(which if which == "latest" else Path(which))
     role = "policy" if "policy" in state else "warm_up"
     weights = state[role].get("weights") or read_weights(folder / role)
-    return _Trained(weights, folder, state.get("about", {}).get("config", ""))
+    return Trained(weights, folder, state.get("about", {}).get("config", ""))
 
 
 def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
@@ -222,32 +203,29 @@ def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
 def _run(
     loaded: Loaded,
     verb: Verb,
-    loop: Callable[[Parts], None],
     cluster: RayCluster | None = None,
     sinks: Sequence[Sink] = (),
+    trained: Trained | None = None,
 ) -> Outcome:
+    """Run `verb` on the processes of `cluster`, if it is open. `trained` is what to evaluate, if not the config's model."""
     config = loaded.config
     keep_freed_memory()
     disable_progress_bar()
     if config.run.num_threads != "auto":
         torch.set_num_threads(config.run.num_threads)
     with environment(config.cluster.variables), stop_signals() as stop:
-        return _run_in_folder(loaded, verb, loop, cluster, stop, sinks)
+        inputs = read_inputs(loaded, verb)
+        num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
+        plan = resolve(config, num_prompts, verb=verb, origin_of=loaded.origin)
+        check_inputs(loaded, plan, inputs)
+        return _run_in_folder(RunSpec(loaded, plan, inputs, trained), cluster, stop, sinks)
 
 
 def _run_in_folder(
-    loaded: Loaded,
-    verb: Verb,
-    loop: Callable[[Parts], None],
-    cluster: RayCluster | None,
-    stop: StopSignals,
-    sinks: Sequence[Sink],
+    spec: RunSpec, cluster: RayCluster | None, stop: StopSignals, sinks: Sequence[Sink]
 ) -> Outcome:
-    config = loaded.config
-    inputs = read_inputs(loaded, verb)
-    num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
-    plan = resolve(config, num_prompts, verb=verb, origin_of=loaded.origin)
-    check_inputs(loaded, plan, inputs)
+    loaded, plan, inputs = spec.loaded, spec.plan, spec.inputs
+    config, verb = loaded.config, plan.verb
     run_dir = RunDir.open(
         Path(config.run.output_dir),
         config.run.name,
@@ -266,8 +244,10 @@ def _run_in_folder(
         else:
             _compare(loaded, store, run_dir)
         loaded = _stored(loaded, run_dir.path.name)
+        spec = replace(spec, loaded=loaded)
         _divide_cores(config, plan)
         console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
+        declare("policy", plan.recipe.policy_loss.metrics)
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
 
         def begin() -> None:
@@ -280,13 +260,10 @@ def _run_in_folder(
         else:
             console.counted = _COUNTED[config.robot_logprob_level]
         with _told(reporter, store):
-            new_parts = partial(build.build, loaded, plan, inputs, reporter, store, cluster)
-            grace_s = 0.0 if verb == "eval" else config.run.stop_within_s
+            attempts = _Attempts(spec, reporter, store, stop, cluster)
             done: Status = "finished"
             try:
-                _keep_trying(
-                    config, reporter, store, new_parts, begin, partial(_stoppable, loop, stop, grace_s)
-                )
+                attempts.keep_trying(begin, config.run.resume)
             except StopTraining:
                 done = "stopped"
             missed = _missed(config, reporter, verb)
@@ -324,19 +301,6 @@ def _sink_settings(loaded: Loaded, name: str) -> dict[str, Any]:
         for key, section in trackers.items()
         if section
     }
-
-
-def _stoppable(loop: Callable[[Parts], None], stop: StopSignals, grace_s: float, parts: Parts) -> None:
-    """Run the loop; after a signal it has `grace_s` seconds to stop."""
-    parts.stop = stop
-    with stop.graceful(grace_s):
-        try:
-            loop(parts)
-        except (*PASSING, WorkerError) as error:
-            if not stop.is_requested:
-                raise
-            logger.warning("the run failed while stopping: %s: %s", type(error).__name__, error)
-            stop.end()
 
 
 def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
@@ -404,51 +368,76 @@ def _refuse_checkpoints_of_others(store: CheckpointStore) -> None:
         raise ConfigError([Problem("checkpoint.dir", message, "file system")])
 
 
-def _keep_trying(
-    config: RunConfig,
-    reporter: Reporter,
-    store: CheckpointStore,
-    new_parts: Callable[..., Parts],
-    begin: Callable[[], None],
-    loop: Callable[[Parts], None],
-) -> None:
-    """Run the loop. After a transient failure, restart it with new parts from the newest checkpoint, up to
-    run.max_restarts times, with exponential backoff.
+@dataclass(frozen=True, slots=True)
+class _Attempts:
+    """Builds a run and runs it, again after transient failures, on the processes of `cluster` if it is open."""
 
-    `begin` starts to write the run's files: before anything is built, but of a run that is resumed only after its
-    checkpoint has been loaded, so that a resume that fails leaves them as they are."""
-    which, has_begun = config.run.resume, False
-    for restart in itertools.count(1):
-        try:
-            if which == "none" and not has_begun:
-                begin()
-                has_begun = True
-            with reporter.phase("build"):
-                parts = new_parts(is_restart=restart > 1)
-            with closing(parts), settled():
-                if which != "none":
-                    _resume(parts, which)
-                if not has_begun:
+    spec: RunSpec
+    reporter: Reporter
+    store: CheckpointStore
+    stop: StopSignals
+    cluster: RayCluster | None
+
+    def keep_trying(self, begin: Callable[[], None], resume: str) -> None:
+        """Run to the end, from the checkpoint `resume` unless that is "none". After a transient failure, restart from the newest checkpoint, up to run.max_restarts times, with
+        exponential backoff.
+
+        `begin` starts to write the run's files: before anything is built, but of a run that is resumed only after its
+        checkpoint has been loaded, so that a resume that fails leaves them as they are."""
+        max_restarts, store = self.spec.loaded.config.run.max_restarts, self.store
+        which, has_begun = resume, False
+        for restart in itertools.count(1):
+            try:
+                if which == "none" and not has_begun:
                     begin()
                     has_begun = True
-                loop(parts)
-            return
-        except (*PASSING, WorkerError) as error:
-            if restart > config.run.max_restarts or not _may_pass(error):
-                raise
-            which = "latest" if has_begun and store.steps() else config.run.resume
-            pause_s = min(2.0 ** (restart - 1), _LONGEST_PAUSE_S)
-            logger.warning(
-                "the run failed: %s: %s; restart %d of %d in %g s from %s",
-                type(error).__name__,
-                error,
-                restart,
-                config.run.max_restarts,
-                pause_s,
-                "the beginning" if which == "none" else f"checkpoint {which}",
-            )
-            reporter.restart()
-            time.sleep(pause_s)
+                with self._built(is_restart=restart > 1) as run, settled():
+                    if which != "none":
+                        run.progress.resume(which)
+                    if not has_begun:
+                        begin()
+                        has_begun = True
+                    self._run_stoppably(run)
+                return
+            except (*PASSING, WorkerError) as error:
+                if restart > max_restarts or not _may_pass(error):
+                    raise
+                which = "latest" if has_begun and store.steps() else resume
+                pause_s = min(2.0 ** (restart - 1), _LONGEST_PAUSE_S)
+                logger.warning(
+                    "the run failed: %s: %s; restart %d of %d in %g s from %s",
+                    type(error).__name__,
+                    error,
+                    restart,
+                    max_restarts,
+                    pause_s,
+                    "the beginning" if which == "none" else f"checkpoint {which}",
+                )
+                self.reporter.restart()
+                time.sleep(pause_s)
+
+    @contextmanager
+    def _built(self, *, is_restart: bool) -> Iterator[Run]:
+        """A new run, whose workers, with their engines, environments and reward processes, are stopped after the block."""
+        with ExitStack() as stack:
+            with self.reporter.phase("build"):
+                cluster = open_cluster(self.spec, self.cluster, is_restart=is_restart)
+                stack.callback(cluster.leave)
+                run = build(self.spec, self.reporter, self.store, self.stop, cluster)
+                stack.callback(run.models.rollouts.close)
+            yield run
+
+    def _run_stoppably(self, run: Run) -> None:
+        """Run the loop; after a signal it has run.stop_within_s seconds to stop, an evaluation none."""
+        grace_s = 0.0 if self.spec.plan.verb == "eval" else self.spec.loaded.config.run.stop_within_s
+        with self.stop.graceful(grace_s):
+            try:
+                run.run()
+            except (*PASSING, WorkerError) as error:
+                if not self.stop.is_requested:
+                    raise
+                logger.warning("the run failed while stopping: %s: %s", type(error).__name__, error)
+                self.stop.end()
 
 
 def _may_pass(error: Exception) -> bool:
@@ -456,28 +445,6 @@ def _may_pass(error: Exception) -> bool:
     if isinstance(error, WorkerError):
         return error.raised is None or isinstance(error.raised, PASSING)
     return isinstance(error, PASSING)
-
-
-def _resume(parts: Parts, which: str) -> None:
-    """Restore the parts from a checkpoint; with `latest` and no checkpoint, start from the beginning."""
-    if which == "latest" and not parts.store.steps():
-        logger.warning("no checkpoint in %s; starting from the beginning", parts.store.folder)
-        return
-    folder, step, state = parts.store.locate("latest" if which == "latest" else Path(which))
-    saving.restore(parts, state, folder)
-    parts.store.forget_after(step)
-    done, num_rounds = parts.progress.round, parts.reporter.console.num_rounds
-    if parts.progress.is_warm:
-        where = f"after round {done}" + (f" of {num_rounds}" if num_rounds is not None else "")
-    else:
-        where = f"after step {parts.progress.warm_steps} of supervised fine-tuning"
-    logger.info("resumed from %s, %s, step %d", folder, where, step)
-    if num_rounds is not None and done >= num_rounds and parts.progress.is_reported:
-        logger.warning(
-            "the run has finished all its %d rounds; to train longer, raise run.max_rounds or run.max_epochs (braid sft: "
-            "sft.steps)",
-            num_rounds,
-        )
 
 
 @contextmanager

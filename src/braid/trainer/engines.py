@@ -18,8 +18,8 @@ from braid.cluster.watchdog import folder_prefix
 from braid.config.schema import RunConfig
 from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
-from braid.models.folders import expand
 from braid.models.loading import TORCH_DTYPES
+from braid.models.tokenizer import model_path
 from braid.plan import Plan
 from braid.rollout.engines.remote import RemoteEngine
 from braid.rollout.engines.router import Router
@@ -173,7 +173,7 @@ def _model_folder(
     model = config.model
     tokenizer.save_pretrained(folder)
     if model.path is not None:
-        path = expand(model.path)
+        path = model_path(model)
         if has_weights:
             return path
         described = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)

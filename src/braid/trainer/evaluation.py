@@ -2,88 +2,79 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from braid.config.env import SimulatorEnv
-from braid.report.video import write_video
-from braid.rollout.collector import Use
-from braid.types import Group, Trajectory, is_at_least
+from braid.config.schema import RunConfig
+from braid.report.metrics import Metrics
+from braid.types import Group, Prompt, Trajectory, is_at_least
 
-from . import costs
 from .keys import EVAL_KEY
-from .parts import Parts
-from .validity import check_valid
-
-_log = logging.getLogger(__name__)
+from .reports import is_due
+from .sampling import Sampling
 
 
-def evaluate(parts: Parts, *, is_due: bool) -> None:
-    """Record mean@n and pass@k of each evaluation source, and reward parts; every evaluation uses the same random
-    numbers. Raises RolloutError, once the samples are stored, if too many trajectories of a source are invalid."""
-    if not is_due or not parts.eval_prompts:
-        return
-    with parts.timed("evaluate"):
-        results, groups = _evaluate(parts)
-    name = f"eval_{parts.progress.round:06d}"
-    if parts.config.report.eval_samples:
-        parts.reporter.store_samples(name, parts.rollouts.whole("eval", groups), ())
-    if isinstance(parts.config.env, SimulatorEnv) and parts.config.env.video.save:
-        show_films(parts, parts.config.env, "eval", groups)
-    for source in parts.eval_prompts:
-        of_source = [t for group in groups if group.prompt.source == source for t in group.trajectories]
-        check_valid(parts, of_source, f"the evaluation on {source!r} after round {parts.progress.round}")
-    for source, values in results.items():
-        for name, value in values.items():
-            parts.metrics.mean(f"eval/{source}/{name}", value)
-    if "part" not in parts.eval_prompts:  # the results of a source of this name would be mixed up with them
-        for trajectory in (t for group in groups for t in group.valid):
-            for part, value in trajectory.reward_parts.items():
-                parts.metrics.mean(f"eval/part/{part}", value)
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Evaluates the policy on `prompts`, by source."""
 
+    config: RunConfig
+    prompts: Mapping[str, Sequence[Prompt]]
+    sampling: Sampling
 
-def show_films(parts: Parts, env: SimulatorEnv, use: Use, groups: Sequence[Group]) -> None:
-    """Write a video of the episodes that were filmed (see SimulatorDriver); warn if they are all invalid."""
-    video, every = env.video, env.video.train_every_rounds or 1
-    filmed = [group for group in groups if group.key[-1] < video.num_episodes and group.key[-2] % every == 0]
-    whole = parts.rollouts.whole(use, filmed)
-    films = [t.recording for group in whole for t in group.trajectories if t.recording is not None]
-    folder = parts.reporter.run_dir.videos if video.dir is None else Path(video.dir)
-    if whole and not films:
-        reasons = {t.reason for group in whole for t in group.trajectories}
-        _log.warning(
-            "no video: the episodes that were filmed are all invalid (%s)", "; ".join(sorted(reasons))
+    def is_due(self, round_: int, *, is_last: bool) -> bool:
+        """Whether the policy is evaluated after a round; after round 0, before training."""
+        config = self.config.eval
+        if not self.prompts:
+            return False
+        return (
+            is_due(round_, config.every_rounds, is_end=is_last and config.at_end) if round_ else config.before
         )
-    if films:
-        file = folder / f"{use}_{parts.progress.round:06d}.mp4"
-        write_video(file, films, overlay=video.overlay, frames_per_s=video.frames_per_s)
 
+    def evaluate(self, round_: int) -> Metrics:
+        """Measure mean@n and pass@k of each evaluation source, and reward parts; every evaluation uses the same random
+        numbers. Raises RolloutError, once the samples are stored, if too many trajectories of a source are invalid."""
+        metrics, sampling, reports = Metrics(), self.sampling, self.sampling.reports
+        with reports.timed("evaluate", metrics):
+            results, groups = self._sample()
+        if self.config.report.eval_samples:
+            whole = sampling.rollouts.whole("eval", groups)
+            reports.reporter.store_samples(f"eval_{round_:06d}", whole, ())
+        env = self.config.env
+        if isinstance(env, SimulatorEnv) and env.video.save:
+            sampling.show_films(env, "eval", round_, groups)
+        for source in self.prompts:
+            of_source = [t for group in groups if group.prompt.source == source for t in group.trajectories]
+            sampling.check_valid(of_source, f"the evaluation on {source!r} after round {round_}")
+        for source, values in results.items():
+            for name, value in values.items():
+                metrics.mean(f"eval/{source}/{name}", value)
+        if "part" not in self.prompts:  # the results of a source of this name would be mixed up with them
+            for trajectory in (t for group in groups for t in group.valid):
+                for part, value in trajectory.reward_parts.items():
+                    metrics.mean(f"eval/part/{part}", value)
+        return metrics
 
-def _evaluate(parts: Parts) -> tuple[dict[str, dict[str, float]], list[Group]]:
-    """Results by source, and the groups in sampling order, on which the results do not depend."""
-    config = parts.config.eval
-    order = np.arange(sum(map(len, parts.eval_prompts.values())))
-    if config.shuffle:
-        np.random.default_rng((parts.config.run.seed, EVAL_KEY)).shuffle(order)
-    numbers = order.tolist()
-    with parts.stop.cuttable():
-        parts.rollouts.forget("eval")
-        costs.start_sampling(parts)
-        keys = [(EVAL_KEY, 0, number) for number in numbers]
-        groups, _ = parts.rollouts.collect("eval", numbers, config.samples_per_prompt, keys)
-        costs.end_sampling(parts)
-    in_order = [groups[place] for place in np.argsort(order)]
-    by_source: dict[str, list[Group]] = {name: [] for name in parts.eval_prompts}
-    for group in in_order:
-        by_source[group.prompt.source].append(group)
-    results = {
-        name: summarize_eval(of, config.pass_at, config.success_reward) for name, of in by_source.items()
-    }
-    results["all"] = summarize_eval(in_order, config.pass_at, config.success_reward)
-    return results, groups
+    def _sample(self) -> tuple[dict[str, dict[str, float]], list[Group]]:
+        """Results by source, and the groups in sampling order, on which the results do not depend."""
+        config = self.config.eval
+        order = np.arange(sum(map(len, self.prompts.values())))
+        if config.shuffle:
+            np.random.default_rng((self.config.run.seed, EVAL_KEY)).shuffle(order)
+        groups = self.sampling.collect_eval(order.tolist(), config.samples_per_prompt)
+        in_order = [groups[place] for place in np.argsort(order)]
+        by_source: dict[str, list[Group]] = {name: [] for name in self.prompts}
+        for group in in_order:
+            by_source[group.prompt.source].append(group)
+        results = {
+            name: summarize_eval(groups, config.pass_at, config.success_reward)
+            for name, groups in by_source.items()
+        }
+        results["all"] = summarize_eval(in_order, config.pass_at, config.success_reward)
+        return results, groups
 
 
 def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: float) -> dict[str, float]:

@@ -1,39 +1,60 @@
-"""The loop of supervised learning (`braid sft`). A round is one optimizer step."""
+"""The loop of supervised learning (`braid sft`), where a round is one optimizer step; and supervised learning as the
+warm-up before reinforcement learning."""
 
 from __future__ import annotations
 
-from . import evaluation, saving, steps
-from .parts import Parts
+from dataclasses import dataclass
+
+from braid.report.metrics import Metrics
+
+from .learner import record
+from .run import Run
+from .supervised import Supervised
 
 
-def run(parts: Parts) -> None:
-    """`braid sft`: train from `parts.progress` to the last step."""
-    sft, progress, config = parts.supervised, parts.progress, parts.config
-    assert sft is not None, "build.py makes it for this verb"
-    if not progress.is_warm:
-        progress.is_warm, progress.is_reported = True, False
-    while not (progress.is_reported and progress.round == sft.num_steps):
-        saving.stop_if_asked(parts)
-        if progress.is_reported:
-            progress.round += 1
-            progress.step += 1
-            with parts.stop.finishing():
-                steps.record(parts.metrics, "sft", sft.learn())
-            progress.is_reported = False
-        is_last = progress.round == sft.num_steps
-        cadence = parts.is_due(config.eval.every_rounds, is_last and config.eval.at_end)
-        with saving.given_up_when_late(parts):
-            _evaluate(parts, is_due=cadence if progress.round else config.eval.before)
-        if progress.round:
-            steps.export(parts)
-        steps.report(parts)
-        saving.save(
-            parts, is_due=parts.is_due(config.checkpoint.every_rounds, is_last and config.checkpoint.at_end)
-        )
+@dataclass(frozen=True)
+class Imitation(Run):
+    """`braid sft`."""
+
+    supervised: Supervised
+
+    def run(self) -> None:
+        """Train from `progress` to the last step."""
+        progress = self.progress
+        if not progress.counters.is_warm:
+            progress.advance(is_warm=True, is_reported=False)
+        while not progress.is_complete:
+            progress.stop_if_asked()
+            if progress.counters.is_reported:
+                progress.start_round()
+                with progress.stop.finishing():
+                    record(progress.metrics, "sft", self.supervised.learn())
+                progress.advance(step=progress.counters.step + 1, is_reported=False)
+            self.finish_round()
+
+    def evaluate(self) -> Metrics:
+        """Evaluate the policy. Weights are synced only here, since nothing else samples."""
+        self.sync_weights()
+        return super().evaluate()
 
 
-def _evaluate(parts: Parts, *, is_due: bool) -> None:
-    """Evaluate if due. Weights are synced only here, since nothing else samples."""
-    if is_due and parts.eval_prompts:
-        saving.sync_weights(parts)
-        evaluation.evaluate(parts, is_due=True)
+def warm_up(run: Run) -> None:
+    """Run the supervised warm-up if the run has one; then copy the policy's weights to the reference and the critic."""
+    models, progress = run.models, run.progress
+    if (supervised := models.warm_up) is not None:
+        models.rollouts.sleep()
+        num_steps = supervised.num_steps
+        timing = Metrics()
+        with progress.reports.timed("warm_up", timing):
+            while progress.counters.warm_steps < num_steps:
+                progress.reports.reporter.progress("warm_up", progress.counters.warm_steps, num_steps)
+                progress.metrics = Metrics()
+                with progress.stop.finishing():
+                    record(progress.metrics, "sft", supervised.learn())
+                progress.advance(warm_steps=progress.counters.warm_steps + 1)
+                progress.save_by_time()
+                progress.stop_if_asked()
+        progress.metrics.merge(timing)
+        models.follow_warm_up()
+    progress.advance(is_warm=True, is_reported=False)
+    run.sync_weights()

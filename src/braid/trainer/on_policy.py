@@ -12,37 +12,76 @@ it. Invariants:
    steps of the warm-up. A resume continues the run from there. When the run is asked to stop, a round that cannot
    finish in time is abandoned.
 
-The stages are in steps.py, checkpoints in saving.py; build.py builds their operands from the plan. Language models and simulators
-differ in the parts, not in the loop.
+Sampling samples and scores, Learner computes advantages and updates; Models syncs weights, Progress reports and saves. A
+stage returns what it made, with its metrics. build.py builds them from the plan. Language models and simulators differ in the
+workers, not in the loop.
 """
 
 from __future__ import annotations
 
-from . import saving, steps
-from .parts import Parts
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from braid.report.metrics import Metrics
+from braid.training.rollout_buffer import RowMetadata
+
+from .imitation import warm_up
+from .learner import Learner
+from .progress import Counters
+from .run import Run
+from .selection import Selection
 
 
-def run(parts: Parts) -> None:
-    """Train from `parts.progress` to the last round of the plan."""
-    progress = parts.progress
-    if not progress.is_warm:
-        steps.warm_up(parts)
-    while not (progress.is_reported and progress.round == parts.plan.num_rounds):
-        saving.stop_if_asked(parts)
-        if progress.is_reported:
-            _train_round(parts)
-        steps.finish_round(parts)
+@dataclass(frozen=True)
+class OnPolicy(Run):
+    """`braid train` without a pipeline."""
 
+    learner: Learner
 
-def _train_round(parts: Parts) -> None:
-    """Run a round up to the sync of its new weights."""
-    with saving.given_up_when_late(parts):
-        parts.progress.round += 1
-        selection = steps.rollout(parts)
-        parts.stop.check_time(parts.update_s)
-        with parts.stop.cuttable():
-            rows = steps.fetch_rows(parts, selection)
-    with steps.timed_update(parts):
-        with parts.stop.finishing():
-            steps.train(parts, selection, rows)
-        saving.sync_weights(parts)
+    def run(self) -> None:
+        """Train from `progress` to the last round of the plan."""
+        progress = self.progress
+        if not progress.counters.is_warm:
+            warm_up(self)
+        while not progress.is_complete:
+            progress.stop_if_asked()
+            if progress.counters.is_reported:
+                self._train_round()
+            self.finish_round()
+
+    def _train_round(self) -> None:
+        """Run a round up to the sync of its new weights."""
+        progress = self.progress
+        with progress.given_up_when_late():
+            progress.start_round()
+            selection = self.sampling.rollout(progress.round)
+            progress.check_time()
+            with progress.stop.cuttable():
+                rows, metrics = self.learner.fetch_rows(selection)
+        metrics.merge(selection.metrics)
+        progress.metrics.merge(metrics)
+        with progress.timed_update():
+            with progress.stop.finishing():
+                progress.end_update(*self.train(selection, rows))
+            self.sync_weights()
+
+    def train(self, selection: Selection, rows: Sequence[RowMetadata]) -> tuple[Counters, Metrics]:
+        """Train on the groups of the round, whose `rows` were fetched. Returns the counters after it."""
+        before, learner = self.progress.counters, self.learner
+        trained, metrics = learner.compute_advantages(rows, before.kl_coef)
+        num_empty = learner.count_empty(before, selection, trained)
+        num_steps, of_update = learner.update(trained, before)
+        metrics.merge(of_update)
+        kl_coef, of_steering = learner.steer_kl(before.kl_coef, metrics, trained)
+        metrics.merge(of_steering)
+        num_updates = self.models.update_reference(self.sampling.sampler.epoch, before.reference_updates)
+        learner.store(before.round, selection, trained)
+        after = replace(
+            before,
+            step=before.step + num_steps,
+            kl_coef=kl_coef,
+            empty_rounds=num_empty,
+            reference_updates=num_updates,
+            is_reported=False,
+        )
+        return after, metrics

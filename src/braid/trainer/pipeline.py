@@ -222,6 +222,12 @@ class Pipeline:
         self._waiting = [Draw(*draw) for draw in state["draws"]]
         self.counts = Counter(state["counts"])
 
+    def start_at(self, version: int) -> None:
+        """Before the first event: start with weights of `version` and without groups, unless they were loaded. A
+        checkpoint of the on-policy loop has no pipeline."""
+        if version != self.version:
+            self.load(start_of(version))
+
     def _next_draws(self) -> list[Draw]:
         """Draws to submit now: first those to sample again, then new ones."""
         slots = self._settings.groups_in_flight - len(self._running)

@@ -16,39 +16,59 @@ pipeline.py decides on the order and bounds the lag; this file executes its deci
 
 from __future__ import annotations
 
-from . import saving, steps
+from dataclasses import dataclass
+
+from braid.report.metrics import Metrics
+
 from .groups import GroupsInFlight
-from .parts import Parts
-from .pipeline import Drop, Finish, Submit, Sync, Train
+from .imitation import warm_up
+from .on_policy import OnPolicy
+from .pipeline import Drop, Finish, Pipeline, Submit, Sync, Train
+from .progress import Counters
+from .selection import Selection
 
 
-def run(parts: Parts) -> None:
-    """Train from `parts.progress` to the last round of the plan."""
-    progress, pipeline = parts.progress, parts.pipeline
-    assert pipeline is not None, "the config has a pipeline"
-    if not progress.is_warm:
-        steps.warm_up(parts)
-    if not progress.is_reported:
-        steps.finish_round(parts)
-    groups = GroupsInFlight(parts, pipeline)
-    with groups.closing():
-        while True:
-            if parts.stop.is_requested or parts.reporter.is_stop_asked:
-                pipeline.stop()
-            match pipeline.decide():
-                case Submit(draws):
-                    groups.submit(draws)
-                case Drop(draws):
-                    groups.drop(draws)
-                case Train(kept, dropped):
-                    groups.start_update(kept, dropped)
-                case Sync(_, when):
-                    saving.sync_weights(parts, "drain" if when == "finish" else "interrupt")
-                    pipeline.synced()
-                    steps.finish_round(parts)
-                case Finish(is_complete):
-                    break
-                case None:
-                    groups.wait()
-    if not is_complete:
-        saving.stop_if_asked(parts)
+@dataclass(frozen=True)
+class Pipelined(OnPolicy):
+    """`braid train` with a pipeline. Its rounds train as those of the on-policy loop do."""
+
+    pipeline: Pipeline
+
+    def run(self) -> None:
+        """Train from `progress` to the last round of the plan."""
+        progress, pipeline = self.progress, self.pipeline
+        pipeline.start_at(progress.round)
+        if not progress.counters.is_warm:
+            warm_up(self)
+        if not progress.counters.is_reported:
+            self.finish_round()
+        groups = GroupsInFlight(self.sampling, progress, pipeline, self._train_groups)
+        with groups.closing():
+            while True:
+                if progress.is_stop_asked:
+                    pipeline.stop()
+                match pipeline.decide():
+                    case Submit(draws):
+                        groups.submit(draws)
+                    case Drop(draws):
+                        groups.drop(draws)
+                    case Train(kept, dropped):
+                        groups.start_update(kept, dropped)
+                    case Sync(_, when):
+                        self.sync_weights("drain" if when == "finish" else "interrupt")
+                        pipeline.synced()
+                        self.finish_round()
+                    case Finish(is_complete):
+                        break
+                    case None:
+                        groups.wait()
+        if not is_complete:
+            progress.stop_if_asked()
+
+    def _train_groups(self, selection: Selection) -> tuple[Counters, Metrics]:
+        """The update of a round; runs in a thread."""
+        with self.progress.stop.finishing():
+            rows, fetching = self.learner.fetch_rows(selection)
+            counters, metrics = self.train(selection, rows)
+        metrics.merge(fetching)
+        return counters, metrics

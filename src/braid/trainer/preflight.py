@@ -32,6 +32,7 @@ from braid.errors import ConfigError, Problem, RewardError
 from braid.functions import load_function
 from braid.models.chat import ChatFormat
 from braid.plan import Plan, Verb, resolve
+from braid.report.names import reserved_names
 from braid.report.streams import reward_prints_in
 from braid.rewards.base import Later, Part, Score, Services, column_of, references_of
 from braid.rewards.parts import GroupPart, arguments_of, build_part
@@ -70,7 +71,7 @@ def _num_prompts(inputs: TextInputs | None, verb: Verb) -> int | None:
 def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
     """Raise ConfigError with all problems of packages, devices, models and rewards."""
     config = loaded.config
-    problems = run_problems(config, plan)
+    problems = run_problems(config, plan) + _own_problems(plan)
     if inputs is not None and plan.verb != "sft":
         if isinstance(config.env, ProgramEnv):
             if external_key(config.env) is None:
@@ -89,6 +90,17 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
                     problems += _part_problems(loaded, i, covered, chat)
     if problems:
         raise ConfigError([loaded.placed(problem) for problem in problems])
+
+
+def _own_problems(plan: Plan) -> list[Problem]:
+    """Problems of a policy loss of the user's own, which is tried once."""
+    loss = plan.recipe.policy_loss
+    if plan.verb != "train" or not loss.is_own:
+        return []
+    from braid.algorithms.trial import problem_of
+
+    why = problem_of(loss, reserved_names("policy"))
+    return [Problem("algorithm.policy_loss", f"{loss.kind!r}: {why}")] if why else []
 
 
 async def _no_policy(*_: object, **__: object) -> str:

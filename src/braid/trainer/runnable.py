@@ -9,7 +9,7 @@ from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.errors import ModelError, Problem
-from braid.models.folders import check_folder, expand, read
+from braid.models.folders import check_folder, local_path, read
 from braid.plan import Plan
 from braid.plan.available import machine_problems
 
@@ -38,7 +38,7 @@ def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
     for key, path in folders.items():
         try:
             if path is not None:
-                check_folder(expand(path), key, needs_weights=True)
+                check_folder(local_path(path, key), key, needs_weights=True)
         except ModelError as error:
             yield Problem(key, str(error))
 
@@ -59,7 +59,7 @@ def _not_in_megatron(config: RunConfig, plan: Plan) -> Iterator[Problem]:
         from braid.models.build import config_of
         from braid.training.backends.megatron.checks import check_model
 
-        key, folder = ("model.path", config.model.path) if path is None else (f"{role}.path", path)
+        key, folder = ("model.path", config.model.source) if path is None else (f"{role}.path", path)
         try:
             if folder is None:
                 assert config.model.build is not None, "a language model has a folder or a build spec"
@@ -67,7 +67,11 @@ def _not_in_megatron(config: RunConfig, plan: Plan) -> Iterator[Problem]:
             else:
                 remote = {"trust_remote_code": config.model.trust_remote_code}
                 model = read(
-                    expand(folder), key, "causal language model", AutoConfig.from_pretrained, **remote
+                    local_path(folder, key),
+                    key,
+                    "causal language model",
+                    AutoConfig.from_pretrained,
+                    **remote,
                 )
             check_model(model.get_text_config(decoder=True), train.megatron)
         except ModelError as error:

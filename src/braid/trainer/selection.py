@@ -16,6 +16,7 @@ import numpy as np
 
 from braid.algorithms.advantages import reward_std
 from braid.config.rollout import FilterConfig
+from braid.report.metrics import Metrics
 from braid.types import Group, exact_sum, is_at_least
 
 Reason = Literal["invalid", "baseline", "min_std", "min_mean", "max_mean", "surplus"]
@@ -49,7 +50,8 @@ def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
 class Selection:
     """The groups of one round, added batch by batch. `size` is the target: prompts_per_round.
 
-    `kept` is in the order in which the prompts were drawn; `num_replaced` of them are copies.
+    `kept` is in the order in which the prompts were drawn; `num_replaced` of them are copies. `metrics` are those of all
+    that was sampled for the round.
     """
 
     config: FilterConfig
@@ -59,6 +61,7 @@ class Selection:
     reasons: Counter[str] = field(default_factory=Counter)
     num_batches: int = 0
     num_replaced: int = 0
+    metrics: Metrics = field(default_factory=Metrics)
 
     @property
     def is_done(self) -> bool:

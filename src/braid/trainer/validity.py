@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from braid.errors import RolloutError
 from braid.types import Trajectory
-
-from .parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -17,24 +16,32 @@ _NUM_REASONS = 3
 """Number of reasons that an error names."""
 
 
-def check_valid(parts: Parts, trajectories: list[Trajectory], where: str) -> None:
-    """Warn of the commonest reason of invalid trajectories: when it is new, and again once its share has doubled. Raises
-    RolloutError if more than rollout.max_invalid_fraction are invalid. `where` names the trajectories: "round 3"."""
-    reasons = _by_kind(trajectories)
-    if not reasons:
-        return
-    num_invalid = sum(map(len, reasons.values()))
-    what = f"{num_invalid} of {len(trajectories)} trajectories of {where} are invalid"
-    limit = parts.config.rollout.max_invalid_fraction
-    if num_invalid > limit * len(trajectories):
-        raise RolloutError(
-            f"{what}, above rollout.max_invalid_fraction={limit:g}; most common: {most_common(trajectories)}"
-        )
-    kind = next(iter(reasons))
-    share = len(reasons[kind]) / len(trajectories)
-    if share >= 2 * parts.warned_invalid.get(kind, 0.0):
-        parts.warned_invalid[kind] = share
-        logger.warning("%s, and in no mean; most common: %s", what, _counted(reasons[kind]))
+@dataclass(slots=True)
+class InvalidWatch:
+    """Checks trajectories of rounds and evaluations. `max_fraction` is rollout.max_invalid_fraction."""
+
+    max_fraction: float
+    _warned: dict[str, float] = field(default_factory=dict)
+    """Share of the trajectories that a reason had made invalid when it was last warned of."""
+
+    def check(self, trajectories: Sequence[Trajectory], where: str) -> None:
+        """Warn of the commonest reason of invalid trajectories: when it is new, and again once its share has doubled. Raises
+        RolloutError if more than rollout.max_invalid_fraction are invalid. `where` names the trajectories: "round 3"."""
+        reasons = _by_kind(trajectories)
+        if not reasons:
+            return
+        num_invalid = sum(map(len, reasons.values()))
+        what = f"{num_invalid} of {len(trajectories)} trajectories of {where} are invalid"
+        limit = self.max_fraction
+        if num_invalid > limit * len(trajectories):
+            raise RolloutError(
+                f"{what}, above rollout.max_invalid_fraction={limit:g}; most common: {most_common(trajectories)}"
+            )
+        kind = next(iter(reasons))
+        share = len(reasons[kind]) / len(trajectories)
+        if share >= 2 * self._warned.get(kind, 0.0):
+            self._warned[kind] = share
+            logger.warning("%s, and in no mean; most common: %s", what, _counted(reasons[kind]))
 
 
 def most_common(trajectories: Iterable[Trajectory]) -> str:

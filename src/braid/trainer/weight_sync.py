@@ -11,7 +11,7 @@ import torch
 
 from braid.cluster.workers import WorkerGroup, wait_for_all
 from braid.config.schema import RunConfig
-from braid.models.folders import expand
+from braid.models.tokenizer import model_path
 from braid.plan.layout import Layout
 from braid.rollout.collector import Collector
 from braid.rollout.engine import NewWeights
@@ -74,10 +74,11 @@ def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.d
         # None: the sender listens at the address by which the cluster knows its machine.
         host="127.0.0.1" if meeting.is_one_machine and not servers else None,
         folder=folder,
-        beside=_folder(config.model.path),
+        beside=_folder(config),
     )
 
 
-def _folder(path: str | None) -> str | None:
+def _folder(config: RunConfig) -> str | None:
     """The model's folder; None for a model without one, such as a name on the Hugging Face Hub."""
-    return None if path is None or not isdir(expand(path)) else expand(path)
+    path = None if config.model.path is None else model_path(config.model)
+    return path if path is not None and isdir(path) else None

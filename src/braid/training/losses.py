@@ -15,9 +15,9 @@ from torch import Tensor
 from braid.algorithms.aggregate import aggregate
 from braid.algorithms.corrections import correction_factor, proximal_logprobs, sampling_weight
 from braid.algorithms.kl import clamped, kl_estimate
-from braid.algorithms.policy_loss import Tokens, importance_ratio, surrogate
-from braid.algorithms.recipes import CHOOSING_LOSSES, Recipe
+from braid.algorithms.recipes import Recipe
 from braid.algorithms.segments import Segments, first_positions, segments
+from braid.algorithms.surrogate import Tokens
 from braid.algorithms.value_loss import value_loss
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
@@ -62,7 +62,7 @@ def _reads_sequences(recipe: Recipe) -> bool:
     is_of_sequences = (
         c.level in ("sequence", "geometric") or c.mode == "mask_sequence" for c in recipe.corrections
     )
-    return recipe.ratio_level.startswith("sequence") or any(is_of_sequences)
+    return recipe.policy_loss.reads_sequences or any(is_of_sequences)
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
@@ -110,17 +110,10 @@ def _policy_loss(
         )
     decisions = _segments(batch, recipe.logprob_level)
     acted, acted_old = (logprobs, old) if decisions is None else (decisions.sum(logprobs), decisions.sum(old))
-    ratio = importance_ratio(
-        acted,
-        acted_old,
-        _segments(batch, recipe.ratio_level),
-        is_product=recipe.ratio_level.endswith("product"),
-        log_min=recipe.log_ratio_min,
-        log_max=recipe.log_ratio_max,
-    )
-    is_chosen = fields["is_chosen"] if recipe.policy_loss in CHOOSING_LOSSES else torch.zeros_like(old)
+    ratio = recipe.policy_loss.ratio(acted, acted_old, partial(_segments, batch))
+    is_chosen = fields["is_chosen"] if recipe.policy_loss.selects_tokens else torch.zeros_like(old)
     tokens = Tokens(acted, acted_old, fields["advantages"], ratio, is_chosen)
-    per_token, means = surrogate(recipe, tokens)
+    per_token, means = recipe.policy_loss.per_token(tokens)
     maxima = {"ratio_max": ratio.detach()}
     means = means | {
         "entropy": entropy.detach(),
@@ -234,9 +227,9 @@ def _valued(recipe: Recipe, batch: PackedBatch) -> PackedBatch:
     if recipe.value_level == "token":
         return batch
     if recipe.value_level == "action":
-        return replace(batch, mask=batch.mask & (batch.unit % batch.action_size == 0))
+        return batch.with_mask(batch.mask & (batch.unit % batch.action_size == 0))
     assert batch.decision is not None, "batches of rows carry the index of decisions"
-    return replace(batch, mask=first_positions(batch.decision))
+    return batch.with_mask(first_positions(batch.decision))
 
 
 def _reduced(per_token: Tensor, batch: PackedBatch) -> Tensor:

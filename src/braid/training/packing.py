@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from braid.models.batch import PackedBatch
+from braid.models.transfer import to_device
 from braid.types import Row
 
 
@@ -131,7 +132,10 @@ def pack(
 
     def join(arrays: Sequence[NDArray]) -> Tensor:
         parts = [array[skip:] for array, skip in zip(arrays, skips, strict=True)]
-        return torch.from_numpy(np.concatenate(parts)).to(device)
+        return torch.from_numpy(np.concatenate(parts))
+
+    def send(arrays: Sequence[NDArray]) -> Tensor:
+        return to_device(join(arrays), device)
 
     numbers = {trajectory: n for n, trajectory in enumerate(dict.fromkeys(row.trajectory for row in rows))}
     before = np.cumsum([0, *(row.num_decisions for row in rows[:-1])], dtype=np.int32)
@@ -144,20 +148,22 @@ def pack(
         np.cumsum([0, *(len(next(iter(row.observations.values()))) for row in rows)]) if observations else ()
     )
 
+    on_host = {"mask": join([row.mask for row in rows])}
+    if observations:
+        on_host["observed"] = join([row.observed + n for row, n in zip(rows, first, strict=False)])
     return PackedBatch(
-        inputs={name: join([row.inputs[name] for row in rows]) for name in rows[0].inputs},
-        mask=join([row.mask for row in rows]),
+        inputs={name: send([row.inputs[name] for row in rows]) for name in rows[0].inputs},
+        mask=to_device(on_host["mask"], device),
         lengths=lengths,
-        fields={name: join([row.fields[name] for row in rows]) for name in names},
-        weights=None if spread is None else torch.from_numpy(spread).to(device),
-        decision=join(decisions),
+        fields={name: send([row.fields[name] for row in rows]) for name in names},
+        weights=None if spread is None else to_device(spread, device),
+        decision=send(decisions),
         action_size=rows[0].action_size,
-        observations={name: torch.from_numpy(values).to(device) for name, values in observations.items()},
-        observed=join([row.observed + n for row, n in zip(rows, first, strict=False)])
-        if observations
-        else None,
+        observations={name: to_device(values, device) for name, values in observations.items()},
+        observed=to_device(on_host["observed"], device) if observations else None,
         shared=shared if any(skips) else (),
         trajectories=tuple(numbers[row.trajectory] for row in rows),
+        on_host=on_host,
     )
 
 

@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from braid.algorithms.aggregate import row_weights
-from braid.algorithms.covariance import choose_greatest, choose_within, covariances
-from braid.algorithms.recipes import CHOOSING_LOSSES, Recipe
+from braid.algorithms.covariance import covariances
+from braid.algorithms.recipes import Recipe
 from braid.types import Row
 
 
@@ -23,15 +23,15 @@ def write_step_fields(
 ) -> None:
     """Write the fields that the recipe needs into the rows of a step, replacing those of an earlier step.
 
-    `is_chosen` (clip_cov, kl_cov): 1 at the selected tokens, else 0, from `advantages` and `old_logprobs`.
-    The random numbers are seeded by `key` and each trajectory.
+    `is_chosen` (of a policy loss that selects tokens): 1 at the selected tokens, else 0, from `advantages` and
+    `old_logprobs`. The random numbers are seeded by `key` and each trajectory.
 
     `supervised_weights` (supervised_coef > 0): weight of each position in the supervised term, from
     `is_success`. The term is aggregated as the recipe says (`constant` for token_sum_constant), over
     successful rows only: with token_mean it is the mean cross-entropy of their tokens, however few they are.
     All zeros if no row is successful.
     """
-    if recipe.policy_loss in CHOOSING_LOSSES:
+    if recipe.policy_loss.selects_tokens:
         _write_choice(rows, recipe, key)
     if recipe.supervised_coef > 0:
         _write_supervised_weights(rows, recipe, constant)
@@ -45,13 +45,7 @@ def _write_choice(rows: Sequence[Row], recipe: Recipe, key: tuple[int, ...]) -> 
     logprobs = flat([row.fields["old_logprobs"][row.mask] for row in rows])
     random = {n: np.random.default_rng((*key, n)) for n in {row.trajectory for row in rows}}
     priorities = flat([random[row.trajectory].random(row.num_tokens) for row in rows])
-    together = covariances(advantages, logprobs)
-    if recipe.policy_loss == "clip_cov":
-        is_chosen = choose_within(
-            together, priorities, fraction=recipe.cov_fraction, low=recipe.cov_low, high=recipe.cov_high
-        )
-    else:
-        is_chosen = choose_greatest(together, priorities, fraction=recipe.cov_fraction)
+    is_chosen = recipe.policy_loss.select(covariances(advantages, logprobs), priorities)
     for row, part in zip(rows, is_chosen.split([row.num_tokens for row in rows]), strict=True):
         row.fields["is_chosen"] = np.zeros(len(row), np.float32)
         row.fields["is_chosen"][row.mask] = part.numpy()

@@ -25,7 +25,7 @@ from torch import Tensor
 from braid.errors import EngineError, disk_fix
 from braid.json_text import read_json
 
-from .fingerprint import Weights, fingerprint, save_tensors
+from .fingerprint import Weights, fingerprints, save_tensors
 from .receiver import Receiver
 from .sending import Bucket, SendOptions, buckets_of
 from .wire import Receipt, TensorSpec, Ticket
@@ -164,4 +164,5 @@ def _store(file: Path, bucket: Bucket) -> list[tuple[TensorSpec, str]]:
     save_tensors(file, {spec.name: tensor for spec, tensor in bucket})
     with file.open("rb") as written:
         os.fsync(written.fileno())
-    return [(spec, fingerprint(tensor)) for spec, tensor in bucket]
+    values = fingerprints(tensor for _, tensor in bucket)
+    return [(spec, value) for (spec, _), value in zip(bucket, values, strict=True)]

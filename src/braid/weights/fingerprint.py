@@ -34,14 +34,38 @@ SMALL_BYTES = 2**15
 
 def fingerprint(tensor: Tensor) -> str:
     """Fingerprint of dtype, shape and every bit, in hexadecimal; independent of device and memory layout."""
+    return fingerprints([tensor])[0]
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> list[str]:
+    """Those of several tensors, for which the host waits for a GPU once."""
+    heads, hashed = list[str](), list[Tensor]()
+    for tensor in tensors:
+        heads.append(f"{tensor.dtype} {tuple(tensor.shape)}")
+        hashed.append(_hashed_bytes(tensor))
+    places: dict[torch.device, list[int]] = {}
+    for place, part in enumerate(hashed):
+        places.setdefault(part.device, []).append(place)
+    for device, of_device in places.items():
+        if device.type != "cpu":
+            sizes = [len(hashed[place]) for place in of_device]
+            on_host = torch.cat([hashed[place] for place in of_device]).cpu().split(sizes)
+            for place, part in zip(of_device, on_host, strict=True):
+                hashed[place] = part
+    digests = [hashlib.blake2b(head.encode(), digest_size=16) for head in heads]
+    for digest, part in zip(digests, hashed, strict=True):
+        digest.update(part.numpy().data)
+    return [digest.hexdigest() for digest in digests]
+
+
+def _hashed_bytes(tensor: Tensor) -> Tensor:
+    """The sums of a tensor's columns and the bytes after them, uint8 [n], on its device."""
     rest = bytes_of(tensor)
-    digest = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
-    if rest.numel() > SMALL_BYTES:
-        end = rest.numel() - rest.numel() % (8 * _COLUMNS)
-        digest.update(_sums(rest[:end].view(torch.int64).view(-1, _COLUMNS)).cpu().numpy().data)
-        rest = rest[end:]
-    digest.update(rest.cpu().numpy().data)
-    return digest.hexdigest()
+    if rest.numel() <= SMALL_BYTES:
+        return rest
+    end = rest.numel() - rest.numel() % (8 * _COLUMNS)
+    sums = _sums(rest[:end].view(torch.int64).view(-1, _COLUMNS))
+    return torch.cat((sums.view(torch.uint8), rest[end:]))
 
 
 def _sums(rows: Tensor) -> Tensor:
@@ -70,9 +94,10 @@ def check_synced(trainer: Weights, engine: Weights, *, version: int, folder: Pat
     """
     ours, theirs = dict(trainer), dict(engine)
     wrong = sorted(ours.keys() ^ theirs.keys())
-    for name, tensor in theirs.items():
-        if name in ours and fingerprint(ours[name].to(tensor.dtype)) != fingerprint(tensor):
-            wrong.append(name)
+    both = [name for name in theirs if name in ours]
+    expected = fingerprints(ours[name].to(theirs[name].dtype) for name in both)
+    held = fingerprints(theirs[name] for name in both)
+    wrong += [name for name, *values in zip(both, expected, held, strict=True) if values[0] != values[1]]
     if not wrong:
         return
     files = [

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from braid.errors import EngineError
 
-from .fingerprint import fingerprint, first_few
+from .fingerprint import fingerprints, first_few
 from .links import Link, join_link
 from .wire import Message, Receipt, TensorSpec, Ticket, Wire, call
 
@@ -67,7 +67,8 @@ class Receiver(ABC):
     def _verify(self, sent: Mapping[str, str], tensors: Mapping[str, Tensor], what: str, where: str) -> None:
         """Raise EngineError unless `tensors` have the names and fingerprints `sent`."""
         strange = [name for name in tensors if name not in sent]
-        wrong = [n for n, value in sent.items() if n not in tensors or fingerprint(tensors[n]) != value]
+        received = dict(zip(tensors, fingerprints(tensors.values()), strict=True))
+        wrong = [name for name, value in sent.items() if received.get(name) != value]
         if wrong or strange:
             raise EngineError(
                 f"{len(wrong)} of {len(sent)} tensors in {what} ({first_few(wrong or strange)}) differ from what the trainer {where}"

@@ -11,7 +11,7 @@ import torch
 from braid.errors import EngineError
 
 from .files import FileSender
-from .fingerprint import Weights, bytes_of, fingerprint
+from .fingerprint import Weights, bytes_of, fingerprints
 from .links import Link, open_link, own_address
 from .sending import Bucket, Sender, SendOptions, buckets_of
 from .wire import Listener, Receipt, Ticket, Wire, hear, readable, tell
@@ -126,7 +126,8 @@ class LinkedSender:
             self._unlink()
 
     def _send_bucket(self, index: int, bucket: Bucket, link: Link, receipt: Receipt, deadline: float) -> None:
-        rows = [(spec, fingerprint(tensor)) for spec, tensor in bucket]
+        values = fingerprints(tensor for _, tensor in bucket)
+        rows = [(spec, value) for (spec, _), value in zip(bucket, values, strict=True)]
         message = {
             "kind": "bucket",
             "index": index,

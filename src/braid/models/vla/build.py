@@ -17,7 +17,7 @@ from braid.config.schema import RunConfig
 from braid.errors import ModelError
 from braid.models.base import copy_weights, unique_weights
 from braid.models.export import export_with
-from braid.models.folders import expand, local_folder, read_json, read_tokenizer
+from braid.models.folders import local_folder, local_path, read_json, read_tokenizer
 from braid.models.loading import TORCH_DTYPES
 from braid.models.lora import add_adapters, merged_weights, named_adapters
 from braid.types import Spaces
@@ -121,7 +121,8 @@ def _tokenizer(model: ModelConfig, folder: str) -> PreTrainedTokenizerBase:
     key = "model.path" if model.tokenizer is None else "model.tokenizer"
     # transformers would look for the class of an OpenVLA config, which it does not know, and warn
     options = {} if model.vla is None or model.vla.kind == "pi0" else {"config": PreTrainedConfig()}
-    return read_tokenizer(expand(model.tokenizer or folder), key, model.trust_remote_code, **options)
+    path = local_path(model.tokenizer or folder, key)
+    return read_tokenizer(path, key, model.trust_remote_code, **options)
 
 
 def _statistics(folder: Path) -> Mapping[str, Any]:

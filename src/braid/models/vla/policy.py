@@ -21,6 +21,7 @@ from braid.models.base import Acted, Output, TrainableModel, at_level, choose, u
 from braid.models.batch import PackedBatch
 from braid.models.flops import Flops, flops_of_linear
 from braid.models.lora import has_adapters, named_adapters
+from braid.models.transfer import to_device
 from braid.models.value_head import VALUES, Detaching, ValueHead, detached, taken_name
 from braid.types import DecisionLevel, Spaces
 
@@ -222,8 +223,9 @@ class VlaPolicy(TrainableModel):
         if outputs <= VALUES:
             (features,) = self._in_parts(lambda part: (self.features(part),), batch.observations)
             return self._values(features, batch, outputs)
-        written = batch.mask.nonzero().squeeze(1)
-        used, which = batch.observed[written].unique(return_inverse=True)
+        places = batch.host("mask").nonzero().squeeze(1)
+        used = batch.host("observed")[places].unique(return_inverse=True)
+        written, used, which = (to_device(x, batch.device) for x in (places, *used))
         unit = batch.unit[written]
         inputs = {
             name: values.new_zeros(len(used), self.width, *values.shape[1:]).index_put(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -35,7 +38,25 @@ class Tracker:
 
 
 def run_id(file: Path) -> str:
-    """Return the tracker's id of the run, stored in `file`, so that a resumed run continues the same one."""
-    if not file.exists():
-        file.write_text(uuid.uuid4().hex[:12], "utf-8")
-    return file.read_text("utf-8")
+    """The tracker's id of the run, kept in `file` with the folder that it was made in: a resumed run continues the same one, also
+    in a folder that was moved. A copy, whose original is still there, gets an id of its own: its rounds would be written into the
+    original's curves."""
+    folder = file.parent.resolve()
+    name, made_in = _read_id(file)
+    if name is not None and made_in in (folder, None):
+        return name
+    original = None if made_in is None else made_in / file.name
+    if name is None or (original is not None and _read_id(original)[0] == name):
+        name = uuid.uuid4().hex[:12]
+        if original is not None:
+            logger.warning(
+                "%s is a copy of %s: it gets a run of its own in the tracker (%s)", folder, made_in, name
+            )
+    file.write_text(f"{name}\n{folder}\n", "utf-8")
+    return name
+
+
+def _read_id(file: Path) -> tuple[str | None, Path | None]:
+    """The id, and the folder that it was made in, if known."""
+    lines = file.read_text("utf-8").splitlines() if file.is_file() else []
+    return (lines[0] if lines else None), (Path(lines[1]) if len(lines) > 1 else None)

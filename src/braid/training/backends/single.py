@@ -432,6 +432,22 @@ class SingleBackend:
             is_on_device=all(p.device.type == self._device.type for p in weights),
         )
 
+    def bytes_to_come(self) -> int:
+        """Device memory that the next update takes, beside activations, and that is not taken yet."""
+        if self._optimizer is None:
+            return 0
+        trained = [self._masters.get(p, p) for p in self._model.module.parameters() if p.requires_grad]
+        num_moments = 0 if self._config.optimizer.kind == "sgd" else 2
+        states = [t for of in self._optimizer.state.values() for t in of.values()]
+        kind = self._device.type
+        held = sum(t.nbytes for t in states if t.device.type == kind)
+        masters = sum(t.nbytes for t in self._masters.values() if t.device.type != kind)
+        return (
+            max(0, num_moments * sum(p.nbytes for p in trained) - held)
+            + masters
+            + sum(p.nbytes for p in trained)
+        )
+
     def state(self) -> dict[str, Any]:
         with self._awake():
             return joined([self._sharded_state()])

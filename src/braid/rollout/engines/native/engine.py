@@ -20,7 +20,8 @@ import itertools
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, NamedTuple
@@ -123,6 +124,7 @@ class NativeEngine(SteppedEngine):
         autocast: torch.dtype | None = None,
         prefix_caching: bool = False,
         compile: bool = False,
+        bytes_to_come: Callable[[], int] | None = None,
     ) -> None:
         """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
         `kv_budget_tokens`: see config.rollout.NativeEngineConfig.
@@ -132,12 +134,24 @@ class NativeEngine(SteppedEngine):
         engine keeps a copy of the weights, updated by `set_weights`. `recompute_cache` is for sequences that
         continue with new weights. With `prefix_caching` the cache of a conversation is kept for its next turn, as
         long as all of them have no more tokens than `kv_budget_tokens`; otherwise the oldest are computed anew.
-        `compile`: decode with the kernels of compiled.py (CPUs) or models.gpu.
+        `compile`: decode with the kernels of compiled.py (CPUs) or models.gpu. `bytes_to_come` returns the memory that
+        others will take while the cache exists, and have not taken yet: it is left to them.
+
+        An engine that owns its weights may sample while another thread trains. On GPUs it has a stream, since its steps
+        would otherwise wait for all that the update has launched. Its memory belongs to that stream. New weights pass
+        by events: the stream waits for the update's, which then waits until the weights are copied.
         """
         super().__init__()
         self._source = lm
         self._device = next(lm.model.parameters()).device
-        self._lm = _converted(lm, None if dtype == "auto" else _DTYPES[dtype], autocast, copies=owns_weights)
+        # of high priority, because an update's kernels are long and a step's are short
+        has_stream = owns_weights and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device, priority=-1) if has_stream else None
+        with self._after_update():
+            self._lm = _converted(
+                lm, None if dtype == "auto" else _DTYPES[dtype], autocast, copies=owns_weights
+            )
+        self._bytes_to_come = bytes_to_come
         # no cache, since a graph must not refer to its memory
         self._autocast = partial(
             torch.autocast, self._device.type, autocast, enabled=autocast is not None, cache_enabled=False
@@ -251,7 +265,11 @@ class NativeEngine(SteppedEngine):
     @torch.inference_mode()
     def _affordable_tokens(self) -> int:
         """Tokens whose keys and values fit into the free memory, less a reserve."""
-        free = free_bytes(self._device)
+        with self._on_stream():
+            return self._tokens_within(free_bytes(self._device))
+
+    def _tokens_within(self, free: int | None) -> int:
+        """As many as fit into these bytes; a constant number on CPUs."""
         if free is None:
             return CPU_KV_BUDGET_TOKENS
         sample, width = KVCache(_SAMPLE_TOKENS, 1), padded_rows(1)
@@ -261,6 +279,7 @@ class NativeEngine(SteppedEngine):
         with self._autocast():
             self._lm.hidden(ids, ids, PrefillAttention(sample, 0, [(width, 1)]))
         per_token = sample.num_bytes // _SAMPLE_TOKENS
+        free = max(0, free - (self._bytes_to_come() if self._bytes_to_come else 0))
         return int(_CACHE_FRACTION * free) // per_token // (2 if self._keeps_prefixes else 1)
 
     @property
@@ -270,8 +289,24 @@ class NativeEngine(SteppedEngine):
 
     @torch.no_grad()
     def _copy_weights(self) -> None:
-        for name, new in self._source.model.named_parameters(remove_duplicate=False):
-            self._lm.model.get_parameter(name).copy_(new)
+        with self._after_update():
+            for name, new in self._source.model.named_parameters(remove_duplicate=False):
+                self._lm.model.get_parameter(name).copy_(new)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @contextmanager
+    def _after_update(self) -> Iterator[None]:
+        """On the engine's stream, after all that has been launched on the update's, which goes on after this block."""
+        if self._stream is None:
+            yield
+            return
+        of_update = torch.cuda.default_stream(self._device)
+        self._stream.wait_stream(of_update)
+        with torch.cuda.stream(self._stream):
+            yield
+        of_update.wait_stream(self._stream)
 
     def _drop_stale(self) -> None:
         """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue; others keep it for the rest of
@@ -290,6 +325,11 @@ class NativeEngine(SteppedEngine):
 
     @torch.inference_mode()
     def _step(self) -> None:
+        with self._on_stream():
+            self._advance()
+
+    def _advance(self) -> None:
+        """See `_step`."""
         admitted = self._admit()
         if admitted or self._has_new_weights:
             self._decoder.refresh(has_new_weights=self._has_new_weights)
@@ -508,9 +548,11 @@ class NativeEngine(SteppedEngine):
     def _release(self, sequence: _Sequence) -> None:
         """Free a slot and move the last running sequence into it, so that slots stay compact."""
         slot, last = sequence.slot, self._running.pop()
-        self._cache.remove(slot, self._positions)
+        with self._on_stream():  # also called between steps
+            self._cache.remove(slot, self._positions)
+            if last is not sequence:
+                self._sampler.move(last.slot, slot)
         if last is not sequence:
-            self._sampler.move(last.slot, slot)
             self._slots[:, slot] = self._slots[:, last.slot]
             self._running[slot], last.slot = last, slot
         sequence.slot = -1

@@ -23,8 +23,9 @@ _BLOCK = 512
 """Tokens whose probabilities are summed in float32; larger vocabularies are drawn from in two stages."""
 
 
-_NUM_BEST = 64
-"""Most probable tokens among which the border of top-p is searched before all are sorted."""
+_NUM_BEST, _NUM_BEST_ON_GPU = 64, 1024
+"""Most probable tokens among which the border of top-p is searched before all are sorted. On GPUs a search among more costs
+about the same, and a sort a second wait."""
 _MOST_CANDIDATES = 256
 """Largest top-k whose tokens are drawn from without computing the probabilities of the whole vocabulary."""
 
@@ -76,7 +77,7 @@ class Sampler:
                 shape = (len(self._settings), self._vocab_size)
                 self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
             self._seen[slot] = False
-            self._seen[slot, list(prefix_ids)] = True
+            self._seen[slot].index_fill_(0, to_device(prefix_ids, self._device), True)
 
     def move(self, source: int, target: int) -> None:
         """Copy the state of slot `source` to slot `target`."""
@@ -101,19 +102,30 @@ class Sampler:
         if (settings["temperature"] != 1.0).any():
             logits = logits / self._column("temperature", rows)
         settings["num_tokens"] += 1
-        tokens, probs = self._drawn(logits, choices, uniforms[:, None], rows)
+        tokens, probs, is_short = self._drawn(logits, choices, uniforms[:, None], rows)
+        columns = (
+            (tokens.double(), probs) if is_short is None else (tokens.double(), probs, is_short.double())
+        )
+        # The only copy to the host in a step. Token ids are exact in float64.
+        drawn = torch.cat(columns, dim=1).tolist()
+        if short := [row for row, (_, _, *flag) in enumerate(drawn) if any(flag)]:
+            chosen = to_device(on_host := torch.tensor(short), self._device)
+            greedy = None if choices is None else choices[chosen]
+            again = self._drawn_from(
+                logits[chosen], greedy, uniforms[chosen, None], rows, on_host, sorts=True
+            )
+            tokens, probs = tokens.index_copy(0, chosen, again[0]), probs.index_copy(0, chosen, again[1])
+            drawn = torch.cat((tokens.double(), probs), dim=1).tolist()
         if self._seen is not None:
             self._seen[rows].scatter_(1, tokens, True)
-        # Without top-p the only copy to the host in a step. Token ids are exact in float64.
-        drawn = torch.cat((tokens.double(), probs), dim=1).tolist()
         # One at a time: a vectorised log has different rounding at the end of a tensor than in its middle.
-        return [int(token) for token, _ in drawn], [math.log(p) if p > 0 else math.nan for _, p in drawn]
+        return [int(row[0]) for row in drawn], [math.log(row[1]) if row[1] > 0 else math.nan for row in drawn]
 
     def _drawn(
         self, logits: Tensor, choices: Tensor | None, uniforms: Tensor, rows: slice
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Tokens [N, 1] at `uniforms` [N, 1], or of greedy rows `choices` [N, 1], and their probabilities [N, 1], for
-        logits [N, V] divided by the temperature.
+        logits [N, V] divided by the temperature; and the rows that have to be drawn again (see `_keep_top_p`).
 
         A row with a small top-k is drawn from its candidates alone, if no tie adds to them, which on a CPU takes
         less than half of the time at 152k tokens. The choice depends on the row only.
@@ -131,14 +143,15 @@ class Sampler:
             chosen = torch.from_numpy(np.flatnonzero(few & (top_k == size)))
             of_row = ids[chosen, :size].sort(dim=-1).values
             candidates = logits[chosen].gather(1, of_row)
-            places, probs[chosen] = self._drawn_from(candidates, None, uniforms[chosen], rows, chosen)
+            places, probs[chosen], _ = self._drawn_from(candidates, None, uniforms[chosen], rows, chosen)
             tokens[chosen] = of_row.gather(1, places)
         if not few.all():
             others = torch.from_numpy(np.flatnonzero(~few))
             greedy = None if choices is None else choices[others]
-            found = self._drawn_from(logits[others], greedy, uniforms[others], rows, others)
-            tokens[others], probs[others] = found
-        return tokens, probs
+            tokens[others], probs[others], _ = self._drawn_from(
+                logits[others], greedy, uniforms[others], rows, others
+            )
+        return tokens, probs, None
 
     def _drawn_from(
         self,
@@ -147,29 +160,31 @@ class Sampler:
         uniforms: Tensor,
         rows: slice,
         chosen: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        *,
+        sorts: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Places [n, 1] in `logits` [n, K] of the `chosen` [n] of the rows (None: all), and their probabilities
-        [n, 1]. A greedy row takes its place in `choices` [n, 1]."""
+        [n, 1]; and those to be drawn again, with `sorts`. A greedy row takes its place in `choices` [n, 1]."""
         settings = self._settings[rows] if chosen is None else self._settings[rows][chosen.numpy()]
         if choices is not None and settings["is_greedy"].all():
-            return choices, logits.softmax(-1).gather(1, choices).double()
+            return choices, logits.softmax(-1).gather(1, choices).double(), None
 
         def column(name: str) -> Tensor:
             of_rows = self._column(name, rows)
-            return of_rows if chosen is None else of_rows[chosen]
+            return of_rows if chosen is None else of_rows[to_device(chosen, self._device)]
 
         if (top_k := settings["top_k"]).any() and int(top_k.max()) < logits.shape[1]:
             logits = _keep_top_k(logits, column("top_k"), int(top_k.max()))
-        probs = logits.softmax(-1)
+        probs, is_short = logits.softmax(-1), None
         if (settings["top_p"] < 1.0).any():
-            probs = _keep_top_p(probs, column("top_p"))
+            probs, is_short = _keep_top_p(probs, column("top_p"), sorts=sorts)
         if settings["min_p"].any():
             probs = probs.masked_fill(probs < column("min_p") * probs.amax(-1, keepdim=True), 0.0)
         places, total = _draw(probs, uniforms)
         if choices is not None:
             places = torch.where(column("is_greedy"), choices, places)
             total = total.masked_fill(column("is_greedy"), 1.0)  # as in a batch of greedy rows alone
-        return places, probs.gather(1, places) / total
+        return places, probs.gather(1, places) / total, is_short
 
     def _shaped(self, logits: Tensor, settings: NDArray[np.void], rows: slice) -> Tensor:
         """Apply the repetition penalty, and mask end tokens of rows with fewer than min_new_tokens tokens."""
@@ -229,19 +244,26 @@ def _keep_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
     return torch.where(logits >= floor, logits, float("-inf"))
 
 
-def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+def _keep_top_p(probs: Tensor, top_p: Tensor, *, sorts: bool) -> tuple[Tensor, Tensor | None]:
     """0 outside the smallest set of most probable tokens whose mass reaches top_p (Holtzman et al. 2019,
     nucleus sampling).
 
-    [N, V], [N, 1] -> [N, V], not normalised. Sorts only rows whose most probable tokens do not suffice, since
-    sorting a large vocabulary costs more than the model.
+    [N, V], [N, 1] -> [N, V], not normalised. Only rows whose most probable tokens do not suffice are to be sorted, since
+    sorting a large vocabulary costs more than the model. On GPUs it takes a wait to know them, so they are returned
+    [N, 1], for the host to read with the tokens; with `sorts` these are the given rows.
     """
-    floor, is_short = _least_kept(probs.topk(min(_NUM_BEST, probs.shape[1]), dim=-1).values, top_p)
-    if probs.shape[1] > _NUM_BEST and bool((is_short := is_short & (top_p < 1.0)).any()):
+    is_cpu = probs.device.type == "cpu"
+    num_best, is_short = (_NUM_BEST if is_cpu else _NUM_BEST_ON_GPU), None
+    if sorts:
+        floor, _ = _least_kept(_sorted(probs), top_p)
+    else:
+        floor, is_short = _least_kept(probs.topk(min(num_best, probs.shape[1]), dim=-1).values, top_p)
+        is_short = is_short & (top_p < 1.0) if probs.shape[1] > num_best else None
+    if is_cpu and is_short is not None and bool(is_short.any()):
         rows = is_short.squeeze(1).nonzero().squeeze(1)
         floor[rows] = _least_kept(_sorted(probs[rows]), top_p[rows])[0]
     floor.masked_fill_(top_p >= 1.0, 0.0)
-    return torch.where(probs >= floor, probs, 0.0)
+    return torch.where(probs >= floor, probs, 0.0), None if is_cpu else is_short
 
 
 def _least_kept(best: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:

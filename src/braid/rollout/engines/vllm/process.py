@@ -19,16 +19,22 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm import SamplingParams, TokensPrompt  # noqa: TID251
 from vllm.config import set_current_vllm_config  # noqa: TID251
 from vllm.engine.arg_utils import EngineArgs  # noqa: TID251
 from vllm.exceptions import VLLMClientError  # noqa: TID251
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: TID251
+from vllm.model_executor.layers.linear import (  # noqa: TID251
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead  # noqa: TID251
 from vllm.model_executor.model_loader.reload import (  # noqa: TID251
     finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info  # noqa: TID251
 from vllm.outputs import RequestOutput  # noqa: TID251
 from vllm.sampling_params import RequestOutputKind  # noqa: TID251
 from vllm.v1.engine import FinishReason  # noqa: TID251
@@ -79,9 +85,14 @@ class WeightReceiver:
         with set_current_vllm_config(self.vllm_config):
             model = self.model_runner.get_model()
             expected = {name for name, _ in model.named_parameters()}
+            for layer in model.modules():
+                if isinstance(layer, RoutedExperts) and next(layer.parameters()).device.type == "cpu":
+                    # Kernels of experts on a CPU read packed weights, which vLLM packs only while it makes the kernel.
+                    layer.quant_method.moe_kernel = None
             initialize_layerwise_reload(model)
             try:
                 loaded = model.load_weights(weights)
+                parts = list(missing_parts(model))
             finally:
                 # Also after a partial load: otherwise no further version could be loaded.
                 finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -90,11 +101,50 @@ class WeightReceiver:
                     # A head tied to the embedding is not loaded itself, and on CPU uses a packed copy of the
                     # weights.
                     head.quant_method.process_weights_after_loading(head)
-        if loaded is not None and (missing := sorted(expected - loaded)):
+        if missing := [*parts, *sorted(expected - (expected if loaded is None else loaded))]:
             raise EngineError(
                 f"the weight sync lacked {len(missing)} weights of vLLM's {type(model).__name__}, among them {missing[0]}; "
                 f"the model folder of vLLM has a different architecture than the trainer's model"
             )
+
+
+def missing_parts(model: nn.Module) -> Iterator[str]:
+    """The parts of fused parameters that a reload under way has not loaded, such as k of a layer's qkv: vLLM counts the
+    parameter as loaded with any of them, and keeps the other parts' memory as it is."""
+    for name, layer in model.named_modules():
+        reload = get_layerwise_info(layer)
+        if not reload.can_load():
+            continue  # all of the layer is loaded
+        loaded: dict[str, set[Any]] = {}
+        for parameter, call in reload.loaded_weights:
+            loaded.setdefault(parameter, set()).update(_parts_of(call.arguments))
+        for parameter, parts in loaded.items():
+            if None not in parts:  # the parameter as a whole
+                yield from (
+                    f"{name}.{parameter} ({of})" for of in _all_parts(layer, parameter) if of not in parts
+                )
+
+
+def _parts_of(arguments: Mapping[str, Any]) -> list[Any]:
+    """What a call of a weight loader loads: [None] for a whole parameter."""
+    if arguments.get("expert_id") is not None and arguments["shard_id"] is not None:
+        is_of_all = arguments["loaded_weight"].ndim == 3
+        return [None] if is_of_all else [f"{arguments['shard_id']} of expert {arguments['expert_id']}"]
+    shard = arguments.get("loaded_shard_id")
+    return list(shard) if isinstance(shard, tuple | list) else [shard]
+
+
+def _all_parts(layer: nn.Module, parameter: str) -> list[Any]:
+    if isinstance(layer, QKVParallelLinear):
+        return ["q", "k", "v"]
+    if isinstance(layer, MergedColumnParallelLinear):
+        return list(range(len(layer.output_sizes)))
+    if isinstance(layer, RoutedExperts):
+        config = layer.moe_config
+        gated = ["w1", "w3"] if config.is_act_and_mul else ["w1"]
+        shards = gated if parameter.startswith("w13") else ["w2"]
+        return [f"{shard} of expert {n}" for n in range(config.num_logical_experts) for shard in shards]
+    return []
 
 
 class EngineProcess:

@@ -35,9 +35,10 @@ from braid.config.train import TrainConfig
 from braid.models.attention import LayerCall, PackedAttention, attend
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
-from braid.models.causal_lm import CausalLM, spread, written_positions
+from braid.models.causal_lm import CausalLM, padding_without_gradient, spread, written_positions
 from braid.models.kernels import packed_attention
 from braid.models.logprobs import Head, token_logprobs
+from braid.models.transfer import to_device
 from braid.models.value import ValueModel
 from braid.models.value_head import ValueHead
 
@@ -264,7 +265,7 @@ class Decoder(GPTModel):
         assert rotary.attention_scaling == 1.0, "holds for the rotary embeddings that check_model accepts"
         self._frequencies: Tensor = rotary.inv_freq.float().clone()
         self._source: Any = model
-        self._padding: int | None = getattr(model.backbone.get_input_embeddings(), "padding_idx", None)
+        self._padding = padding_without_gradient(model.backbone)
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # packed rows, not a padded batch
         self, batch: PackedBatch, outputs: frozenset[Output]
@@ -315,7 +316,7 @@ class Decoder(GPTModel):
     ) -> dict[str, Tensor]:
         written, before = written_positions(batch)
         is_here = (before >= start) & (before < start + size)
-        positions, here = written[is_here], before[is_here] - start
+        positions, here = (to_device(x, batch.device) for x in (written[is_here], before[is_here] - start))
         if self.value_head is not None:
             if self.config.sequence_parallel:
                 # every rank computes all values, but only the gradient of its own positions counts

@@ -1,0 +1,59 @@
+"""Tries a policy loss of a user's own on a few tokens, before a run that would fail in its first update."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from braid.users import described, is_the_users, shown
+
+from .policy_losses import PolicyLoss
+from .segments import segments
+from .surrogate import Tokens
+
+_LOGPROBS = (-0.5, -1.5, -2.0, -0.1)
+_OLD = (-0.6, -1.2, -2.5, -0.1)
+_ADVANTAGES = (1.0, -1.0, 0.5, 0.0)
+
+
+def problem_of(loss: PolicyLoss, reserved: Collection[str] = ()) -> str:
+    """Why the loss cannot train, empty if it can. `reserved` are the names of metrics that every policy loss reports."""
+    if taken := sorted(loss.metrics.keys() & set(reserved)):
+        return f"its metric {taken[0]!r} is one that every policy loss reports; give it another name"
+    try:
+        return _problem_of(loss)
+    except BaseException as error:
+        if not is_the_users(error):
+            raise
+        return f"it raised {described(error)}"
+
+
+def _problem_of(loss: PolicyLoss) -> str:
+    logprobs = torch.tensor(_LOGPROBS, requires_grad=True)
+    old, advantages, num = torch.tensor(_OLD), torch.tensor(_ADVANTAGES), len(_OLD)
+    whole = segments(torch.ones(num, dtype=torch.bool), torch.zeros(num, dtype=torch.long))
+    ratio = loss.ratio(logprobs, old, lambda level: None if level == "token" else whole)
+    is_chosen = torch.zeros(num)
+    if loss.selects_tokens:
+        is_chosen = loss.select(advantages * old, torch.linspace(0.1, 0.9, num)).to(old.dtype)
+    returned = loss.per_token(Tokens(logprobs, old, advantages, ratio, is_chosen))
+    if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+        return f"it must return the loss of each token and a dict of diagnostics, not {shown(returned)}"
+    per_token, diagnostics = returned
+    for name, values in {"the loss": per_token, **diagnostics}.items():
+        if not isinstance(values, Tensor) or values.shape != (num,):
+            shape = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else shown(values)
+            return (
+                f"{name} must be a number for each of the {num} tokens, not {shape}; do not average over them"
+            )
+        if not values.isfinite().all():
+            return f"{name} is not finite: {values.tolist()}"
+        if name != "the loss" and values.requires_grad:
+            return f"the diagnostic {name!r} has a gradient; return {name}.detach()"
+    if not per_token.requires_grad:
+        return "its loss has no gradient; compute it from tokens.logprobs or tokens.ratio without detach()"
+    if undeclared := sorted(diagnostics.keys() - loss.metrics.keys()):
+        return f"it returned the diagnostic {undeclared[0]!r}, which it does not declare; add it to `metrics`, with its meaning"
+    return ""

@@ -1,0 +1,30 @@
+"""Keys of earlier versions and where they are now, for error messages. Old keys are not read."""
+
+from __future__ import annotations
+
+_LOSS = "algorithm.policy_loss"
+MOVED = {
+    **{
+        f"algorithm.{name}": f"{_LOSS}.{name}"
+        for name in (
+            "ratio_level",
+            "log_ratio_min",
+            "log_ratio_max",
+            "clip_low",
+            "clip_high",
+            "dual_clip",
+            "cov_fraction",
+            "cov_low",
+            "cov_high",
+            "cov_coef",
+        )
+    },
+    "algorithm.cispo_mask": f"{_LOSS}.mask (of kind cispo)",
+    "algorithm.sapo_tau_positive": f"{_LOSS}.tau_positive (of kind sapo)",
+    "algorithm.sapo_tau_negative": f"{_LOSS}.tau_negative (of kind sapo)",
+    "algorithm.topr_positive_weight": f"{_LOSS}.positive_weight (of kind topr)",
+    "algorithm.topr_negative_weight": f"{_LOSS}.negative_weight (of kind topr)",
+    "algorithm.kimi_tau": f"{_LOSS}.tau (of kind kimi)",
+    "algorithm.dppo_divergence": f"{_LOSS}.divergence (of kind dppo)",
+}
+"""Old key -> the new one."""

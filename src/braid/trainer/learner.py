@@ -1,0 +1,262 @@
+"""Learning from the rows of a round: advantages, and the optimizer steps of critic and policy."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from braid.algorithms.aggregate import row_weights
+from braid.algorithms.kl import steered_coefficient
+from braid.algorithms.rewards import RunningMoments
+from braid.config.schema import RunConfig
+from braid.config.train import TrainConfig
+from braid.errors import TrainingError
+from braid.models.base import Output
+from braid.plan import Plan
+from braid.report.metrics import Metrics
+from braid.training.advantages import are_trained
+from braid.training.backend import StepReport
+from braid.training.group import ModelGroup
+from braid.training.losses import policy_loss, value_loss_of, with_value_loss
+from braid.training.rollout_buffer import RowMetadata
+from braid.types import is_at_least
+
+from .buffer import Buffer
+from .keys import BATCH_KEY, CHOICE_KEY
+from .models import Models
+from .progress import Counters
+from .reports import Reports, is_due
+from .selection import Selection
+
+logger = logging.getLogger(__name__)
+
+MAX_EMPTY_ROUNDS = 10
+"""Number of consecutive rounds without anything to train on after which the run fails."""
+
+
+class Rows(NamedTuple):
+    """Rows of a round, and the metrics of what was done with them."""
+
+    rows: list[RowMetadata]
+    metrics: Metrics
+
+
+class Update(NamedTuple):
+    """The optimizer steps of a round: how many the policy took, and their metrics."""
+
+    num_steps: int
+    metrics: Metrics
+
+
+class Learner:
+    """Computes advantages and updates the models. `reward_moments` are those of all rounds so far, if rewards are
+    normalised by them."""
+
+    def __init__(
+        self, config: RunConfig, plan: Plan, models: Models, buffer: Buffer, reports: Reports
+    ) -> None:
+        self._config, self._plan, self._models, self._buffer = config, plan, models, buffer
+        self._reports = reports
+        self.reward_moments = RunningMoments()
+
+    def fetch_rows(self, selection: Selection) -> Rows:
+        """Have the rollout buffer fetch the round's rows from the workers that sampled them."""
+        metrics = Metrics()
+        with self._reports.timed("compute_advantages", metrics):
+            return Rows(self._buffer.open(self._models.rollouts.start_rows(selection.kept)), metrics)
+
+    def compute_advantages(self, rows: Sequence[RowMetadata], kl_coef: float | None) -> Rows:
+        """Compute log-probs, values and advantages of the round's rows. Returns the rows to train on; an empty list if
+        there is nothing to learn from. `kl_coef` as in Counters."""
+        recipe, metrics = self._plan.recipe, Metrics()
+        with self._reports.timed("compute_advantages", metrics):
+            if rows:
+                self._infer_fields(rows)
+                computed, moments = self._buffer.compute_advantages(
+                    self._kl_coef(kl_coef), self.reward_moments
+                )
+                self.reward_moments.load(moments.state())
+                for name, value in computed.items():
+                    metrics.mean(name, value)
+                if recipe.supervised_coef > 0:
+                    success = self._config.eval.success_reward
+                    self._buffer.mark_successes(rows, [is_at_least(row.score, success) for row in rows])
+            is_trained = are_trained(rows, recipe)
+            trained = [row for row, is_so in zip(rows, is_trained, strict=True) if is_so]
+            if recipe.mask_truncated or recipe.mask_long_failures is not None:
+                num_masked = _num_trajectories(rows) - _num_trajectories(trained)
+                metrics.add("rollout/masked_trajectories", num_masked)
+        metrics.add("rollout/empty_rounds", int(not trained))
+        return Rows(trained, metrics)
+
+    def _infer_fields(self, rows: Sequence[RowMetadata]) -> None:
+        """Compute log-probs and values before the update; models on separate workers run in parallel."""
+        models, plan, buffer = self._models, self._plan, self._buffer
+        asked: list[tuple[ModelGroup, Output, str]] = []
+        if plan.old_logprobs == "recompute":
+            asked.append((models.inference or models.policy, "logprobs", "old_logprobs"))
+        elif plan.old_logprobs == "behavior":
+            buffer.copy_field("behavior_logprobs", "old_logprobs")
+        elif plan.old_logprobs == "interpolated":
+            buffer.write_policy_versions()
+        if plan.recipe.full_kl_in in ("reward", "advantage"):
+            asked.append((models.policy, "kl", "kl"))
+        elif models.reference is not None and plan.recipe.full_kl_in is None:
+            asked.append((models.reference, "logprobs", "ref_logprobs"))
+        if plan.learns_values:
+            asked.append((models.critic or models.policy, "values", "values"))
+        started = [buffer.start_infer(model, rows, output, field) for model, output, field in asked]
+        for call in itertools.chain.from_iterable(started):
+            call.wait()
+
+    def count_empty(self, counters: Counters, selection: Selection, rows: Sequence[RowMetadata]) -> int:
+        """The number of consecutive rounds without `rows` to train on, this one included, which is logged. Raises
+        TrainingError after MAX_EMPTY_ROUNDS."""
+        if rows:
+            return 0
+        num_empty = counters.empty_rounds + 1
+        why = selection.describe() if selection.reasons else ""
+        if selection.kept:
+            why += (
+                " and " if why else ""
+            ) + "algorithm.mask_truncated or mask_long_failures masks all remaining trajectories"
+        if num_empty >= MAX_EMPTY_ROUNDS:
+            raise TrainingError(
+                f"{num_empty} consecutive rounds, up to round {counters.round}, had nothing to train on. In the last "
+                f"one: {why}. {self._reports.watch.diagnosis()}"
+            )
+        logger.warning("round %d has nothing to train on: %s", counters.round, why)
+        return num_empty
+
+    def update(self, rows: Sequence[RowMetadata], counters: Counters) -> Update:
+        """Take the round's optimizer steps: the critic's, then the policy's, each on separate mini-batches; or those of a
+        policy with a value head. Does nothing without rows."""
+        metrics, num_steps = Metrics(), 0
+        if not rows:
+            return Update(num_steps, metrics)
+        models = self._models
+        with self._reports.timed("update", metrics):
+            is_warm_up = self._plan.learns_values and counters.round <= self._config.critic.warmup_rounds
+            if models.critic is not None or is_warm_up:
+                self._update_critic(models.critic or models.policy, rows, counters, metrics)
+            if not is_warm_up:
+                num_steps = self._update_policy(rows, counters, metrics)
+        tokens = sum(len(row) for row in rows) * self._config.train.passes_per_round
+        metrics.mean("train/tokens_per_s", tokens / metrics.value("time/update_s"))
+        return Update(num_steps, metrics)
+
+    def _update_critic(
+        self, critic: ModelGroup, rows: Sequence[RowMetadata], counters: Counters, metrics: Metrics
+    ) -> None:
+        recipe = self._plan.recipe
+        loss, level = value_loss_of(recipe), recipe.value_level
+        for batch in self._batches(rows, counters.round, self._config.critic.train or self._config.train):
+            counts = [
+                {"token": row.num_tokens, "action": row.num_actions, "turn": row.num_decisions}[level]
+                for row in batch
+            ]
+            record(metrics, "critic", self._buffer.train(critic, batch, self._weights(batch, counts), loss))
+
+    def _update_policy(self, rows: Sequence[RowMetadata], counters: Counters, metrics: Metrics) -> int:
+        """Returns the number of steps."""
+        recipe, step = self._plan.recipe, counters.step
+        for batch in self._batches(rows, counters.round, self._config.train):
+            counts = [row.num_decisions if recipe.counts_decisions else row.num_tokens for row in batch]
+            self._buffer.write_step_fields(batch, (self._config.run.seed, CHOICE_KEY, step))
+            loss = policy_loss(recipe, kl_coef=self._kl_coef(counters.kl_coef), version=counters.round)
+            if self._plan.learns_values and self._models.critic is None:
+                loss = with_value_loss(loss, recipe)
+            report = self._buffer.train(self._models.policy, batch, self._weights(batch, counts), loss)
+            record(metrics, "policy", report)
+            if recipe.early_stop_ratio is not None:
+                metrics.add("policy/early_stopped_steps", int(report.is_stopped))
+            step += 1
+        return step - counters.step
+
+    def _batches(
+        self, rows: Sequence[RowMetadata], round_: int, train: TrainConfig
+    ) -> Iterator[list[RowMetadata]]:
+        """Mini-batches of whole groups, reshuffled in each pass."""
+        groups = sorted({row.group for row in rows})
+        for pass_ in range(train.passes_per_round):
+            order = np.array(groups)
+            if train.shuffle:
+                seed = (self._config.run.seed, BATCH_KEY, round_, pass_)
+                np.random.default_rng(seed).shuffle(order)
+            for chosen in np.array_split(order, min(train.steps_per_pass, len(order))):
+                members = set(chosen.tolist())
+                yield [row for row in rows if row.group in members]
+
+    def _weights(self, batch: Sequence[RowMetadata], counts: Sequence[int]) -> list[float]:
+        """Each row's loss weight, of one of its tokens or decisions, of which it has `counts`."""
+        return row_weights(
+            counts,
+            [row.group for row in batch],
+            mode=self._plan.recipe.aggregation,
+            constant=self._plan.aggregation_constant,
+            agents=[(row.trajectory, row.agent) for row in batch],
+        )
+
+    def steer_kl(
+        self, kl_coef: float | None, measured: Metrics, rows: Sequence[RowMetadata]
+    ) -> tuple[float | None, Metrics]:
+        """With kl_target, adapt the KL coefficient for the next round to the KL per token `measured` in this round's
+        rewards, advantages or loss. Returns the new coefficient, as in Counters."""
+        recipe, metrics = self._plan.recipe, Metrics()
+        if recipe.kl_target is None or self._models.reference is None:
+            return kl_coef, metrics
+        current = self._kl_coef(kl_coef)
+        metrics.mean("algorithm/kl_coef", current)
+        name = "policy/kl" if recipe.kl_in == "loss" else "reward/kl"
+        if name in measured:
+            kl_coef = steered_coefficient(
+                current,
+                measured.value(name),
+                target=recipe.kl_target,
+                num_trajectories=_num_trajectories(rows),
+                horizon=recipe.kl_horizon,
+            )
+        return kl_coef, metrics
+
+    def _kl_coef(self, steered: float | None) -> float:
+        return self._plan.recipe.kl_coef if steered is None else steered
+
+    def store(self, round_: int, selection: Selection, rows: Sequence[RowMetadata]) -> None:
+        """Write the round's trajectories (samples/, dropped groups last) and the arrays of its rows (batches/),
+        if due."""
+        report, name = self._config.report, f"round_{round_:06d}"
+        is_read, is_kept = (
+            is_due(round_, every) for every in (report.samples_every_rounds, report.batches_every_rounds)
+        )
+        if not (is_read or is_kept):
+            return
+        groups = self._models.rollouts.whole("train", [*selection.kept, *selection.dropped])
+        arrays = self._buffer.whole(rows)
+        if is_read:
+            self._reports.reporter.store_samples(name, groups, arrays)
+        if is_kept:
+            self._reports.reporter.store_batch(name, groups, arrays)
+
+
+def record(metrics: Metrics, role: str, report: StepReport) -> None:
+    """Record the metrics of an optimizer step, under the role's name."""
+    metrics.mean(f"{role}/loss", report.loss)
+    if report.loss_scale is not None:
+        metrics.mean(f"{role}/loss_scale", report.loss_scale)
+        metrics.add(f"{role}/overflow_steps", int(report.is_overflow))
+    if not report.is_overflow:
+        metrics.mean(f"{role}/grad_norm", report.grad_norm)
+    metrics.mean(f"{role}/lr", report.lr)
+    metrics.add(f"{role}/skipped_steps", int(report.is_skipped and not report.is_overflow))
+    for name, (total, count) in report.metrics.items():
+        metrics.mean(name, total, count)
+    for name, value in report.maxima.items():
+        metrics.max(name, value)
+
+
+def _num_trajectories(rows: Sequence[RowMetadata]) -> int:
+    return len({row.trajectory for row in rows})

@@ -1,0 +1,45 @@
+"""Policy losses as functions of the tensors that each reads, for tests of single formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
+from braid.algorithms.surrogate import Surrogate, Tokens
+
+_FIELDS = ("logprobs", "old_logprobs", "advantages", "ratio", "is_chosen")
+
+
+def loss_of(kind: str, **settings: Any) -> PolicyLoss:
+    """A kind with those of `settings` that it has."""
+    loss = POLICY_LOSSES[kind]
+    return loss(**{name: value for name, value in settings.items() if name in loss.model_fields})
+
+
+def _formula(kind: str, *names: str) -> Callable[..., Surrogate]:
+    def compute(*tensors: Tensor, **settings: Any) -> Surrogate:
+        given = dict(zip(names, tensors, strict=True))
+        unread = torch.full_like(tensors[0], torch.nan)
+        tokens = Tokens(**{name: given.get(name, unread) for name in _FIELDS})
+        settings = {name: "off" if value is None else value for name, value in settings.items()}
+        return POLICY_LOSSES[kind](**settings).per_token(tokens)
+
+    return compute
+
+
+ppo_clip = _formula("ppo_clip", "ratio", "advantages")
+policy_gradient = _formula("policy_gradient", "logprobs", "advantages")
+importance_sampling = _formula("importance_sampling", "ratio", "advantages")
+masked_is = _formula("masked_is", "ratio", "logprobs", "advantages")
+cispo = _formula("cispo", "ratio", "logprobs", "advantages")
+sapo = _formula("sapo", "ratio", "advantages")
+topr = _formula("topr", "ratio", "logprobs", "advantages")
+kimi = _formula("kimi", "logprobs", "old_logprobs", "advantages")
+clip_cov = _formula("clip_cov", "ratio", "advantages", "is_chosen")
+kl_cov = _formula("kl_cov", "ratio", "logprobs", "old_logprobs", "advantages", "is_chosen")
+dppo = _formula("dppo", "ratio", "logprobs", "old_logprobs", "advantages")
+cross_entropy = _formula("cross_entropy", "logprobs")
