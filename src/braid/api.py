@@ -160,7 +160,7 @@ def _override(key: str, value: Any) -> str:
 
 @dataclass(slots=True)
 class _CallbackSink:
-    """See report.sinks.base.Sink."""
+    """Sink that calls the user's callback with each round's metrics; StopTraining ends the run."""
 
     call: Callback
     name: str = "callback"

@@ -118,7 +118,10 @@ class CheckpointStore:
             raise self._cannot_save(step, needed, error) from error
         finally:
             shutil.rmtree(saving, ignore_errors=True)
-        self._prune(step)
+        self.forget_after(step)
+        if self.keep is not None:
+            for old in self.steps()[: -self.keep]:
+                self._remove(old)
         return self.path(step)
 
     def locate(self, which: str | Path = "latest") -> tuple[Path, int, dict[str, Any]]:
@@ -187,12 +190,6 @@ class CheckpointStore:
         _sync(self.folder.parent)
         if replaced.exists():
             shutil.rmtree(replaced, ignore_errors=True)
-
-    def _prune(self, newest: int) -> None:
-        self.forget_after(newest)
-        if self.keep is not None:
-            for step in self.steps()[: -self.keep]:
-                self._remove(step)
 
     def _remove(self, step: int) -> None:
         """Remove a checkpoint: rename it first, then delete its files. Leftovers of errors are removed by the

@@ -102,8 +102,8 @@ def leave() -> None:
 
 _SECRET, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"  # environment variables
 _added: set[str] = set()
-"""Those of the two that the cluster which this process started has added. Ray adds the second, and another cluster
-without a secret could not be started or joined while it is set."""
+"""Which of the two variables this process's cluster has added. Ray adds the second, and another cluster without
+a secret could not be started or joined while it is set."""
 
 
 def _read_secret() -> None:

@@ -47,7 +47,7 @@ class MemoryRecorder:
             "device": str(self._device),
             "held_bytes": self._held(),
             "peak_bytes": self._peaks,
-            "rss_bytes": _rss(),
+            "rss_bytes": _status("VmRSS") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         file = self._folder / f"round_{round_:06d}.json"
         try:
@@ -71,11 +71,6 @@ class MemoryRecorder:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _rss() -> int:
-    """Resident set size of this process in bytes."""
-    return _status("VmRSS") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _status(name: str) -> int | None:

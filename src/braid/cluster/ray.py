@@ -200,7 +200,7 @@ def _value(arg: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """See cluster.workers.Pending."""
+    """A running call of Ray actors: its references, by the order of `ranks`, and its deadline."""
 
     group: RayGroup[Any]
     refs: list[Any]
@@ -209,7 +209,7 @@ class _Pending:
     deadline: float
 
     def wait(self) -> list[Any]:
-        """See Pending."""
+        """Wait for the values, by rank. Raises WorkerError."""
         return self.group._wait(self.refs, self.ranks, self.doing, self.deadline)
 
 
@@ -329,7 +329,7 @@ class RayGroup(WorkerGroup[W]):
         self._wait(makes, range(self.size), "being built", deadline)
 
     def add(self, name: str, factory: Factory[T]) -> WorkerGroup[T]:
-        """See WorkerGroup."""
+        """Create another worker in each of the processes."""
         self._make_workers(name, factory, time.monotonic() + self._timeout_s)
         return _Added(self, name)
 
@@ -346,7 +346,7 @@ class RayGroup(WorkerGroup[W]):
         return _Pending(self, calls, call.ranks, f"in {shown}", time.monotonic() + self._timeout_s)
 
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
-        """See WorkerGroup."""
+        """Wait until one of the calls has finished or failed. Their deadline is the earliest of all."""
         rank_of = {
             call: rank
             for started in cast("Sequence[_Pending]", pending)
@@ -359,7 +359,7 @@ class RayGroup(WorkerGroup[W]):
         return [started for started in pending if not any(call in left for call in started.refs)]
 
     def is_done(self, call: Pending[Any], within_s: float) -> bool:
-        """See WorkerGroup."""
+        """Whether all ranks have finished the call, after waiting for `within_s` seconds at most."""
         pending = cast("_Pending", call)
         rank_of = dict(zip(pending.refs, pending.ranks, strict=True))
         return not self._watch(rank_of, pending.doing, pending.deadline, until=time.monotonic() + within_s)
@@ -377,7 +377,7 @@ class RayGroup(WorkerGroup[W]):
         )
 
     def close(self) -> None:
-        """See WorkerGroup."""
+        """Kill the processes, and wait until they have ended."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -538,19 +538,19 @@ class _Added(WorkerGroup[W]):
         return self._processes._start(call, self.role)
 
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
-        """See WorkerGroup."""
+        """Wait for the calls as the group that owns the processes does."""
         return self._processes.wait_any(pending, within_s)
 
     def is_done(self, call: Pending[Any], within_s: float) -> bool:
-        """See WorkerGroup."""
+        """Whether all ranks have finished the call, after waiting for `within_s` seconds at most."""
         return self._processes.is_done(call, within_s)
 
     def add(self, name: str, factory: Factory[T]) -> WorkerGroup[T]:
-        """See WorkerGroup."""
+        """Create another worker in each of the same processes."""
         return self._processes.add(name, factory)
 
     def close(self) -> None:
-        """See WorkerGroup."""
+        """Free the workers; their processes go on."""
         self._processes._drop(self.role)
 
 

@@ -173,28 +173,28 @@ def wait_for_all(calls: Sequence[tuple[WorkerGroup[Any], Pending[Any]]]) -> None
 
 @dataclass(frozen=True, slots=True)
 class Started(Generic[R]):
-    """See Pending. A call in a thread of this process."""
+    """A call in a thread of this process."""
 
     future: Future[list[R]]
 
     @property
     def refs(self) -> list[R]:
-        """See Pending. Waits for the values, which are the references themselves."""
+        """Wait for the values, which are the references themselves."""
         return self.wait()
 
     def wait(self) -> list[R]:
-        """See Pending."""
+        """Wait for the thread; its exception is raised unchanged."""
         return self.future.result()
 
 
 @dataclass(frozen=True, slots=True)
 class Done(Generic[R]):
-    """See Pending. A completed call; the references are the values themselves."""
+    """A completed call; the references are the values themselves."""
 
     refs: list[R]
 
     def wait(self) -> list[R]:
-        """See Pending."""
+        """The value, without waiting."""
         return self.refs
 
 
@@ -228,22 +228,22 @@ class InProcessGroup(WorkerGroup[W]):
         return Done([called()])
 
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
-        """See WorkerGroup."""
+        """The calls that have finished: all, unless workers have threads."""
         if not self._has_threads:
             return pending
         futures = {call.future: call for call in pending if isinstance(call, Started)}
         return [futures[future] for future in wait(futures, within_s, FIRST_COMPLETED).done]
 
     def is_done(self, call: Pending[Any], within_s: float) -> bool:
-        """See WorkerGroup."""
+        """Whether the call has finished; only one in a thread is waited for."""
         return not isinstance(call, Started) or bool(wait([call.future], within_s).done)
 
     def add(self, name: str, factory: Factory[T], *, has_threads: bool = False) -> InProcessGroup[T]:
-        """See WorkerGroup."""
+        """Create another worker in this process."""
         return InProcessGroup(name, factory, workers=self._workers, has_threads=has_threads)
 
     def close(self) -> None:
-        """See WorkerGroup."""
+        """Close the worker, if it has a `close`, and forget it."""
         worker = self._workers.pop(self.role, None)
         if hasattr(worker, "close"):
             worker.close()

@@ -76,7 +76,7 @@ class Prompts(Lazy[Prompt]):
         return len(self._part_of)
 
     def item(self, index: int) -> Prompt:
-        """See Lazy."""
+        """The prompt at an index; recent ones are kept."""
         if (prompt := self._recent.get(index)) is None:
             if len(self._recent) >= RECENT_PROMPTS:
                 self._recent.clear()
@@ -153,7 +153,7 @@ class SourcePrompts(Lazy[Prompt]):
         return len(self.kept)
 
     def item(self, index: int) -> Prompt:
-        """See Lazy."""
+        """The prompt at an index, tokenized now."""
         (encoded,) = self.encoder([int(self.kept[index])])
         source, number = self.encoder.source, encoded.index
         fields = _fields(source, number, source.rows[number])

@@ -69,7 +69,7 @@ class Chained(Lazy[T]):
         return self._ends[-1] if self._ends else 0
 
     def item(self, index: int) -> T:
-        """See Lazy."""
+        """The item at an index into the joined sequences."""
         part = bisect_right(self._ends, index)
         return self._parts[part][index - (self._ends[part - 1] if part else 0)]
 
@@ -115,7 +115,7 @@ class JsonRows(Lazy[DataRow]):
         return len(self._starts) - 1
 
     def item(self, index: int) -> DataRow:
-        """See Lazy."""
+        """The row at an index, parsed now; the last one is kept."""
         at, row = self._last
         if at != index:
             start, end = self._starts[index : index + 2].tolist()
@@ -307,7 +307,7 @@ class ArrowRows(Lazy[DataRow]):
         return self._ends[-1]
 
     def item(self, index: int) -> DataRow:
-        """See Lazy."""
+        """The row at an index, read from its block; the last one is kept."""
         at, row = self._last
         if at != index:
             number = bisect_right(self._ends, index) - 1

@@ -116,7 +116,7 @@ class SourceExamples(Lazy[Example]):
         return len(self._kept)
 
     def item(self, index: int) -> Example:
-        """See Lazy."""
+        """The example at an index, tokenized now."""
         (example,) = self._maker.examples([int(self._kept[index])])
         return example
 

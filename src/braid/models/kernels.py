@@ -71,7 +71,7 @@ def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) 
 
 
 def compiled_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """See cpu.attention."""
+    """Causal attention by braid's own machine code, on a CPU."""
     from .cpu.attention import compiled_attention  # imports Numba, which takes half a second
 
     return compiled_attention(call, query, key, value)

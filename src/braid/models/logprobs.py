@@ -85,7 +85,7 @@ class TiledLogits:
         return len(self._head.weight)
 
     def tile(self, tokens: slice, columns: slice) -> Tensor:
-        """Those of `tokens` for the part `columns` of the vocabulary."""
+        """Logits of `tokens` for the part `columns` of the vocabulary."""
         part = self._head.weight[columns]
         return self._head.tile(self._states[tokens], part, columns, self._temperature)
 

@@ -178,14 +178,14 @@ class MlpPolicy(TrainableModel):
         return head + self._log_std.exp() * normal.view_as(head)
 
     def _logprobs(self, head: Tensor, log_std: Tensor, actions: Tensor) -> Tensor:
-        """Those of discrete actions, or of each component of a continuous one."""
+        """Log-probs of discrete actions, or of each component of continuous ones."""
         if self._is_categorical:
             return head.log_softmax(-1).gather(-1, actions.unsqueeze(-1)).squeeze(-1)
         scaled = (actions - head) / log_std.exp()
         return -0.5 * (scaled.square() + math.log(2 * math.pi)) - log_std
 
     def _entropy(self, head: Tensor, log_std: Tensor) -> Tensor:
-        """See `_logprobs`."""
+        """Entropies of the distributions that `_logprobs` evaluates, in the same shape."""
         if self._is_categorical:
             logprobs = head.log_softmax(-1)
             return -(logprobs.exp() * logprobs).sum(-1)

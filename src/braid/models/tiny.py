@@ -126,10 +126,10 @@ def _tiny_layers(
     """Settings of single layers (transformers' per_layer_config) for the layers that are left. A size that differed from
     that of the other layers still does."""
     num_layers = next(v for k, v in values.items() if re.fullmatch(_LAYERS, k) and type(v) is int)
-    kept = {int(number): dict(of) for number, of in of_layers.items() if int(number) < num_layers}
-    for of in kept.values() if is_large else ():
-        _shrink_sizes(of)
-        of |= {k: 2 * v for k, v in of.items() if type(v) is int and v == values.get(k)}
+    kept = {int(number): dict(layer) for number, layer in of_layers.items() if int(number) < num_layers}
+    for layer in kept.values() if is_large else ():
+        _shrink_sizes(layer)
+        layer |= {k: 2 * v for k, v in layer.items() if type(v) is int and v == values.get(k)}
     return kept
 
 

@@ -74,7 +74,7 @@ class ValueHead(nn.Linear):
         return mean, deviation
 
     def _mean_and_deviation(self) -> Tensor:
-        """Those of returns [2], in float64 and on the head's device: forward passes don't wait for it."""
+        """Mean and deviation of returns [2], in float64 on the head's device: forward passes don't wait for it."""
         mean, square = self.moments[:2] / self.moments[2]
         deviation = (square - mean * mean).clamp(min=0).sqrt().clamp(min=MIN_DEVIATION)
         is_new, first = self.moments[2] == 0, torch.zeros_like(mean)
@@ -96,7 +96,7 @@ class ValueHead(nn.Linear):
     def of_observations(
         self, values: Tensor, batch: PackedBatch, names: Iterable[Output]
     ) -> dict[str, Tensor]:
-        """Those of the outputs `names` that are a critic's, given the `values` of observations (see `of_positions`)."""
+        """The critic's outputs among `names`, from the `values` of observations (see `of_positions`)."""
         return self.outputs(self.of_positions(values, batch), VALUES.intersection(names))
 
     def of_positions(self, values: Tensor, batch: PackedBatch) -> Tensor:

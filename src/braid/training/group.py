@@ -117,7 +117,10 @@ def share_rows(rows: Sequence[Sized], num_ranks: int, *, balances: bool) -> list
     units: dict[int, list[list[int]]] = {}
     for trajectory in trajectories:
         units.setdefault(rows[trajectory[0]].group, []).append(trajectory)
-    size_of = _size_of(rows)
+
+    def size_of(piece: Iterable[int]) -> int:
+        return sum(len(rows[i]) for i in piece)
+
     pieces = [
         list(itertools.chain(*piece))
         for unit in units.values()
@@ -130,10 +133,6 @@ def share_rows(rows: Sequence[Sized], num_ranks: int, *, balances: bool) -> list
         shares[rank].extend(piece)
         loads[rank] += size_of(piece)
     return [sorted(share) for share in shares]
-
-
-def _size_of(rows: Sequence[Sized]) -> Callable[[Iterable[int]], int]:
-    return lambda piece: sum(len(rows[i]) for i in piece)
 
 
 def _halved(

@@ -94,7 +94,8 @@ class SimulatorProcesses:
         return self.begin_step(actions)()
 
     def begin_reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Callable[[], Tick]:
-        """See base.Overlapping."""
+        """Begin a reset in the processes of these slots, and start those that have ended again; returns the
+        function that waits for it."""
         named = [process for process in self._processes if any(slot in process.slots for slot in seeds)]
         for error in self._start(process for process in named if not process.is_running):
             logger.warning("%s", error)
@@ -104,7 +105,7 @@ class SimulatorProcesses:
         return self._begin("reset", seeds, list, 0, filmed)
 
     def begin_step(self, actions: Mapping[int, NDArray]) -> Callable[[], Tick]:
-        """See base.Overlapping."""
+        """Begin a step in the processes of these slots; returns the function that waits for it."""
         return self._begin("step", actions, np.asarray, max(map(len, actions.values()), default=0))
 
     def close(self) -> None:

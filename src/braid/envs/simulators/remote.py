@@ -35,15 +35,15 @@ class SimulatorHost:
         return self._simulator.num_envs, self._simulator.spaces, self._simulator.resets_together
 
     def reset(self, seeds: Mapping[int, int], filmed: Collection[int]) -> Tick:
-        """See Simulator."""
+        """Start episodes in these slots; observations are returned in host memory."""
         return _on_host(self._simulator.reset(seeds, filmed))
 
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
-        """See Simulator."""
+        """Execute a chunk in each slot; observations are returned in host memory."""
         return _on_host(self._simulator.step(actions))
 
     def close(self) -> None:
-        """See Simulator."""
+        """Close the simulator."""
         self._simulator.close()
 
 
@@ -66,11 +66,11 @@ class RemoteSimulator:
         return self.begin_step(actions)()
 
     def begin_reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Callable[[], Tick]:
-        """See base.Overlapping."""
+        """Begin a reset on the hosts of these slots; returns the function that waits for it."""
         return self._begin(SimulatorHost.reset, seeds, 0, filmed)
 
     def begin_step(self, actions: Mapping[int, NDArray]) -> Callable[[], Tick]:
-        """See base.Overlapping."""
+        """Begin a step on the hosts of these slots; returns the function that waits for it."""
         return self._begin(SimulatorHost.step, actions, max(map(len, actions.values()), default=0))
 
     def close(self) -> None:

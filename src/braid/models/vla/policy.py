@@ -269,7 +269,7 @@ class VlaPolicy(TrainableModel):
         return tuple(torch.cat(pieces) for pieces in zip(*parts, strict=True))
 
     def set_gradient_checkpointing(self, enabled: bool) -> None:
-        """See `_in_parts`."""
+        """Set whether the backward pass computes activations again, for a few observations at a time."""
         self._recomputes = enabled
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:  # noqa: ARG002

@@ -38,7 +38,7 @@ _BUCKET = 2**26
 
 
 class DeepSpeedBackend(RankBackend):
-    """See RankBackend."""
+    """Trains with DeepSpeed ZeRO-3: every rank holds a part of each parameter."""
 
     def __init__(
         self, model: TrainableModel, config: TrainConfig, *, total_steps: int, device: torch.device

@@ -438,7 +438,7 @@ class SingleBackend:
             return 0
         trained = [self._masters.get(p, p) for p in self._model.module.parameters() if p.requires_grad]
         num_moments = 0 if self._config.optimizer.kind == "sgd" else 2
-        states = [t for of in self._optimizer.state.values() for t in of.values()]
+        states = [t for moments in self._optimizer.state.values() for t in moments.values()]
         kind = self._device.type
         held = sum(t.nbytes for t in states if t.device.type == kind)
         masters = sum(t.nbytes for t in self._masters.values() if t.device.type != kind)

@@ -208,7 +208,7 @@ class TextArenaSelfPlay:
         return HostedEnvs(partial(_Table, id, num_players, kwargs), "process", num_processes)
 
     async def ready(self, task: Prompt) -> None:
-        """See HostedEnv."""
+        """Wait until the episode's table is ready to start."""
         self._table = self.shared()
         await self._table.ready(task)
 
