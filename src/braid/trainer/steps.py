@@ -14,7 +14,7 @@ from typing import get_args
 
 import numpy as np
 
-from braid.algorithms.advantages import reward_std
+from braid.algorithms.advantages.formulas import reward_std
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.kl import steered_coefficient
 from braid.config.env import AgentEnvConfig, ChatEnv, SimulatorEnv
