@@ -53,7 +53,9 @@ TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
     "frozen_lake_short": Task(EXAMPLES / "frozen_lake.yaml"),
     "cartpole": Task(EXAMPLES / "cartpole.yaml"),
     "reach": Task(EXAMPLES / "robot.yaml"),
-    "reach_chunks": Task(EXAMPLES / "robot.yaml", ["model.mlp.num_action_chunks=5", "algorithm.gamma=0.87"]),
+    "reach_chunks": Task(
+        EXAMPLES / "robot.yaml", ["model.mlp.num_action_chunks=5", "algorithm.advantage.gamma=0.87"]
+    ),
     "button_press": Task(EXAMPLES / "robot.yaml", ["env.task=button-press-v3", "eval.target.min_final=0.8"]),
     **{name: Task(EXAMPLES / f"{name}.yaml") for name in ("smollm2", "smollm2_lora", "smollm2_tool")},
     "vla": Task(EXAMPLES / "vla.yaml", vla="openvla_oft"),

@@ -44,7 +44,7 @@ run: {name: shares, max_rounds: 3, num_threads: 1, device: cpu, seed: 0}
 model: {mlp: {hidden_sizes: [64, 64]}}
 env: {kind: metaworld, task: button-press-v3, max_episode_steps: 50, num_envs: 10, processes: 0}
 rollout: {prompts_per_round: 10, group_size: 1}
-algorithm: {recipe: ppo, kl_coef: 0.0, gamma: 0.97, gae_lambda: 0.95}
+algorithm: {recipe: ppo, kl_coef: 0.0, advantage: {gamma: 0.97, gae_lambda: 0.95}}
 train: {optimizer: {lr: 1.0e-3}, passes_per_round: 8, steps_per_pass: 5}
 eval: {before: false, at_end: false}
 checkpoint: {at_end: false}

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from braid.algorithms.advantages import ADVANTAGES, Advantage
 from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from braid.algorithms.surrogate import Surrogate, Tokens
 
@@ -43,3 +44,18 @@ clip_cov = _formula("clip_cov", "ratio", "advantages", "is_chosen")
 kl_cov = _formula("kl_cov", "ratio", "logprobs", "old_logprobs", "advantages", "is_chosen")
 dppo = _formula("dppo", "ratio", "logprobs", "old_logprobs", "advantages")
 cross_entropy = _formula("cross_entropy", "logprobs")
+
+
+def advantage_of(kind: str, **settings: Any) -> Advantage:
+    """A kind with those of `settings` that it has, and without discount unless it is set."""
+    advantage = ADVANTAGES[kind]
+    settings = {"gamma": 1.0} | settings
+    if settings.get("level") == "action":  # no setting of a config
+        return advantage_of(kind, **settings | {"level": "turn"}).of_simulator("action")
+    return advantage(**{name: value for name, value in settings.items() if name in advantage.model_fields})
+
+
+def changed(advantage: Advantage, **settings: Any) -> Advantage:
+    """The same kind with those of the other settings that it has."""
+    known = {name: value for name, value in settings.items() if name in type(advantage).model_fields}
+    return type(advantage)(**advantage.model_dump() | known)

@@ -89,20 +89,21 @@ def train(
     *,
     reward: Callable[..., float] | None = None,
     policy_loss: Callable[..., Any] | None = None,
+    advantage: Callable[..., Any] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train as `braid train` does. Works in scripts with or without a `__main__` guard and in notebooks.
 
     `overrides` are `key=value` texts as on the command line. `reward` replaces the config's reward parts; its
     parameters are those of reward functions (docs/rewards.md). Workers on other machines receive it by value.
-    `policy_loss` is a function of tokens, or a class of `braid.algorithms.PolicyLoss` (docs/algorithms.md, Adding an algorithm),
-    in place of the config's. The run folder keeps only their names, so that resuming needs these functions again. A callback stops
+    `policy_loss` is a function of tokens, or a class of `braid.algorithms.PolicyLoss`, and `advantage` one of rewards and groups,
+    or a class of `braid.algorithms.Advantage` (docs/algorithms.md, Adding an algorithm), in place of the config's. The run folder keeps only their names, so that resuming needs these functions again. A callback stops
     the run after a round by returning STOP or raising StopTraining; any other exception in it ends the run as failed.
 
     Raises ConfigError, DataError or ModelError for bad input, other BraidErrors if the run fails, and
     RunInterrupted after a signal.
     """
-    loaded = _loaded(config, overrides, reward, policy_loss)
+    loaded = _loaded(config, overrides, reward, policy_loss=policy_loss, advantage=advantage)
     from braid.trainer.cluster import launched
 
     with launched(loaded, "eval" if loaded.config.run.eval_only else "train") as cluster:
@@ -142,14 +143,15 @@ def _loaded(
     config: Config,
     overrides: Sequence[str],
     reward: Callable[..., float] | None,
-    policy_loss: Callable[..., Any] | None = None,
+    **kinds: Callable[..., Any] | None,
 ) -> Loaded:
     file = None if isinstance(config, Mapping) else file_of(Path(config))
     settings = [_override(*item) for item in config.items()] if isinstance(config, Mapping) else []
     if reward is not None:
         settings.append(_override("reward.parts", [{"kind": "function", "path": give(reward)}]))
-    if policy_loss is not None:
-        settings.append(_override("algorithm.policy_loss", give(policy_loss, "policy_loss")))
+    for name, function in kinds.items():
+        if function is not None:
+            settings.append(_override(f"algorithm.{name}", give(function, name)))
     return load_config(file, [*settings, *overrides])
 
 

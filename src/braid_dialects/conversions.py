@@ -51,8 +51,14 @@ def mapped(values: Mapping[Any, Any]) -> Convert:
 
 
 def algorithm(note: str = "", **parts: Any) -> Became:
-    """Native keys of `algorithm`."""
-    return Became({f"algorithm.{name}": value for name, value in parts.items()}, note=note)
+    """Native keys of `algorithm`. A mapping stands for keys below it, such as a kind and its settings."""
+    native: dict[str, Any] = {}
+    for name, value in parts.items():
+        if isinstance(value, dict):
+            native |= {f"algorithm.{name}.{setting}": item for setting, item in value.items()}
+        else:
+            native[f"algorithm.{name}"] = value
+    return Became(native, note=note)
 
 
 def policy_loss(kind: str, note: str = "", *, old_logprobs: str | None = None, **settings: Any) -> Became:

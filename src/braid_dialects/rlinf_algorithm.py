@@ -6,19 +6,19 @@ from typing import Any
 
 from . import rlinf_facts as facts
 from .conditions import needs, overridden, unless
-from .conversions import as_is, computed, mapped, null_as, opposite, unless_null
+from .conversions import algorithm, as_is, computed, mapped, null_as, opposite, unless_null
 from .rlinf_facts import BY_ROWS, ROBOTS_ONLY, TEXT_ONLY, VALUES
 from .rlinf_run import eval_prompts, seq_length
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, implied, no_effect, unsupported
 from .values import choice
 
-_GRPO = {"recipe": "grpo", "advantage": "grpo", "normalize_by_std": True}
-_PLAIN = {"advantage": "reinforce", "reward_mean": "none"}
+_GRPO = {"recipe": "grpo", "advantage": {"kind": "grpo", "normalize_by_std": True}}
+_PLAIN = {"advantage": {"kind": "reinforce"}, "reward_mean": "none"}
 _ADVANTAGES: dict[str, dict[str, Any]] = {
     "grpo": _GRPO,
     "grpo_dynamic": _GRPO,
-    "gae": {"recipe": "ppo", "advantage": "gae", "reward_mean": "none"},
+    "gae": {"recipe": "ppo", "advantage": {"kind": "gae"}, "reward_mean": "none"},
     "reinpp": {"recipe": "reinforce_pp", "whiten_advantages": True, **_PLAIN},
     "raw": {"recipe": "reinforce", **_PLAIN},
 }
@@ -52,9 +52,9 @@ def _advantage(_: str, source: Source) -> Became:
     if kind == "reinpp" and source["algorithm.use_reinpp_baseline"]:
         made["reward_mean"] = "group"
     if kind == "gae" and not facts.has_critic(source):
-        made |= {"advantage": "reinforce", "gamma": 1.0}
+        made["advantage"] = {"kind": "reinforce", "gamma": 1.0}
         note = "without a critic (critic.use_critic_model), the undiscounted return of each token"
-    return Became({f"algorithm.{name}": part for name, part in made.items()}, note=note)
+    return algorithm(note, **made)
 
 
 def _loss(value: str, source: Source) -> Became:
@@ -217,12 +217,12 @@ RULES = rows(_SAMPLING, section("algorithm", "algorithm")(
     # advantages
     to("adv_type", "", "grpo|gae|ppo|reinpp|raw|grpo_dynamic|grpo_video|opd", _advantage, default="grpo",
        note="grpo: (r - mean) / std; gae, ppo: with a critic; reinpp: REINFORCE++; raw: the reward"),
-    to("advantage_mode", ".advantage_level", "trajectory|turn", needs("algorithm.adv_type", "grpo_dynamic")),
+    to("advantage_mode", ".advantage.level", "trajectory|turn", needs("algorithm.adv_type", "grpo_dynamic")),
     to("use_reinpp_baseline", ".reward_mean", "bool", _REINPP, mapped({True: "group", False: "none"})),
     to("normalize_advantages", ".whiten_advantages", "bool", _WHITENED, default=True,
        note="(A - mean) / std over the round's valid tokens; reinpp always does"),
-    to("gamma", ".gamma", "share", VALUES),
-    to("gae_lambda", ".gae_lambda", "share", VALUES),
+    to("gamma", ".advantage.gamma", "share", VALUES),
+    to("gae_lambda", ".advantage.gae_lambda", "share", VALUES),
     # losses
     to("loss_type", "", choice(*_LOSSES, *_OTHER_LOSSES), _loss, default="ppo",
        note="PPO's clipped ratio. Values need adv_type gae and actor_critic or use_critic_model"),
@@ -288,6 +288,6 @@ RULES = rows(_SAMPLING, section("algorithm", "algorithm")(
     to("ignore_terminations", "env.ignore_terminations", "bool", ROBOTS_ONLY,
        overridden("env.train.ignore_terminations")),
     to("reward_coef", "env.reward_scale", "positive", ROBOTS_ONLY, overridden("env.train.reward_coef")),
-    to("bootstrap_type", ".bootstrap", {"standard": "truncated", "always": "always"}, ROBOTS_ONLY, VALUES,
+    to("bootstrap_type", ".advantage.bootstrap", {"standard": "truncated", "always": "always"}, ROBOTS_ONLY, VALUES,
        note="always: the return of an episode goes on with its last state's value also where the task has ended")))
 # fmt: on

@@ -296,7 +296,7 @@ _REWARD = section("reward", "reward.parts[0]")(
     to("group_name", "cluster.group_names.reward", "text", WORKERS))
 
 _CRITIC = section("critic")(
-    to("use_critic_model", "algorithm.advantage", "bool", TEXT_ONLY, _critic, default=False,
+    to("use_critic_model", "algorithm.advantage.kind", "bool", TEXT_ONLY, _critic, default=False,
        note="with adv_type gae; without values gae is the plain return: gamma = lambda = 1"),
     to("* {model,optim,lr_sched,tokenizer,megatron,fsdp_config}.* megatron.{ckpt_convertor,profiler}.* "
        "fsdp_config.{mixed_precision,amp_autocast,grad_scaler}.*", "", "any", TEXT_ONLY,

@@ -117,7 +117,9 @@ def _statistics(_: Any, source: Source) -> Any:
     mean, std = (own if kind == "own" else kind for kind in kinds)
     if source["adv_estimator"] == "gigpo":
         if mean == "group" and std in ("group", "none"):
-            return algorithm(normalize_by_std=std != "none", reward_mean="none", reward_std="none")
+            return algorithm(
+                advantage={"normalize_by_std": std != "none"}, reward_mean="none", reward_std="none"
+            )
         return unsupported(
             f"use method=mean or mean_std: gigpo compares with the group's own statistics, not mean={mean}, std={std}"
         )
@@ -137,7 +139,7 @@ def _statistics(_: Any, source: Source) -> Any:
 
 def estimator(value: str, source: Source) -> Any:
     """The advantage estimator in the agentic pipeline, where grpo is reinforce."""
-    turn_level = {"advantage": "reinforce", "advantage_level": "turn"}
+    turn_level = {"kind": "reinforce", "level": "turn"}
     if is_stepwise(source) and not _of_turns(source):
         return unsupported(
             "use gigpo or step_reinforce, or TrajEnvManager: one step has only its own reward in ROLL"
@@ -149,10 +151,10 @@ def estimator(value: str, source: Source) -> Any:
     if value == "gigpo" and source["reward_normalization.grouping"] != "traj_group_id":
         return unsupported("set reward_normalization.grouping=traj_group_id; gigpo compares within groups")
     known = {
-        **{key: {"advantage": "reinforce"} for key in ("reinforce", "grpo")},
+        **{key: {"kind": "reinforce"} for key in ("reinforce", "grpo")},
         **dict.fromkeys(("agentic_reinforce", "step_reinforce"), turn_level),
     }
-    return algorithm(**known.get(value, {"advantage": value}))
+    return algorithm(advantage=known.get(value, {"kind": value}))
 
 
 _SOME_OTHER = unless(lambda s: not facts.is_agentic(s), "there is no train_env_manager")
@@ -218,9 +220,9 @@ AGENTIC = rows(
         to("norm_mean_type norm_std_type", "algorithm.reward_mean", choice("batch", "group", None), _statistics,
            note="instead of method: group is that of grouping"),
         missing("global_scale_factor global_shift_value", "use braid.reward.scale and braid.reward.shift")),
-    to("episode_reward_weight", "algorithm.episode_weight", "non-negative", _OF_GIGPO),
-    to("step_reward_weight", "algorithm.turn_weight", "non-negative", _OF_GIGPO),
-    to("step_reward_gamma", "algorithm.gamma", "share",
+    to("episode_reward_weight", "algorithm.advantage.episode_weight", "non-negative", _OF_GIGPO),
+    to("step_reward_weight", "algorithm.advantage.turn_weight", "non-negative", _OF_GIGPO),
+    to("step_reward_gamma", "algorithm.advantage.gamma", "share",
        needs("adv_estimator", "gigpo", "step_reinforce"), default=0.95, note="discount per turn"),
     to("ratio_type", "algorithm.policy_loss.ratio_level", {"token": "token", "segment": "turn"}, _SOME_OTHER,
        facts.HAS_RATIO),

@@ -189,9 +189,9 @@ _ESTIMATORS = {
     "gae": "gae",
     "reinforce": "reinforce",
     "grpo": lambda _, source: (
-        algorithm(advantage="grpo", normalize_by_std=True)
+        algorithm(advantage={"kind": "grpo", "normalize_by_std": True})
         if facts.is_plain_grpo(source)
-        else algorithm(advantage="reinforce", reward_mean="group", reward_std="group")
+        else algorithm(advantage={"kind": "reinforce"}, reward_mean="group", reward_std="group")
     ),
     **dict.fromkeys(("gigpo", "step_reinforce", "agentic_reinforce"), unsupported(_OTHER_ESTIMATOR)),
 }
@@ -325,14 +325,14 @@ _FILTERED = unless(lambda s: any(facts.query_filters(s)),
 _MASKED, _WEIGHTED = needs("difficulty_mask"), needs("train_infer_correction.is_weight.enabled")
 ALGORITHM = section("", "algorithm")(
     # Advantages
-    to("adv_estimator", ".advantage", choice(*_ESTIMATORS),
+    to("adv_estimator", ".advantage.kind", choice(*_ESTIMATORS),
        lambda v, s: (estimator if facts.is_agentic(s) else mapped(_ESTIMATORS))(v, s), default="gae",
        note="grpo: (r - mean) / (std + 1e-6); with gamma < 1 or KL in the reward, reinforce with rewards "
        "normalized so"),
-    to("gamma", ".gamma", "share",
+    to("gamma", ".advantage.gamma", "share",
        unless(lambda s: s["adv_estimator"] in ("gigpo", "step_reinforce"), "step_reward_gamma is used instead"),
        unless(facts.is_plain_grpo, "adv_estimator=grpo has a single reward, at the end"), default=1.0),
-    to("lambd", ".gae_lambda", "share", _NO_VALUES, default=0.95),
+    to("lambd", ".advantage.gae_lambda", "share", _NO_VALUES, default=0.95),
     to("norm_mean_type", ".reward_mean", _STATISTICS, _NO_EPISODES, _BY_GROUP, default=None,
        note="over the round; in ROLL over each domain"),
     to("norm_std_type", ".reward_std", _STATISTICS, _NO_EPISODES, _BY_GROUP, default=None,

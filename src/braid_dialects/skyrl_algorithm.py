@@ -18,16 +18,22 @@ from .values import choice
 _GRPO_OF_ONE = "with groups of one, SkyRL's GRPO uses the reward itself as the advantage, like reinforce"
 _ESTIMATORS = {
     "grpo": lambda _, source: (
-        algorithm(_GRPO_OF_ONE, advantage="reinforce")
+        algorithm(_GRPO_OF_ONE, advantage={"kind": "reinforce"})
         if source["generator.n_samples_per_prompt"] == 1
-        else algorithm("A = (r - mean) / (std + eps) of the group, std unbiased", advantage="grpo")
+        else algorithm("A = (r - mean) / (std + eps) of the group, std unbiased", advantage={"kind": "grpo"})
     ),
     "gae": algorithm("A_t = r_t + gamma*V_{t+1} - V_t + gamma*lambd*A_{t+1}; then whitened", recipe="ppo"),
-    "rloo": algorithm("A = (r - mean) * n / (n - 1) over the group's trajectories", advantage="rloo"),
-    "reinforce++": algorithm(
-        "discounted suffix sums of rewards, then whitened", advantage="reinforce", whiten_advantages=True
+    "rloo": algorithm(
+        "A = (r - mean) * n / (n - 1) over the group's trajectories", advantage={"kind": "rloo"}
     ),
-    "maxrl": algorithm("A = (r - mean) / (mean + eps) over the group's trajectories", advantage="maxrl"),
+    "reinforce++": algorithm(
+        "discounted suffix sums of rewards, then whitened",
+        advantage={"kind": "reinforce"},
+        whiten_advantages=True,
+    ),
+    "maxrl": algorithm(
+        "A = (r - mean) / (mean + eps) over the group's trajectories", advantage={"kind": "maxrl"}
+    ),
 }
 
 
@@ -148,12 +154,12 @@ _CORRECTIONS = section("off_policy_correction")(
 
 ALGORITHM = section("trainer.algorithm", "algorithm")(
     # advantages
-    to("advantage_estimator", ".advantage", _ESTIMATORS, default="grpo",
+    to("advantage_estimator", ".advantage.kind", _ESTIMATORS, default="grpo",
        note="grpo: (r - mean) / (std + eps) of the group; the others: docs/algorithms.md"),
-    to("grpo_norm_by_std", ".normalize_by_std", "bool", needs(".advantage_estimator", "grpo"), default=True,
-       note="false: Dr. GRPO"),
-    to("lambd", ".gae_lambda", "share", needs(".advantage_estimator", "gae"), default=1.0),
-    to("gamma", ".gamma", "share", needs(".advantage_estimator", "gae", "reinforce++"), default=1.0),
+    to("grpo_norm_by_std", ".advantage.normalize_by_std", "bool", needs(".advantage_estimator", "grpo"),
+       unless(lambda s: s["generator.n_samples_per_prompt"] == 1, _GRPO_OF_ONE), default=True, note="false: Dr. GRPO"),
+    to("lambd", ".advantage.gae_lambda", "share", needs(".advantage_estimator", "gae"), default=1.0),
+    to("gamma", ".advantage.gamma", "share", needs(".advantage_estimator", "gae", "reinforce++"), default=1.0),
     to("advantage_batch_normalize", ".whiten_advantages", "bool", _WHITENED, default=False,
        note="(A - mean) / std over the batch's trained tokens; SkyRL's mean counts padding too"),
     # KL

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.algorithms.advantages import (
+from braid.algorithms.advantages.formulas import (
     best_of_group,
     discounted_returns,
     gae,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.algorithms.advantages import (
+from braid.algorithms.advantages.formulas import (
     baseline_advantages,
     best_of_group,
     discounted_returns,

@@ -23,7 +23,7 @@ def test_every_recipe_is_a_config_that_validates():
 
 def test_a_recipe_cannot_be_changed():
     with pytest.raises(FrozenInstanceError):
-        RECIPES["grpo"].gamma = 0.5  # pyright: ignore[reportAttributeAccessIssue]
+        RECIPES["grpo"].kl_coef = 0.5  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_recipes_import_without_torch():

@@ -178,8 +178,8 @@ def test_memory_adds_up(tmp_path: Path) -> None:
 
 
 def test_warnings_are_shown_with_key_and_origin(tmp_path: Path) -> None:
-    text = show(tmp_path, "algorithm.gamma=0.5", width=40)
-    (told,) = (line for line in text.splitlines() if "algorithm.gamma: has no effect: " in line)
+    text = show(tmp_path, "algorithm.kl_horizon=5", width=40)
+    (told,) = (line for line in text.splitlines() if "algorithm.kl_horizon: has no effect: " in line)
     assert told.endswith("[override]"), "one line, however narrow the terminal"
 
 
@@ -202,7 +202,9 @@ def test_other_commands_show_only_their_values(tmp_path: Path, verb: Verb) -> No
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int) -> None:
-    text = show(tmp_path, "algorithm.recipe=ppo", "algorithm.gamma=0.5", show_defaults=True, width=width)
+    text = show(
+        tmp_path, "algorithm.recipe=ppo", "algorithm.advantage.gamma=0.5", show_defaults=True, width=width
+    )
     longer = [line.split(None, 1)[0] for line in text.splitlines() if len(line) > width]
     assert set(longer) <= {"characters"}, "but for values, which are whole"
 

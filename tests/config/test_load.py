@@ -13,6 +13,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from braid.algorithms.advantages import ADVANTAGES
 from braid.algorithms.policy_losses import POLICY_LOSSES
 from braid.config.env import ToolsEnv
 from braid.config.load import Loaded, load_config, plain_data, to_yaml
@@ -513,7 +514,7 @@ def test_the_error_for_a_moved_key_names_its_place(old: str) -> None:
         load_config(None, ["model.build={}", f"{old}=1"])
     assert str(error.value) == f"{old}: unknown key; it is now {new} [override]"
     key = new.partition(" ")[0].rpartition(".")[2]
-    assert any(key in kind.model_fields for kind in POLICY_LOSSES.values())
+    assert any(key in kind.model_fields for kind in (*POLICY_LOSSES.values(), *ADVANTAGES.values()))
 
 
 @pytest.mark.parametrize(
@@ -521,10 +522,12 @@ def test_the_error_for_a_moved_key_names_its_place(old: str) -> None:
     [
         (["algorithm.policy_loss.tau=1"], "algorithm.policy_loss.tau: unknown key for kind ppo_clip; available for kind kimi"),
         (["algorithm={recipe: cispo, policy_loss: {dual_clip: 3}}"], "algorithm.policy_loss.dual_clip: unknown key for kind cispo; available for kind ppo_clip and gspo"),
+        (["algorithm.advantage.gamma=0.9"], "algorithm.advantage.gamma: unknown key for kind grpo; available for kind gae and reinforce and gigpo"),
+        (["algorithm.advantage={kind: gigpo, episode_weight: 0, turn_weight: 0}"], "algorithm.advantage: episode_weight and turn_weight are 0, so every advantage is 0"),
         (["algorithm.policy_loss=cispoo"], "algorithm.policy_loss: kind: 'cispoo' is not one of ppo_clip, gspo, "),
     ],
 )  # fmt: skip
-def test_a_key_of_another_policy_loss_is_unknown_and_names_the_kinds_that_have_it(
+def test_a_key_of_another_kind_is_unknown_and_names_the_kinds_that_have_it(
     overrides: list[str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):

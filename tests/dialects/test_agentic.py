@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from braid.algorithms.advantages.gigpo import Gigpo
+from braid.algorithms.advantages.reinforce import Reinforce
 from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.cli.main import main
 from braid.config.load import load_config
@@ -190,7 +192,8 @@ def test_roll_s_reward_normalization_is_statistics(
     normalization: dict[str, Any], mean: str, std: str, tmp_path: Path
 ) -> None:
     algorithm = roll(tmp_path, {"reward_normalization": normalization}).loaded.config.algorithm
-    assert (algorithm.advantage, algorithm.reward_mean, algorithm.reward_std) == ("reinforce", mean, std)
+    assert algorithm.advantage is not None
+    assert (algorithm.advantage.kind, algorithm.reward_mean, algorithm.reward_std) == ("reinforce", mean, std)
 
 
 def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
@@ -199,16 +202,17 @@ def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
                "custom_envs": {"FrozenLake": PRESET["custom_env"]["FrozenLake"] | steps}}  # fmt: skip
     config = roll(tmp_path, changes).loaded.config
     algorithm = config.algorithm
-    assert (algorithm.advantage, algorithm.gamma, algorithm.turn_weight) == ("gigpo", 0.5, 2.0)
-    assert (algorithm.normalize_by_std, algorithm.reward_mean) == (True, "none")
+    assert isinstance(algorithm.advantage, Gigpo)
+    assert (algorithm.advantage.gamma, algorithm.advantage.turn_weight) == (0.5, 2.0)
+    assert (algorithm.advantage.normalize_by_std, algorithm.reward_mean) == (True, "none")
     assert config.env.rewards_at == "turn"
     assert config.env.mix["FrozenLake"].kwargs["history_length"] == 3
     normalization = {"reward_normalization": {"method": "identity"}}
     steps = roll(tmp_path, {"adv_estimator": "step_reinforce", **normalization}).loaded.config.algorithm
-    assert (steps.advantage, steps.advantage_level, steps.gamma) == ("reinforce", "turn", 0.95)
+    assert steps.advantage == Reinforce(level="turn", gamma=0.95)
     segment = roll(tmp_path, {"adv_estimator": "agentic_reinforce", "ratio_type": "segment", "gamma": 0.9})
     algorithm = segment.loaded.config.algorithm
-    assert (algorithm.advantage_level, algorithm.gamma) == ("turn", 0.9)
+    assert algorithm.advantage == Reinforce(level="turn", gamma=0.9)
     assert algorithm.policy_loss == PpoClip(ratio_level="turn")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from braid.algorithms.advantages.grpo import Grpo
 from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
@@ -87,7 +88,7 @@ def test_the_pages_math_file_runs_grpo_on_sglang_and_megatron(path: Path) -> Non
     assert (found.model.path, found.model.architecture, found.model.tokenizer) == (MODEL, "qwen2", MODEL)
     assert found.model.trust_remote_code
     algorithm = found.algorithm
-    assert (algorithm.recipe, algorithm.advantage, algorithm.normalize_by_std) == ("grpo", "grpo", True)
+    assert (algorithm.recipe, algorithm.advantage) == ("grpo", Grpo(normalize_by_std=True))
     assert (algorithm.whiten_advantages, algorithm.aggregation) == (True, "token_mean")
     assert algorithm.policy_loss == PpoClip(clip_low=0.2, clip_high=0.2, dual_clip="off")
     assert (algorithm.kl_coef, algorithm.kl_estimator) == (0.0, None)
@@ -338,9 +339,10 @@ def test_omitted_keys_have_rlinfs_defaults(tmp_path: Path) -> None:
 )
 def test_advantages_by_their_names_there(overrides: list[str], expected: tuple[str, str, str | None]) -> None:
     algorithm = here(*overrides).loaded.config.algorithm
-    assert (algorithm.recipe, algorithm.advantage, algorithm.reward_mean) == expected
+    assert algorithm.advantage is not None
+    assert (algorithm.recipe, algorithm.advantage.kind, algorithm.reward_mean) == expected
     is_turn = "algorithm.advantage_mode=turn" in overrides
-    assert algorithm.advantage_level == ("turn" if is_turn else None)
+    assert (algorithm.advantage == Grpo(level="turn", normalize_by_std=True)) == is_turn
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from braid.algorithms.advantages.gae import Gae
 from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
@@ -77,7 +78,7 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
         "token",
         "token",
     )
-    assert algorithm.advantage == "grpo"
+    assert algorithm.advantage.kind == "grpo"
     assert (found.rollout.sampling.min_new_tokens, found.rollout.max_sequence_tokens) == (1, 1024)
     assert (found.run.max_rounds, found.run.max_epochs) == (5, None)
     assert found.reward.parts == ()
@@ -172,12 +173,14 @@ def test_gae_adds_a_value_head() -> None:
     found = config(
         "algorithm.adv_type=gae", "algorithm.loss_type=actor_critic", "algorithm.gamma=0.8"
     ).algorithm
-    assert (found.advantage, found.gamma) == ("gae", 0.8)
+    assert found.advantage == Gae(gamma=0.8)
     values = ("algorithm.adv_type=gae", "algorithm.loss_type=actor_critic")
-    assert config(*values, "algorithm.bootstrap_type=always").algorithm.bootstrap == "always"
-    assert config("algorithm.bootstrap_type=always").algorithm.bootstrap is None
-    assert config("algorithm.adv_type=ppo").algorithm.advantage == "gae"
-    assert config("algorithm.adv_type=gae", "algorithm.loss_type=actor").algorithm.advantage == "reinforce"
+    assert config(*values, "algorithm.bootstrap_type=always").algorithm.advantage.bootstrap == "always"
+    assert config("algorithm.bootstrap_type=always").algorithm.advantage.kind == "grpo"
+    assert config("algorithm.adv_type=ppo").algorithm.advantage.kind == "gae"
+    assert (
+        config("algorithm.adv_type=gae", "algorithm.loss_type=actor").algorithm.advantage.kind == "reinforce"
+    )
 
 
 def test_groups_with_mean_rewards_out_of_bounds_are_dropped() -> None:

@@ -11,6 +11,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braid.algorithms.advantages.grpo import Grpo
+from braid.algorithms.advantages.reinforce import Reinforce
 from braid.algorithms.policy_losses import PolicyLoss
 from braid.algorithms.policy_losses.cispo import Cispo
 from braid.algorithms.policy_losses.kimi import Kimi
@@ -104,8 +106,8 @@ GOLDEN = {
     "train.megatron.moe_token_dispatcher": "allgather",
     "train.offload.optimizer": True,
     "cluster.placement": {"policy": "0-15", "rollout": "0-15"},
-    "algorithm.advantage": "gae",
-    "algorithm.gae_lambda": 0.95,
+    "algorithm.advantage.kind": "gae",
+    "algorithm.advantage.gae_lambda": 0.95,
     "algorithm.policy_loss.clip_low": 0.2,
     "algorithm.policy_loss.clip_high": 0.2,
     "algorithm.policy_loss.dual_clip": "off",
@@ -453,14 +455,14 @@ def test_engines_are_as_many_as_their_devices_allow(
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"adv_estimator": "grpo"}, {"advantage": "grpo", "normalize_by_std": True, "reward_mean": None}),
+        ({"adv_estimator": "grpo"}, {"advantage": Grpo(normalize_by_std=True), "reward_mean": None}),
         (
             {"adv_estimator": "grpo", "gamma": 0.9},
-            {"advantage": "reinforce", "reward_mean": "group", "reward_std": "group", "gamma": 0.9},
+            {"advantage": Reinforce(gamma=0.9), "reward_mean": "group", "reward_std": "group"},
         ),
         (
             {"adv_estimator": "reinforce", "norm_mean_type": "group", "norm_std_type": "batch"},
-            {"advantage": "reinforce", "reward_mean": "group", "reward_std": "batch", "gae_lambda": None},
+            {"advantage.kind": "reinforce", "reward_mean": "group", "reward_std": "batch"},
         ),
         (
             {"use_kl_loss": True, "kl_loss_coef": 0.01},
@@ -500,9 +502,14 @@ def test_engines_are_as_many_as_their_devices_allow(
         ({"force_disable_old_logprobs_recompute": True}, {"old_logprobs": "current"}),
         (
             {"adv_estimator": "grpo", "reward_clip": 2.0},
-            {"reward_clip": 2.0, "reward_mean": "group", "advantage": "reinforce", "advantage_clip": "off"},
+            {
+                "reward_clip": 2.0,
+                "reward_mean": "group",
+                "advantage.kind": "reinforce",
+                "advantage_clip": "off",
+            },
         ),
-        ({"adv_estimator": "grpo", "advantage_clip": 1.0}, {"advantage_clip": 1.0, "advantage": "grpo"}),
+        ({"adv_estimator": "grpo", "advantage_clip": 1.0}, {"advantage_clip": 1.0, "advantage.kind": "grpo"}),
         ({"reward_clip": 2.0}, {"reward_clip": 2.0, "token_reward_clip": None}),
         ({"reward_clip": 2.0, "add_token_level_kl": True}, {"reward_clip": 2.0, "token_reward_clip": 2.0}),
         ({"error_max_len_clip": True, "error_max_len_threshold": 512}, {"mask_long_failures": 512}),

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from braid.algorithms.advantages.gae import Gae
+from braid.algorithms.advantages.grpo import Grpo
+from braid.algorithms.advantages.reinforce import Reinforce
+from braid.algorithms.advantages.rloo import Rloo
 from braid.algorithms.policy_losses.cispo import Cispo
 from braid.algorithms.policy_losses.clip_cov import ClipCov
 from braid.algorithms.policy_losses.dppo import Dppo
@@ -117,8 +121,8 @@ def problems(path: Path, *overrides: str, **options: Any) -> list[str]:
         ("reference.train.backend", "fsdp2"),
         ("reference.train.fsdp.cpu_offload", True),
         ("critic.train", None),
-        ("algorithm.advantage", "grpo"),
-        ("algorithm.normalize_by_std", True),
+        ("algorithm.advantage.kind", "grpo"),
+        ("algorithm.advantage.normalize_by_std", True),
         ("algorithm.kl_coef", 0.001),
         ("algorithm.kl_in", "loss"),
         ("algorithm.kl_estimator", "k3"),
@@ -233,14 +237,14 @@ _A = "trainer.algorithm"
 @pytest.mark.parametrize(
     ("overrides", "values"),
     [
-        (GAE, {"recipe": "ppo", "gamma": 1.0, "gae_lambda": 1.0, "value_clip": 0.2}),
-        ((f"{_A}.advantage_estimator=rloo",), {"recipe": "grpo", "advantage": "rloo"}),
-        ((f"{_A}.advantage_estimator=reinforce++",), {"advantage": "reinforce", "whiten_advantages": True}),
+        (GAE, {"recipe": "ppo", "advantage": Gae(gamma=1.0, gae_lambda=1.0), "value_clip": 0.2}),
+        ((f"{_A}.advantage_estimator=rloo",), {"recipe": "grpo", "advantage": Rloo()}),
+        ((f"{_A}.advantage_estimator=reinforce++",), {"advantage": Reinforce(gamma=1.0), "whiten_advantages": True}),
         ((f"{_A}.policy_loss_type=rollout_is",), {"policy_loss": MaskedIs(clip_low=0.2), "old_logprobs": "behavior"}),
         ((f"{_A}.policy_loss_type=importance_sampling",), {"policy_loss": ImportanceSampling()}),
-        (("generator.n_samples_per_prompt=1",), {"advantage": "reinforce"}),
+        (("generator.n_samples_per_prompt=1",), {"advantage": Reinforce()}),
         ((f"{_A}.advantage_batch_normalize=true",), {"whiten_advantages": True}),
-        ((f"{_A}.grpo_norm_by_std=false",), {"normalize_by_std": False}),
+        ((f"{_A}.grpo_norm_by_std=false",), {"advantage": Grpo(normalize_by_std=False)}),
         ((f"{_A}.use_kl_loss=false",), {"kl_coef": 0.0}),
         ((f"{_A}.use_kl_loss=false", f"{_A}.use_kl_in_reward=true"), {"kl_in": "reward", "kl_coef": 0.001}),
         ((f"{_A}.use_kl_estimator_k3=false",), {"kl_estimator": "k1", "kl_clamp": "off"}),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from braid.algorithms.advantages import gae, group_advantages, whiten
+from braid.algorithms.advantages.formulas import gae, group_advantages, whiten
 
 CLOSE = {"atol": 1e-6, "rtol": 0}  # expectations are given to six digits
 

@@ -7,9 +7,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.formulas import advantage_of, changed
 from tests.rows import rows_of
 
-from braid.algorithms.recipes import RECIPES, Advantage
+from braid.algorithms.recipes import RECIPES
 from braid.config.rollout import FilterConfig
 from braid.trainer.evaluation import summarize_eval
 from braid.trainer.selection import reason_to_drop
@@ -54,11 +55,11 @@ def test_the_filter_drops_every_group_of_equal_rewards() -> None:
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "raft", "maxrl"])
 @pytest.mark.parametrize("reward_mean", ["none", "group"])
-def test_a_group_of_equal_rewards_has_no_advantages(
-    advantage: Advantage, reward_mean: RewardStatistics
-) -> None:
+def test_a_group_of_equal_rewards_has_no_advantages(advantage: str, reward_mean: RewardStatistics) -> None:
     rows = rows_of(degenerate_groups(100))
-    compute_advantages(rows, replace(RECIPES["grpo"], advantage=advantage, reward_mean=reward_mean))
+    compute_advantages(
+        rows, replace(RECIPES["grpo"], advantage=advantage_of(advantage), reward_mean=reward_mean)
+    )
     assert not any(row.fields["advantages"].any() for row in rows)
 
 
@@ -66,7 +67,9 @@ def test_turns_of_equal_rewards_have_no_advantages() -> None:
     """A turn's reward may itself be a sum, such as 0.1 + 0.2."""
     group = Group(PROMPT, [played(0.1 + 0.2, 0.3), played(0.3, 0.1 + 0.2)])
     rows = rows_of([group])
-    compute_advantages(rows, replace(RECIPES["grpo"], advantage_level="turn"))
+    compute_advantages(
+        rows, replace(RECIPES["grpo"], advantage=changed(RECIPES["grpo"].advantage, level="turn"))
+    )
     assert not any(row.fields["advantages"].any() for row in rows)
 
 

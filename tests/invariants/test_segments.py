@@ -14,15 +14,17 @@ from typing import NamedTuple, get_args
 import numpy as np
 import pytest
 import torch
+from tests.formulas import advantage_of, changed
 from tests.rounding import assert_near, rounding
 from tests.rows import rows_of
 from torch import Tensor
 
+from braid.algorithms.advantages import ADVANTAGES
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.policy_losses.clip_cov import ClipCov
 from braid.algorithms.policy_losses.kl_cov import KlCov
 from braid.algorithms.policy_losses.ppo_clip import PpoClip
-from braid.algorithms.recipes import RECIPES, Advantage, Correction, Recipe
+from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.config.model import BuildSpec, ModelConfig
 from braid.config.train import TrainConfig
@@ -52,23 +54,17 @@ from braid.types import (
 
 CPU = torch.device("cpu")
 NUM_TURNS = ((3, 2, 1), (3, 3), (2, 3, 1))
-BASE = replace(
-    RECIPES["grpo"],
-    kl_coef=0.1,
-    entropy_coef=0.01,
-    supervised_coef=0.2,
-    gamma=0.9,
-    gae_lambda=0.9,
-)
+BASE = replace(RECIPES["grpo"], kl_coef=0.1, entropy_coef=0.01, supervised_coef=0.2)
+DISCOUNT = {"gamma": 0.9, "gae_lambda": 0.9}
 CASES: dict[str, Recipe] = {
     **{mode: replace(BASE, aggregation=mode) for mode in get_args(Aggregation)},
     **{
         f"{mode} of turns": replace(BASE, aggregation=mode, turn_weighting="turns")
         for mode in get_args(Aggregation)
     },
-    **{f"advantage {name}": replace(BASE, advantage=name) for name in get_args(Advantage)},
-    "advantage of turns": replace(BASE, advantage_level="turn"),
-    "gae of turns": replace(BASE, advantage="gae", advantage_level="turn"),
+    **{f"advantage {name}": replace(BASE, advantage=advantage_of(name, **DISCOUNT)) for name in ADVANTAGES},
+    "advantage of turns": replace(BASE, advantage=changed(BASE.advantage, level="turn")),
+    "gae of turns": replace(BASE, advantage=advantage_of("gae", level="turn", **DISCOUNT)),
     **{
         f"ratio {level}": replace(BASE, policy_loss=PpoClip(ratio_level=level))
         for level in get_args(RatioLevel)
@@ -82,11 +78,20 @@ CASES: dict[str, Recipe] = {
     "kl_cov": replace(BASE, policy_loss=KlCov(cov_fraction=0.2)),
     "log-probs of decisions": replace(BASE, logprob_level="chunk", entropy_level="action"),
     "statistics": replace(
-        BASE, advantage="reinforce", reward_mean="running", reward_std="batch", whiten_advantages=True
+        BASE,
+        advantage=advantage_of("reinforce", **DISCOUNT),
+        reward_mean="running",
+        reward_std="batch",
+        whiten_advantages=True,
     ),
     "clipped rewards": replace(BASE, reward_mean="group", reward_std="group", reward_clip=0.5),
     "KL in the reward": replace(
-        BASE, advantage="gae", kl_in="reward", kl_estimator="k1", whiten_rewards=True, token_reward_clip=1.0
+        BASE,
+        advantage=advantage_of("gae", **DISCOUNT),
+        kl_in="reward",
+        kl_estimator="k1",
+        whiten_rewards=True,
+        token_reward_clip=1.0,
     ),
     "without truncated ones": replace(BASE, mask_truncated=True, whiten_advantages=True),
     "without long failures": replace(BASE, mask_long_failures=6),
@@ -242,7 +247,7 @@ def test_an_update_does_not_depend_on_segments(case: str, policy: CausalLM) -> N
 def test_a_critics_update_does_not_depend_on_segments(
     mode: Aggregation, level: AdvantageLevel, policy: CausalLM
 ) -> None:
-    recipe = replace(BASE, advantage="gae", advantage_level=level, aggregation=mode)
+    recipe = replace(BASE, advantage=advantage_of("gae", level=level, **DISCOUNT), aggregation=mode)
     critic, loss = ValueModel.copy_of(policy), value_loss_of(recipe)
     with torch.no_grad():
         dict(critic.named_weights())["value_head.weight"].normal_(generator=torch.Generator().manual_seed(0))

@@ -12,9 +12,10 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from tests.formulas import changed
 from torch import Tensor
 
-from braid.algorithms.advantages import (
+from braid.algorithms.advantages.formulas import (
     baseline_advantages,
     best_of_group,
     group_advantages,
@@ -111,14 +112,18 @@ GRPO = RECIPES["grpo"]
 FAMILIES: dict[str, Recipe] = {
     "grpo": GRPO,
     "grpo without deviation": RECIPES["dr_grpo"],
-    "grpo of turns": replace(GRPO, advantage_level="turn"),
+    "grpo of turns": replace(GRPO, advantage=changed(GRPO.advantage, level="turn")),
     "reinforce": RECIPES["reinforce"],
-    "reinforce, discounted": replace(RECIPES["reinforce"], gamma=0.9),
+    "reinforce, discounted": replace(
+        RECIPES["reinforce"], advantage=changed(RECIPES["reinforce"].advantage, gamma=0.9)
+    ),
     "reinforce++": RECIPES["reinforce_pp"],
     "reinforce++ with a baseline": RECIPES["reinforce_pp_baseline"],
     "lite ppo": RECIPES["lite_ppo"],
     "running statistics": replace(RECIPES["reinforce"], reward_mean="running", reward_std="running"),
-    "gae without values": replace(RECIPES["ppo"], gamma=0.9, gae_lambda=0.9),
+    "gae without values": replace(
+        RECIPES["ppo"], advantage=changed(RECIPES["ppo"].advantage, gamma=0.9, gae_lambda=0.9)
+    ),
     "whitened rewards": replace(RECIPES["reinforce"], whiten_rewards=True),
     "whitened and clipped": replace(RECIPES["reinforce_pp"], advantage_clip=1.0),
     "rloo": RECIPES["rloo"],
@@ -126,7 +131,9 @@ FAMILIES: dict[str, Recipe] = {
     "raft": RECIPES["raft"],
     "maxrl": RECIPES["maxrl"],
     "gigpo": RECIPES["gigpo"],
-    "gigpo by turns alone": replace(RECIPES["gigpo"], episode_weight=0.0),
+    "gigpo by turns alone": replace(
+        RECIPES["gigpo"], advantage=changed(RECIPES["gigpo"].advantage, episode_weight=0.0)
+    ),
     "topr": RECIPES["topr"],
 }
 MYOPIC = {"grpo of turns"}

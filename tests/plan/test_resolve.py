@@ -305,7 +305,7 @@ def test_the_cache_of_a_gpu_has_no_fixed_size() -> None:
 def test_a_plan_is_plain_data() -> None:
     found = json.loads(json.dumps(plan("algorithm.recipe=ppo").to_json()))
     assert found["trajectories_per_round"] == 256
-    assert found["recipe"]["advantage"] == "gae"
+    assert found["recipe"]["advantage"]["kind"] == "gae"
     assert found["total_bytes"] == sum(role.total_bytes for role in plan("algorithm.recipe=ppo").memory)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tests.driven import drive
+from tests.formulas import advantage_of
 from tests.rows import rows_of
 
 from braid.algorithms.recipes import Recipe
@@ -222,7 +223,7 @@ def test_the_return_goes_on_with_the_last_state_s_value_after_time_limits_or_eve
         (row, *_) = rows_of(collect(group_size=1, rules=EpisodeRules(max_episode_steps=1)))
         row.is_terminal = is_terminal
         row.fields["values"] = np.array([0.25, 8.0], np.float32)
-        compute_advantages([row], Recipe(advantage="gae", gamma=0.5, bootstrap=bootstrap))
+        compute_advantages([row], Recipe(advantage=advantage_of("gae", gamma=0.5, bootstrap=bootstrap)))
         return float(row.fields["advantages"][0])
 
     assert advantage("truncated", is_terminal=True) == 1 - 0.25

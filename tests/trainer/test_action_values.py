@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.formulas import advantage_of
 from tests.rollout_drivers.test_simulator_semantics import collect
 from tests.rows import rows_of
 
@@ -50,7 +51,7 @@ def test_returns_are_those_of_actions() -> None:
     (row, *_) = rows_of(collect(chunk=CHUNK, group_size=1))
     values = np.array([1, 2, 3, 4, 5, 6], np.float32)
     row.fields["values"] = values
-    compute_advantages([row], Recipe(advantage="gae", gamma=0.5, gae_lambda=0.5))
+    compute_advantages([row], Recipe(advantage=advantage_of("gae", gamma=0.5, gae_lambda=0.5)))
     rewards, advantage, expected = [1.0, 4, 9, 16, 25], 0.0, [0.0] * 5
     for t in reversed(range(5)):
         following = values[t + 1] if t < 4 else 0.0  # the task itself ended
@@ -80,7 +81,7 @@ def _in_components(row: Row, size: int = 2) -> Row:
 
 
 def test_components_of_an_action_share_its_return_and_its_value_counts_once() -> None:
-    recipe = Recipe(advantage="gae", advantage_level="action", gamma=0.5, gae_lambda=0.5)
+    recipe = Recipe(advantage=advantage_of("gae", level="action", gamma=0.5, gae_lambda=0.5))
     rows = [row for row in rows_of(collect(chunk=CHUNK, group_size=2)) if len(row)]
     for row in rows:
         row.fields["values"] = np.random.default_rng(0).normal(size=len(row)).astype(np.float32)

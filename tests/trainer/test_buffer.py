@@ -13,6 +13,7 @@ import pytest
 from tests.rows import rows_of
 from tests.several import Several
 
+from braid.algorithms.advantages.gigpo import Gigpo
 from braid.algorithms.policy_losses.clip_cov import ClipCov
 from braid.algorithms.recipes import RECIPES, Recipe
 from braid.algorithms.rewards import RunningMoments
@@ -236,7 +237,7 @@ def _round_of(num_shards: int, recipe: Recipe) -> tuple[list[Row], dict[str, flo
     "changes",
     [
         {"policy_loss": ClipCov(), "supervised_coef": 0.1, "whiten_advantages": True},
-        {"advantage": "gigpo"},
+        {"advantage": Gigpo()},
     ],
 )
 def test_a_round_in_several_processes_is_that_of_one_to_the_bit(changes: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from braid.algorithms.recipes import ADVANTAGES
+from braid.algorithms.advantages import ADVANTAGES
 from braid.config.schema import RunConfig
 from braid.plan import resolve
 from braid.trainer import commands

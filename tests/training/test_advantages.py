@@ -9,8 +9,10 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
+from tests.formulas import advantage_of, changed
 
-from braid.algorithms.recipes import RECIPES, Advantage, Recipe
+from braid.algorithms.advantages import ADVANTAGES
+from braid.algorithms.recipes import RECIPES, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.training.advantages import are_trained, compute_advantages
 from braid.types import RewardStatistics, Row
@@ -74,36 +76,36 @@ def close(got: list[float], expected: list[float]) -> None:
     ],
 )
 def test_every_advantage_of_single_answers_is_one_number_per_row(
-    advantage: Advantage, expected: list[float]
+    advantage: str, expected: list[float]
 ) -> None:
     rows = [*answers(1.0, 0.0, 1.0, group=5), *answers(0.0, 0.0, group=2)]
     for row in rows:
         row.baseline = 0.5 if row.group == 5 else 1.0
-    compute_advantages(rows, replace(GRPO, advantage=advantage, normalize_by_std=False))
+    compute_advantages(rows, replace(GRPO, advantage=advantage_of(advantage, normalize_by_std=False)))
     close(per_row(rows), expected)
 
 
 def test_remax_without_a_greedy_answer_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="greedy answer"):
-        compute_advantages(answers(1.0), replace(GRPO, advantage="remax"))
+        compute_advantages(answers(1.0), replace(GRPO, advantage=advantage_of("remax")))
 
 
 def test_reinforce_discounts_over_the_policys_tokens_alone() -> None:
     row = text(("", 1.0), ("ok", 4.0))
-    compute_advantages([row], replace(GRPO, advantage="reinforce", gamma=0.5))
+    compute_advantages([row], replace(GRPO, advantage=advantage_of("reinforce", gamma=0.5)))
     # from the end: 4, 2, then 1 + 1, 1; the reply between takes no part
     assert row.fields["advantages"].tolist() == [0.0, 1.0, 2.0, 0.0, 0.0, 2.0, 4.0]
 
 
 def test_reinforce_of_turns_gives_all_tokens_of_a_turn_its_return() -> None:
     row = text(("", 1.0), ("ok", 4.0))
-    compute_advantages([row], replace(GRPO, advantage="reinforce", advantage_level="turn", gamma=0.5))
+    compute_advantages([row], replace(GRPO, advantage=advantage_of("reinforce", level="turn", gamma=0.5)))
     assert row.fields["advantages"].tolist() == [0.0, 3.0, 3.0, 0.0, 0.0, 4.0, 4.0]
 
 
 def test_statistics_of_a_source_span_its_groups() -> None:
     rows = [text(("", r), group=g, source=s) for r, g, s in ((1.0, 0, "a"), (3.0, 1, "a"), (9.0, 2, "b"))]
-    recipe = replace(GRPO, advantage="reinforce", reward_mean="source", reward_std="source")
+    recipe = replace(GRPO, advantage=advantage_of("reinforce"), reward_mean="source", reward_std="source")
     compute_advantages(rows, recipe)
     close(per_row(rows), [-1 / 2**0.5, 1 / 2**0.5, 0.0])
 
@@ -120,7 +122,7 @@ def test_gae_of_turns_has_one_value_and_one_reward_per_turn() -> None:
     """Values 1 and 2 at the first tokens, rewards 1 and 4, gamma lambda 1/4: deltas 1 + 2/2 - 1 = 1 and 4 - 2 = 2."""
     row = text(("", 1.0), ("ok", 4.0))
     row.fields["values"] = np.array([9.0, 1.0, 8.0, 9.0, 9.0, 2.0, 7.0], np.float32)
-    recipe = replace(GRPO, advantage="gae", advantage_level="turn", gamma=0.5, gae_lambda=0.5)
+    recipe = replace(GRPO, advantage=advantage_of("gae", level="turn", gamma=0.5, gae_lambda=0.5))
     metrics = compute_advantages([row], recipe)
     assert row.fields["advantages"].tolist() == [0.0, 1.5, 1.5, 0.0, 0.0, 2.0, 2.0]
     assert row.fields["returns"].tolist() == [0.0, 2.5, 2.5, 0.0, 0.0, 4.0, 4.0]
@@ -133,8 +135,11 @@ def test_turns_that_touch_are_two() -> None:
     row.fields["values"] = np.zeros(5, np.float32)
     assert row.mask.tolist() == [False, True, True, True, True]
     for recipe, expected in (
-        (replace(GRPO, advantage_level="turn", normalize_by_std=False), [-1.0, -1.0, 1.0, 1.0]),
-        (replace(GRPO, advantage="gae", advantage_level="turn", gamma=0.0), [1.0, 1.0, 3.0, 3.0]),
+        (
+            replace(GRPO, advantage=changed(GRPO.advantage, level="turn", normalize_by_std=False)),
+            [-1.0, -1.0, 1.0, 1.0],
+        ),
+        (replace(GRPO, advantage=advantage_of("gae", level="turn", gamma=0.0)), [1.0, 1.0, 3.0, 3.0]),
     ):
         compute_advantages([row], recipe)
         close(row.fields["advantages"][1:].tolist(), expected)
@@ -146,7 +151,9 @@ def test_turns_that_touch_are_two() -> None:
 def test_turns_compared_over_a_group_are_those_of_all_its_trajectories() -> None:
     """Rewards 1, 0 and 0, 3: mean 1, whatever their order; another group does not matter."""
     rows = [text(("", 1.0), ("a", 0.0)), text(("", 0.0), ("b", 3.0)), text(("", 9.0), group=1)]
-    compute_advantages(rows, replace(GRPO, advantage_level="turn", normalize_by_std=False))
+    compute_advantages(
+        rows, replace(GRPO, advantage=changed(GRPO.advantage, level="turn", normalize_by_std=False))
+    )
     close(per_turn(rows[0]), [0.0, -1.0])
     close(per_turn(rows[1]), [-1.0, 2.0])
     close(per_turn(rows[2]), [0.0])
@@ -155,11 +162,13 @@ def test_turns_compared_over_a_group_are_those_of_all_its_trajectories() -> None
 def test_turns_of_single_answers_are_trajectories() -> None:
     rows, turns = answers(1.0, 0.0, 0.3), answers(1.0, 0.0, 0.3)
     compute_advantages(rows, GRPO)
-    compute_advantages(turns, replace(GRPO, advantage_level="turn"))
+    compute_advantages(turns, replace(GRPO, advantage=changed(GRPO.advantage, level="turn")))
     assert per_row(rows) == per_row(turns)
 
 
-GIGPO = replace(RECIPES["gigpo"], normalize_by_std=False, gamma=0.5)
+GIGPO = replace(
+    RECIPES["gigpo"], advantage=changed(RECIPES["gigpo"].advantage, normalize_by_std=False, gamma=0.5)
+)
 
 
 def test_gigpo_compares_turns_that_start_from_the_same_state() -> None:
@@ -173,7 +182,9 @@ def test_gigpo_compares_turns_that_start_from_the_same_state() -> None:
         text(("", 0.0), ("hot", 2.0)),
         text(("", 0.0), ("cold", 0.0)),
     ]
-    compute_advantages(rows, replace(GIGPO, episode_weight=1.0, turn_weight=10.0))
+    compute_advantages(
+        rows, replace(GIGPO, advantage=changed(GIGPO.advantage, episode_weight=1.0, turn_weight=10.0))
+    )
     close(per_turn(rows[0]), [8 / 3 + 50 / 3, 8 / 3 + 10])
     close(per_turn(rows[1]), [-1 / 3 - 10 / 3, -1 / 3 - 10])
     close(per_turn(rows[2]), [-7 / 3 - 40 / 3, -7 / 3])
@@ -181,7 +192,7 @@ def test_gigpo_compares_turns_that_start_from_the_same_state() -> None:
 
 def test_gigpo_divides_both_parts_by_their_deviations() -> None:
     rows = [text(("", 0.0), ("x", 1.0)), text(("", 0.0), ("y", 0.0))]
-    compute_advantages(rows, replace(GIGPO, normalize_by_std=True))
+    compute_advantages(rows, replace(GIGPO, advantage=changed(GIGPO.advantage, normalize_by_std=True)))
     # episodes 1, 0 and first turns 1/2, 0: both +-1/sqrt(2); second turns are alone
     close(per_turn(rows[0]), [2 * 0.707106, 0.707106])
     close(per_turn(rows[1]), [-2 * 0.707106, -0.707106])
@@ -195,7 +206,7 @@ def test_gigpo_keeps_equal_states_of_different_groups_apart() -> None:
 
 def test_gigpo_finds_states_that_come_back_within_one_trajectory() -> None:
     row = text(("", 0.0), ("lost", 0.0), ("lost", 4.0))
-    compute_advantages([row], replace(GIGPO, gamma=0.5))
+    compute_advantages([row], replace(GIGPO, advantage=changed(GIGPO.advantage, gamma=0.5)))
     # returns 1, 2, 4; "lost" twice: mean 3
     close(per_turn(row), [0.0, -1.0, 1.0])
 
@@ -203,7 +214,7 @@ def test_gigpo_finds_states_that_come_back_within_one_trajectory() -> None:
 def test_gigpos_turn_returns_are_rolls_agentic_ones() -> None:
     """[0, 2, 2, 0, 0, 2, 2, 0] for rewards 1 and 2, gamma 1/2: against a turn-alike of no reward, less their mean."""
     mine, other = text(("", 1.0), ("o", 2.0)), text(("", 0.0), ("o", 0.0))
-    compute_advantages([mine, other], replace(GIGPO, episode_weight=0.0))
+    compute_advantages([mine, other], replace(GIGPO, advantage=changed(GIGPO.advantage, episode_weight=0.0)))
     close(per_turn(mine), [1.0, 1.0])  # 2 - 1, 2 - 1
     close(per_turn(other), [-1.0, -1.0])
 
@@ -220,7 +231,7 @@ def simulated(states: list[float], rewards: list[float], group: int = 0) -> Row:
 
 def test_an_env_step_is_a_turn_and_its_observation_the_state() -> None:
     rows = [simulated([0.0, 1.0, 9.0], [0.0, 1.0]), simulated([-0.0, 2.0, 1.0], [0.0, 0.0])]
-    compute_advantages(rows, replace(GIGPO, episode_weight=0.0))
+    compute_advantages(rows, replace(GIGPO, advantage=changed(GIGPO.advantage, episode_weight=0.0)))
     # both start from 0 (of either sign): returns 1/2 and 0; the later states come up once, a last one is no turn's
     close(rows[0].fields["advantages"].tolist(), [0.25, 0.0, 0.0])
     close(rows[1].fields["advantages"].tolist(), [-0.25, 0.0, 0.0])
@@ -237,7 +248,7 @@ def _of_one(*rows: Row) -> list[Row]:
 
 def test_returns_run_over_the_segments_of_a_trajectory() -> None:
     first, second = _of_one(text(("", 1.0)), text(("", 4.0)))
-    compute_advantages([first, second], replace(GRPO, advantage="reinforce", gamma=0.5))
+    compute_advantages([first, second], replace(GRPO, advantage=advantage_of("reinforce", gamma=0.5)))
     assert first.fields["advantages"].tolist() == [0.0, 1.0, 2.0]
     assert second.fields["advantages"].tolist() == [0.0, 2.0, 4.0]
 
@@ -247,14 +258,14 @@ def test_gae_continues_in_the_next_segment() -> None:
     rows = _of_one(text(("", 1.0)), text(("", 4.0)))
     for row in rows:
         row.fields["values"] = np.array([9.0, 1.0, 2.0], np.float32)
-    compute_advantages(rows, replace(GRPO, advantage="gae", gamma=0.5, gae_lambda=1.0))
+    compute_advantages(rows, replace(GRPO, advantage=advantage_of("gae", gamma=0.5, gae_lambda=1.0)))
     assert [row.fields["returns"].tolist() for row in rows] == [[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]]
 
 
 def test_a_trajectory_of_two_segments_counts_once_in_its_group() -> None:
     """Rewards 1 + 2 and 0: mean 3/2, as of one row each."""
     rows = [*_of_one(text(("", 1.0)), text(("", 2.0))), text(("", 0.0))]
-    compute_advantages(rows, replace(GRPO, normalize_by_std=False))
+    compute_advantages(rows, replace(GRPO, advantage=changed(GRPO.advantage, normalize_by_std=False)))
     assert per_row(rows) == [1.5, 1.5, -1.5]
 
 
@@ -276,7 +287,10 @@ def test_rewards_of_turns_are_centred_and_scaled() -> None:
     """Sums 5 and 1, mean 3, deviation sqrt(8) = 2.828427: every reward over that, the centre off at the last position."""
     rows = [text(("", 1.0), ("a", 4.0)), text(("", 1.0), ("b", 0.0))]
     compute_advantages(
-        rows, replace(GRPO, reward_mean="batch", reward_std="batch", advantage="reinforce", gamma=1.0)
+        rows,
+        replace(
+            GRPO, reward_mean="batch", reward_std="batch", advantage=advantage_of("reinforce", gamma=1.0)
+        ),
     )
     close(per_turn(rows[0]), [2 / 2.828428, 1 / 2.828428])
     close(per_turn(rows[1]), [-2 / 2.828428, -3 / 2.828428])
@@ -332,7 +346,7 @@ def test_the_full_kl_in_the_reward_is_the_field_up_to_the_clamp() -> None:
 
 
 def test_running_statistics_continue_from_round_to_round() -> None:
-    recipe = replace(GRPO, reward_mean="running", advantage="reinforce")
+    recipe = replace(GRPO, reward_mean="running", advantage=advantage_of("reinforce"))
     running = RunningMoments()
     first, second = answers(1.0, 0.0), answers(1.0, 1.0)
     compute_advantages(first, recipe, running=running)
@@ -343,7 +357,7 @@ def test_running_statistics_continue_from_round_to_round() -> None:
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "remax", "raft"])
 @pytest.mark.parametrize("mean", get_args(RewardStatistics))
-def test_a_common_centre_cancels_in_differences(advantage: Advantage, mean: RewardStatistics) -> None:
+def test_a_common_centre_cancels_in_differences(advantage: str, mean: RewardStatistics) -> None:
     """The baseline of remax moves with the rewards."""
 
     def credited(recipe: Recipe) -> list[float]:
@@ -353,13 +367,15 @@ def test_a_common_centre_cancels_in_differences(advantage: Advantage, mean: Rewa
         compute_advantages(rows, recipe)
         return per_row(rows)
 
-    recipe = replace(GRPO, advantage=advantage)
+    recipe = replace(GRPO, advantage=advantage_of(advantage))
     close(credited(replace(recipe, reward_mean=mean)), credited(recipe))
 
 
 def test_whitened_rewards_have_mean_0_and_variance_1_over_the_policys_positions() -> None:
     rows = [text(("", 1.0), ("a", 4.0)), text(("", 1.0))]
-    compute_advantages(rows, replace(GRPO, advantage="reinforce", whiten_rewards=True, gamma=0.0))
+    compute_advantages(
+        rows, replace(GRPO, advantage=advantage_of("reinforce", gamma=0.0), whiten_rewards=True)
+    )
     rewards = np.concatenate([row.fields["rewards"][row.mask] for row in rows])
     assert rewards.mean() == pytest.approx(0.0, abs=1e-6)
     assert rewards.var(ddof=1) == pytest.approx(1.0, abs=1e-6)
@@ -368,7 +384,9 @@ def test_whitened_rewards_have_mean_0_and_variance_1_over_the_policys_positions(
 
 def test_advantages_are_clipped_after_whitening() -> None:
     rows = answers(10.0, 0.0, 0.0, 0.0)
-    compute_advantages(rows, replace(GRPO, advantage="reinforce", whiten_advantages=True, advantage_clip=1.0))
+    compute_advantages(
+        rows, replace(GRPO, advantage=advantage_of("reinforce"), whiten_advantages=True, advantage_clip=1.0)
+    )
     # whitened over two tokens each: mean 2.5, variance 2 * (56.25 + 18.75) / 7, std 4.629100: 1.620185 and -0.540062
     close(per_row(rows), [1.0, -0.540062, -0.540062, -0.540062])
 
@@ -381,7 +399,7 @@ def _cut(rewards: list[float], is_truncated: list[bool]) -> list[Row]:
 
 
 def test_a_masked_trajectory_counts_in_its_groups_baseline() -> None:
-    recipe = replace(GRPO, mask_truncated=True, normalize_by_std=False)
+    recipe = replace(GRPO, mask_truncated=True, advantage=changed(GRPO.advantage, normalize_by_std=False))
     rows = _cut([1.0, 0.0, 0.5], [False, True, False])
     compute_advantages(rows, recipe)
     close(per_row(rows), [0.5, -0.5, 0.0])
@@ -404,7 +422,7 @@ def test_only_long_failures_are_masked() -> None:
 def test_the_reward_clip_comes_after_statistics_and_before_kl_and_the_token_clip_after_it() -> None:
     recipe = replace(
         GRPO,
-        advantage="reinforce",
+        advantage=advantage_of("reinforce"),
         reward_mean="group",
         reward_clip=0.4,
         kl_coef=1.0,
@@ -422,7 +440,7 @@ def test_the_reward_clip_comes_after_statistics_and_before_kl_and_the_token_clip
 
 
 def test_whitening_is_over_what_is_trained_on() -> None:
-    recipe = replace(GRPO, advantage="reinforce", whiten_advantages=True, mask_truncated=True)
+    recipe = replace(GRPO, advantage=advantage_of("reinforce"), whiten_advantages=True, mask_truncated=True)
     with_cut, without = _cut([1.0, 9.0, 0.0], [False, True, False]), answers(1.0, 0.0)
     for rows in (with_cut, without):
         compute_advantages(rows, recipe)
@@ -433,13 +451,10 @@ def test_whitening_is_over_what_is_trained_on() -> None:
 
 
 @pytest.mark.parametrize("level", ["trajectory", "turn"])
-@pytest.mark.parametrize("advantage", sorted(set(get_args(Advantage)) - {"raft"}))
-def test_advantages_do_not_depend_on_the_order_of_rows(advantage: Advantage, level: str) -> None:
+@pytest.mark.parametrize("advantage", sorted(set(ADVANTAGES) - {"raft"}))
+def test_advantages_do_not_depend_on_the_order_of_rows(advantage: str, level: str) -> None:
     """raft's ties are broken by order; its property is in tests/algorithms."""
-    recipe = replace(
-        GRPO, advantage=advantage, advantage_level=level, reward_mean="batch", reward_std="group",
-        whiten_advantages=True, gamma=0.9,
-    )  # fmt: skip
+    recipe = replace(GRPO, advantage=advantage_of(advantage, level=level, gamma=0.9), reward_mean="batch", reward_std="group", whiten_advantages=True)  # fmt: skip
 
     def rows() -> list[Row]:
         rng = np.random.default_rng(0)
@@ -480,7 +495,7 @@ def test_agents_with_rewards_of_their_own_are_compared_with_the_same_agent(name:
         for number, rewards in enumerate((won, lost, won))
         for player, row in zip("ab", answers(*rewards), strict=True)
     ]
-    recipe = replace(RECIPES[name], normalize_by_std=False)
+    recipe = replace(RECIPES[name], advantage=changed(RECIPES[name].advantage, normalize_by_std=False))
     compute_advantages(rows, recipe)
     scale = 1.5 if name == "rloo" else 1.0
     of_a = np.array([2 / 3, -4 / 3, 2 / 3]) * scale

@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
+from tests.formulas import advantage_of
 from torch import Tensor
 
 from braid.algorithms.policy_losses.kimi import Kimi
@@ -378,7 +379,7 @@ def test_a_geometric_mask_after_a_token_mask_is_over_the_tokens_that_it_kept() -
 
 def test_values_of_turns_are_learned_at_their_first_tokens() -> None:
     """Errors 2 and 3 at the first tokens of the two turns, whatever the value of the token between."""
-    recipe = replace(GRPO, advantage="gae", advantage_level="turn", value_clip=None)
+    recipe = replace(GRPO, advantage=advantage_of("gae", level="turn"), value_clip=None)
     fields = {"values": torch.zeros(5), "returns": torch.tensor([0.0, 2.0, 2.0, 0.0, 3.0])}
     values = torch.zeros(5).index_fill(0, torch.tensor([2]), 7.0).requires_grad_()
     batch = PackedBatch({}, TURNS >= 0, (5,), fields, torch.full((5,), 0.5), TURNS)

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
-    "advantages": (
+    "advantages": ("ADVANTAGES", "Advantage"),
+    "advantages.formulas": (
         "baseline_advantages", "best_of_group", "discounted_returns", "gae", "group_advantages", "leave_one_out_advantages",
         "likelihood_advantages", "whiten",
     ),

@@ -1,6 +1,6 @@
 """Recipes: named combinations of algorithm parts.
 
-Owns the tables of advantages and recipes, whose names are those of a config. Does not import torch, so that resolving a
+Owns the table of recipes, whose names are those of a config. Does not import torch, so that resolving a
 config is cheap.
 """
 
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from braid.types import (
-    AdvantageLevel,
     Aggregation,
-    Bootstrap,
     CorrectionLevel,
     CorrectionMeasure,
     CorrectionMode,
@@ -25,6 +23,15 @@ from braid.types import (
     TurnWeighting,
 )
 
+from .advantages import Advantage
+from .advantages.gae import Gae
+from .advantages.gigpo import Gigpo
+from .advantages.grpo import Grpo
+from .advantages.maxrl import MaxRl
+from .advantages.raft import Raft
+from .advantages.reinforce import Reinforce
+from .advantages.remax import Remax
+from .advantages.rloo import Rloo
 from .policy_losses import PolicyLoss
 from .policy_losses.cispo import Cispo
 from .policy_losses.clip_cov import ClipCov
@@ -36,30 +43,8 @@ from .policy_losses.ppo_clip import PpoClip
 from .policy_losses.sapo import Sapo
 from .policy_losses.topr import Topr
 
-
-class Estimator(NamedTuple):
-    """An advantage: the recipe fields that it reads, and whether it compares the trajectories of a group."""
-
-    keys: frozenset[str] = frozenset()
-    compares_group: bool = False
-
-
-ADVANTAGES: Mapping[str, Estimator] = {
-    "grpo": Estimator(frozenset({"normalize_by_std", "advantage_level"}), compares_group=True),
-    "gae": Estimator(frozenset({"gamma", "gae_lambda", "advantage_level", "bootstrap"})),
-    "reinforce": Estimator(frozenset({"gamma", "advantage_level"})),
-    "rloo": Estimator(compares_group=True),
-    "remax": Estimator(),
-    "raft": Estimator(compares_group=True),
-    "maxrl": Estimator(compares_group=True),
-    "gigpo": Estimator(frozenset({"gamma", "normalize_by_std", "episode_weight", "turn_weight"}), True),
-}
-"""Advantages; each is the function of that name in training/advantages.py."""
-
 if TYPE_CHECKING:
-    Advantage = RecipeName = str
-else:
-    Advantage = Literal[tuple(ADVANTAGES)]
+    RecipeName = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +73,7 @@ class Recipe:
 
     reward_mean: RewardStatistics = "none"
     reward_std: RewardStatistics = "none"
-    advantage: Advantage = "grpo"
-    advantage_level: AdvantageLevel | Literal["action"] = "trajectory"
-    normalize_by_std: bool = True
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
-    bootstrap: Bootstrap = "truncated"
-    episode_weight: float = 1.0
-    turn_weight: float = 1.0
+    advantage: Advantage = Grpo()  # noqa: RUF009  # immutable
     reward_clip: float | None = None
     token_reward_clip: float | None = None
     whiten_rewards: bool = False
@@ -132,9 +110,7 @@ class Recipe:
     @property
     def value_level(self) -> Literal["token", "action", "turn"]:
         """What a value and a return are those of: a token, a robot's action, or a turn."""
-        if self.advantage != "gae" or self.advantage_level == "trajectory":
-            return "token"
-        return self.advantage_level
+        return self.advantage.value_level
 
     @property
     def has_kl_before_update(self) -> bool:
@@ -152,9 +128,9 @@ RECIPES: Mapping[str, Recipe] = {
     # Schulman et al. 2017 (arXiv 1707.06347), as used for language models: whitening, value clip 0.2 and k1
     # in the reward from Huang et al. 2024 (arXiv 2403.17031); gamma = lambda = 1 from Hu et al. 2025 (arXiv
     # 2503.24290).
-    "ppo": Recipe(advantage="gae", whiten_advantages=True, kl_estimator="k1", kl_in="reward"),
+    "ppo": Recipe(advantage=Gae(), whiten_advantages=True, kl_estimator="k1", kl_in="reward"),
     # Liu et al. 2025 (arXiv 2503.20783): no division by the standard deviation or by the response length.
-    "dr_grpo": Recipe(normalize_by_std=False, aggregation="token_sum_constant"),
+    "dr_grpo": Recipe(advantage=Grpo(normalize_by_std=False), aggregation="token_sum_constant"),
     # Yu et al. 2025 (arXiv 2503.14476). Dynamic sampling is rollout.filter, the soft overlong penalty
     # reward.overlong.
     "dapo": Recipe(policy_loss=PpoClip(clip_high=0.28)),
@@ -166,7 +142,7 @@ RECIPES: Mapping[str, Recipe] = {
     "sapo": Recipe(policy_loss=Sapo()),
     # Le Roux et al. 2025 (arXiv 2503.14286): no ratio for positive advantages, a ratio of at most 1 for the
     # others.
-    "topr": Recipe(policy_loss=Topr(), reward_mean="group", advantage="reinforce"),
+    "topr": Recipe(policy_loss=Topr(), reward_mean="group", advantage=Reinforce()),
     # Cui et al. 2025 (arXiv 2505.22617): two ways to prevent entropy collapse.
     "clip_cov": Recipe(policy_loss=ClipCov()),
     "kl_cov": Recipe(policy_loss=KlCov()),
@@ -180,25 +156,25 @@ RECIPES: Mapping[str, Recipe] = {
         ),
     ),
     # Williams 1992, with the batch mean as baseline.
-    "reinforce": Recipe(reward_mean="batch", advantage="reinforce", policy_loss=PolicyGradient()),
+    "reinforce": Recipe(reward_mean="batch", advantage=Reinforce(), policy_loss=PolicyGradient()),
     # Hu 2025 (arXiv 2501.03262): KL in the reward, advantages whitened over the round; the baseline variant
     # first subtracts the group mean.
-    "reinforce_pp": Recipe(advantage="reinforce", whiten_advantages=True, kl_estimator="k1", kl_in="reward"),
+    "reinforce_pp": Recipe(advantage=Reinforce(), whiten_advantages=True, kl_estimator="k1", kl_in="reward"),
     "reinforce_pp_baseline": Recipe(
-        reward_mean="group", advantage="reinforce", whiten_advantages=True, kl_estimator="k2"
+        reward_mean="group", advantage=Reinforce(), whiten_advantages=True, kl_estimator="k2"
     ),
     # Liu et al. 2025 (arXiv 2508.08221): group mean, standard deviation of the round.
-    "lite_ppo": Recipe(reward_mean="group", reward_std="batch", advantage="reinforce"),
+    "lite_ppo": Recipe(reward_mean="group", reward_std="batch", advantage=Reinforce()),
     # Ahmadian et al. 2024 (arXiv 2402.14740): leave-one-out mean of the group as baseline.
-    "rloo": Recipe(advantage="rloo", policy_loss=PolicyGradient()),
+    "rloo": Recipe(advantage=Rloo(), policy_loss=PolicyGradient()),
     # Li et al. 2023 (arXiv 2310.10505): reward of the greedy response as baseline.
-    "remax": Recipe(advantage="remax", policy_loss=PolicyGradient()),
+    "remax": Recipe(advantage=Remax(), policy_loss=PolicyGradient()),
     # Dong et al. 2023 (arXiv 2304.06767): imitate the best trajectory of each group.
-    "raft": Recipe(advantage="raft", policy_loss=PolicyGradient()),
-    "maxrl": Recipe(advantage="maxrl"),
+    "raft": Recipe(advantage=Raft(), policy_loss=PolicyGradient()),
+    "maxrl": Recipe(advantage=MaxRl()),
     # Feng et al. 2025 (arXiv 2505.10978): compares trajectories of a group, and turns that start in the same
     # state.
-    "gigpo": Recipe(advantage="gigpo", gamma=0.95),
+    "gigpo": Recipe(advantage=Gigpo()),
 }
 
 if not TYPE_CHECKING:

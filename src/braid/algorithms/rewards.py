@@ -16,7 +16,7 @@ from torch import Tensor
 
 from braid.types import RewardStatistics
 
-from .advantages import STD_EPSILON, grouped
+from .advantages.formulas import STD_EPSILON, grouped
 
 
 @dataclass(slots=True)

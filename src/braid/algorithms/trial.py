@@ -1,4 +1,4 @@
-"""Tries a policy loss of a user's own on a few tokens, before a run that would fail in its first update."""
+"""Tries a policy loss or an advantage of a user's own on a few numbers, before a run that would fail in its first round."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from braid.users import described, is_the_users, shown
 
+from .advantages import Advantage
+from .advantages.function import FunctionAdvantage
 from .policy_losses import PolicyLoss
 from .segments import segments
 from .surrogate import Tokens
@@ -16,6 +18,25 @@ from .surrogate import Tokens
 _LOGPROBS = (-0.5, -1.5, -2.0, -0.1)
 _OLD = (-0.6, -1.2, -2.5, -0.1)
 _ADVANTAGES = (1.0, -1.0, 0.5, 0.0)
+
+
+def problem_of_advantage(advantage: Advantage) -> str:
+    """Why a user's function of rewards and groups is no advantage, empty if it is one. Classes are not tried."""
+    if not isinstance(advantage, FunctionAdvantage):
+        return ""
+    rewards, groups = torch.tensor(_ADVANTAGES, dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    try:
+        returned = advantage.of_rewards(rewards, groups)
+    except BaseException as error:
+        if not is_the_users(error):
+            raise
+        return f"it raised {described(error)}"
+    if not isinstance(returned, Tensor) or returned.shape != rewards.shape:
+        shape = (
+            f"a tensor of shape {list(returned.shape)}" if isinstance(returned, Tensor) else shown(returned)
+        )
+        return f"it must return a number for each of the {len(rewards)} trajectories, not {shape}"
+    return "" if returned.isfinite().all() else f"it returned {returned.tolist()}, which is not finite"
 
 
 def problem_of(loss: PolicyLoss, reserved: Collection[str] = ()) -> str:

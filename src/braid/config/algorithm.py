@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
+from braid.algorithms.advantages import ADVANTAGES, Advantage
 from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
-from braid.algorithms.recipes import RECIPES, Advantage, Recipe, RecipeName
+from braid.algorithms.recipes import RECIPES, Recipe, RecipeName
 from braid.types import (
-    AdvantageLevel,
     Aggregation,
-    Bootstrap,
     CorrectionLevel,
     CorrectionMeasure,
     CorrectionMode,
@@ -28,8 +27,10 @@ from .base import Section
 from .kinds import KindOf
 
 if TYPE_CHECKING:
+    AdvantageKind = Advantage
     PolicyLossKind = PolicyLoss
 else:
+    AdvantageKind = KindOf(Advantage, ADVANTAGES, lambda others: _recipe(others).advantage.kind).field()
     PolicyLossKind = KindOf(
         PolicyLoss, POLICY_LOSSES, lambda others: _recipe(others).policy_loss.kind
     ).field()
@@ -83,25 +84,9 @@ class AlgorithmConfig(Section):
     trajectories with its prompt's source, of the round (batch), of all rounds so far (running), or none."""
     reward_std: RewardStatistics | None = None
     """Standard deviation by which rewards are then divided, with the same choices; 0 counts as 1."""
-    advantage: Advantage | None = None
-    """Advantage estimator."""
-    advantage_level: AdvantageLevel | None = None
-    """grpo: compare one reward per trajectory, or one per turn, within the group. gae: turn for one reward and one
-    value per turn, that of its first token, instead of one per token. reinforce: turn for one return per turn, of the
-    rewards of this and the following turns."""
-    normalize_by_std: bool | None = None
-    """grpo, gigpo: divide advantages by the group's standard deviation."""
-    gamma: float | None = Field(default=None, ge=0.0, le=1.0)
-    """Discount factor. gae, reinforce: per position, or per turn with advantage_level=turn. gigpo: per turn."""
-    gae_lambda: float | None = Field(default=None, ge=0.0, le=1.0)
-    """gae: lambda of generalized advantage estimation."""
-    bootstrap: Bootstrap | None = None
-    """gae: robots' episodes whose return goes on with the value of the last state: those truncated by a time limit, or
-    all, also where the task itself has ended (RLinf's ManiSkill recipes)."""
-    episode_weight: NonNegativeFloat | None = None
-    """gigpo: weight of the episode-level advantage, which compares trajectories."""
-    turn_weight: NonNegativeFloat | None = None
-    """gigpo: weight of the turn-level advantage, which compares turns from the same state."""
+    advantage: AdvantageKind | None = None
+    """Advantage: a kind, its settings, or both; or the path of your own. Settings that are not set are those of the recipe,
+    or of the kind if it is another."""
     reward_clip: PositiveFloat | Literal["off"] | None = None
     """Bound on the absolute value of a trajectory's reward, applied after reward_mean and reward_std and
     before KL; off for none."""

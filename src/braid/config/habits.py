@@ -46,7 +46,7 @@ HABITS = {
     "epsilon_high": "algorithm.policy_loss.clip_high",
     "num_iterations": "train.passes_per_round",
     "loss_type": "algorithm.recipe, or algorithm.policy_loss and algorithm.aggregation",
-    "scale_rewards": "algorithm.normalize_by_std",
+    "scale_rewards": "algorithm.advantage.normalize_by_std",
     "mask_truncated_completions": "algorithm.mask_truncated",
     "per_device_train_batch_size": "train.micro_batch_rows, or rollout.prompts_per_round for the prompts of a round",
     "per_device_eval_batch_size": "eval.batch_prompts",

@@ -26,5 +26,10 @@ MOVED = {
     "algorithm.topr_negative_weight": f"{_LOSS}.negative_weight (of kind topr)",
     "algorithm.kimi_tau": f"{_LOSS}.tau (of kind kimi)",
     "algorithm.dppo_divergence": f"{_LOSS}.divergence (of kind dppo)",
+    **{
+        f"algorithm.{name}": f"algorithm.advantage.{name}"
+        for name in ("normalize_by_std", "gamma", "gae_lambda", "bootstrap", "episode_weight", "turn_weight")
+    },
+    "algorithm.advantage_level": "algorithm.advantage.level",
 }
 """Old key -> the new one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from braid.algorithms.recipes import ADVANTAGES
 from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 
@@ -18,28 +17,25 @@ def advantage_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
     if plan.verb != "train":
         return
     recipe, rollout = plan.recipe, config.rollout
-    name = recipe.advantage
-    if rollout.group_size == 1 and ADVANTAGES[name].compares_group:
+    advantage, name = recipe.advantage, recipe.advantage.kind
+    if rollout.group_size == 1 and advantage.compares_group:
         why = f"{name} compares the answers of a group, so with group_size=1 every advantage is 0"
         yield "rollout.group_size", f"{why}; raise it to 2 or more, or set algorithm.recipe=ppo"
     elif rollout.group_size == 1 and recipe.reward_mean == "group":
         why = "algorithm.reward_mean=group subtracts the group's mean, so with group_size=1 every reward is 0"
         yield "rollout.group_size", f"{why}; raise it to 2 or more, or set algorithm.reward_mean=batch"
-    if name == "remax" and rollout.sampling.greedy:
-        why = "remax compares sampled answers with the greedy one, so sampling must not be greedy; set it to false"
+    if advantage.needs_greedy and rollout.sampling.greedy:
+        why = f"{name} compares sampled answers with the greedy one, so sampling must not be greedy; set it to false"
         yield "rollout.sampling.greedy", why
-    if name == "remax" and recipe.whiten_rewards:
-        why = "remax subtracts the reward of the greedy answer, which has no tokens to whiten over"
+    if advantage.needs_greedy and recipe.whiten_rewards:
+        why = f"{name} subtracts the reward of the greedy answer, which has no tokens to whiten over"
         yield "algorithm.whiten_rewards", f"{why}; set it to false, or use algorithm.whiten_advantages"
-    if name == "maxrl" and (mean := recipe.reward_mean) != "none":
-        why = f"maxrl divides by the group's mean reward, which reward_mean={mean} subtracts; set it to none"
+    if advantage.divides_by_mean and (mean := recipe.reward_mean) != "none":
+        why = f"{name} divides by the group's mean reward, which reward_mean={mean} subtracts; set it to none"
         yield "algorithm.reward_mean", why
-    if name == "gigpo" and recipe.episode_weight == recipe.turn_weight == 0:
-        why = "algorithm.episode_weight is 0 too, so every advantage of gigpo is 0; raise one of them"
-        yield "algorithm.turn_weight", why
-    if recipe.bootstrap == "always" and name == "gae" and not isinstance(config.env, SimulatorEnv):
+    if advantage.bootstraps_ends and not isinstance(config.env, SimulatorEnv):
         why = "a text has no state after its end whose value could be added; set it to truncated"
-        yield "algorithm.bootstrap", why
+        yield "algorithm.advantage.bootstrap", why
     low, high = rollout.filter.min_mean, rollout.filter.max_mean
     if low is not None and high is not None and low >= high:
         why = f"min_mean={low:g} is not below max_mean={high:g}, so every group is dropped"
@@ -58,12 +54,12 @@ def advantage_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
         "algorithm.kl_in": recipe.kl_coef > 0 and recipe.kl_in == "reward",
     }
     negative = next((key for key, is_so in may_be_negative.items() if is_so), None)
-    if recipe.advantage == "maxrl" and negative:
+    if recipe.advantage.divides_by_mean and negative:
         yield (
             negative,
-            "makes rewards negative, but maxrl learns nothing from groups with a mean of 0 or less",
+            f"makes rewards negative, but {recipe.advantage.kind} learns nothing from groups with a mean of 0 or less",
         )
-    env, compares = config.env, ADVANTAGES[recipe.advantage].compares_group or recipe.reward_mean == "group"
+    env, compares = config.env, recipe.advantage.compares_group or recipe.reward_mean == "group"
     if compares and isinstance(env, SimulatorEnv) and not env.fixed_reset_states:
         which = "the episodes of a group are compared although they begin in different states"
         yield "env.fixed_reset_states", f"{which}; set it to true, or use algorithm.recipe=ppo"

@@ -109,7 +109,9 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data for json.dump."""
-        recipe = asdict(self.recipe) | {"policy_loss": self.recipe.policy_loss.model_dump(mode="json")}
+        kinds = {"advantage": self.recipe.advantage, "policy_loss": self.recipe.policy_loss}
+        dumped = {name: kind.model_dump(mode="json") for name, kind in kinds.items()}
+        recipe = asdict(self.recipe) | dumped
         return {
             **asdict(self),
             "recipe": recipe,

@@ -78,6 +78,7 @@ def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
     names, algorithm = {field.name for field in fields(Recipe)}, config.algorithm
     given = {name: value for name, value in algorithm if name in names and value is not None}
     recipe, corrections = RECIPES[algorithm.recipe], algorithm.corrections
+    given["advantage"] = with_settings(recipe.advantage, algorithm.advantage)
     given["policy_loss"] = with_settings(recipe.policy_loss, algorithm.policy_loss)
     if corrections is None and not recipe.corrections and algorithm.old_logprobs in ("auto", "recompute"):
         is_off = config.max_lag > 0 or samples_lower(config, has_gpus=has_gpus)
@@ -88,10 +89,8 @@ def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
     if not isinstance(config.env, SimulatorEnv):
         return recipe
     # Log-probs and entropies of a simulator's rows are already at their levels; returns are those of decisions or actions.
-    level = "action" if algorithm.reward_level == "action" else "turn"
-    if recipe.advantage != "gae":
-        level = recipe.advantage_level
-    return replace(recipe, logprob_level="token", entropy_level="token", advantage_level=level)
+    advantage = recipe.advantage.of_simulator("action" if algorithm.reward_level == "action" else "turn")
+    return replace(recipe, logprob_level="token", entropy_level="token", advantage=advantage)
 
 
 def _without_off(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,10 +140,10 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         recipe=recipe,
         old_logprobs=old_logprobs,
         aggregation_constant=constant,
-        learns_values=recipe.advantage == "gae",
+        learns_values=recipe.advantage.needs_values,
         needs_critic=has_critic,
         needs_reference=recipe.kl_coef > 0,
-        needs_greedy=recipe.advantage == "remax",
+        needs_greedy=recipe.advantage.needs_greedy,
         num_prompts=num_prompts,
         trajectories_per_round=trajectories,
         steps_per_round=steps_per_round,
@@ -211,7 +210,7 @@ def _rounds(config: RunConfig, num_prompts: int | None) -> int | None:
 
 
 def _policy_rounds(config: RunConfig, recipe: Recipe, rounds: int) -> int:
-    return max(0, rounds - config.critic.warmup_rounds) if recipe.advantage == "gae" else rounds
+    return max(0, rounds - config.critic.warmup_rounds) if recipe.advantage.needs_values else rounds
 
 
 def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> OldLogprobs:
@@ -229,7 +228,7 @@ def _old_logprobs(config: RunConfig, recipe: Recipe, steps_per_round: int) -> Ol
 
 
 def _has_critic(config: RunConfig, recipe: Recipe) -> bool:
-    return recipe.advantage == "gae" and config.critic.network == "own"
+    return recipe.advantage.needs_values and config.critic.network == "own"
 
 
 def _memory(

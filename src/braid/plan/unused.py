@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
-from braid.algorithms.recipes import ADVANTAGES
 from braid.config.env import AgentEnvConfig, ChatEnv, MetaworldEnv, SimulatorEnv, SingleTurnEnv, ToolsEnv
 from braid.config.reward import CodeReward, JudgeReward
 from braid.config.roles import train_config
@@ -190,7 +189,7 @@ def _roles(config: RunConfig, plan: Plan) -> _Unused:
         yield (
             "the advantage uses no critic",
             "critic.{network,path,train,warmup_rounds,normalize_values,head_name} "
-            "algorithm.{gae_lambda,value_clip,huber_delta,value_loss_coef}",
+            "algorithm.{value_clip,huber_delta,value_loss_coef}",
         )
     elif not plan.needs_critic:
         yield "the policy computes the values", "critic.{path,train}"
@@ -214,9 +213,7 @@ def _roles(config: RunConfig, plan: Plan) -> _Unused:
 
 
 def _losses(config: RunConfig, plan: Plan) -> _Unused:
-    recipe, old_logprobs = plan.recipe, f"with algorithm.old_logprobs={plan.old_logprobs}"
-    by_advantage = {name: estimator.keys for name, estimator in ADVANTAGES.items()}
-    yield from _of_choice("advantage", recipe.advantage, by_advantage)
+    old_logprobs = f"with algorithm.old_logprobs={plan.old_logprobs}"
     if plan.old_logprobs == "behavior":
         yield f"{old_logprobs} there is nothing to correct", "algorithm.corrections"
     if plan.old_logprobs == "interpolated" and not config.max_lag:
@@ -232,24 +229,20 @@ def _losses(config: RunConfig, plan: Plan) -> _Unused:
         yield "token-level weights depend on a single token", "algorithm.corrections[].tokens"
 
 
-def _of_choice(key: str, chosen: str, fields: Mapping[str, frozenset[str]]) -> _Unused:
-    """Fields of the recipe that other choices read."""
-    others = sorted(frozenset().union(*fields.values()) - fields[chosen])
-    yield f"algorithm.{key}={chosen} does not use it", f"algorithm.{{{','.join(others)}}}"
-
-
 def _statistics(_: RunConfig, plan: Plan) -> _Unused:
     recipe, advantage = plan.recipe, plan.recipe.advantage
     if recipe.whiten_rewards:  # over positions, so a constant subtracted at one of them matters
         return
-    is_of_groups = advantage == "grpo" and recipe.advantage_level == "trajectory"
-    if advantage in ("rloo", "remax", "raft") or is_of_groups:
+    if advantage.ignores_reward_mean:
         yield (
             "advantages are differences within a group, so a constant subtracted from its rewards cancels",
             "algorithm.reward_mean",
         )
-    if advantage == "raft" and not (recipe.kl_coef > 0 and recipe.kl_in == "reward"):
-        yield "raft only compares rewards, so their scale does not matter", "algorithm.reward_std"
+    if advantage.ignores_reward_scale and not (recipe.kl_coef > 0 and recipe.kl_in == "reward"):
+        yield (
+            f"{advantage.kind} only compares rewards, so their scale does not matter",
+            "algorithm.reward_std",
+        )
 
 
 def _prompts(config: RunConfig, plan: Plan) -> _Unused:

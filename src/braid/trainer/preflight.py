@@ -93,14 +93,17 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
 
 
 def _own_problems(plan: Plan) -> list[Problem]:
-    """Problems of a policy loss of the user's own, which is tried once."""
-    loss = plan.recipe.policy_loss
-    if plan.verb != "train" or not loss.is_own:
+    """Problems of a policy loss and an advantage of the user's own, which are tried once."""
+    loss, advantage = plan.recipe.policy_loss, plan.recipe.advantage
+    if plan.verb != "train" or not (loss.is_own or advantage.is_own):
         return []
-    from braid.algorithms.trial import problem_of
+    from braid.algorithms.trial import problem_of, problem_of_advantage
 
-    why = problem_of(loss, reserved_names("policy"))
-    return [Problem("algorithm.policy_loss", f"{loss.kind!r}: {why}")] if why else []
+    tried = (
+        (loss, problem_of(loss, reserved_names("policy")) if loss.is_own else ""),
+        (advantage, problem_of_advantage(advantage) if advantage.is_own else ""),
+    )
+    return [Problem(kind.config_key, f"{kind.kind!r}: {why}") for kind, why in tried if why]
 
 
 async def _no_policy(*_: object, **__: object) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from braid.algorithms.recipes import ADVANTAGES
 from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.plan import Plan
@@ -75,7 +74,7 @@ class LearningWatch:
         """Name and message of each sign in the round's metrics. Signs that follow from another sign are
         omitted."""
         recipe = self.plan.recipe
-        compares = ADVANTAGES[recipe.advantage].compares_group or recipe.reward_mean == "group"
+        compares = recipe.advantage.compares_group or recipe.reward_mean == "group"
         is_compared = compares and self.config.rollout.group_size > 1
         has_equal_rewards = is_compared and metrics.get("reward/same_in_group_fraction") == 1.0
         damage = self._damage()

@@ -114,7 +114,7 @@ class RolloutBuffer:
 
     def lend(self) -> list[Row]:
         """The rows for the first process, without inputs and observations unless they are anchor states (GiGPO)."""
-        if self._recipe.advantage == "gigpo":
+        if self._recipe.advantage.reads_observations:
             return self._rows
         return [replace(row, inputs={}, observations={}) for row in self._rows]
 

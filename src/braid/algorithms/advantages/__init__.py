@@ -1,0 +1,30 @@
+"""Advantages: from the rewards of a round to an advantage of each position, one file a kind.
+
+formulas.py has the formulas as functions of tensors, round.py the round that a kind reads.
+"""
+
+from collections.abc import Mapping
+
+from .base import Advantage
+from .gae import Gae
+from .gigpo import Gigpo
+from .grpo import Grpo
+from .maxrl import MaxRl
+from .raft import Raft
+from .reinforce import Reinforce
+from .remax import Remax
+from .rloo import Rloo
+
+__all__ = ["ADVANTAGES", "Advantage"]
+
+ADVANTAGES: Mapping[str, type[Advantage]] = {
+    "grpo": Grpo,
+    "gae": Gae,
+    "reinforce": Reinforce,
+    "rloo": Rloo,
+    "remax": Remax,
+    "raft": Raft,
+    "maxrl": MaxRl,
+    "gigpo": Gigpo,
+}
+"""The kinds of `algorithm.advantage`."""

@@ -1,0 +1,70 @@
+"""The base of advantages: what one declares. Nothing here imports torch before it computes, so that a config is read quickly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from braid.algorithms.kinds import Kind
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .round import Round
+else:
+    Round = Tensor = Any
+
+__all__ = ["Advantage", "Round", "Tensor"]
+
+ValueLevel = Literal["token", "action", "turn"]
+
+
+class Advantage(Kind):
+    """An advantage: from the rewards, and perhaps the values, of a round to the advantage of each position."""
+
+    config_key = "algorithm.advantage"
+    needs_values: ClassVar[bool] = False
+    """Whether it reads values, which a critic learns from the `returns` that it writes."""
+    needs_greedy: ClassVar[bool] = False
+    """Whether the reward of each prompt's greedy answer is its baseline."""
+    compares_group: ClassVar[bool] = False
+    """Whether it compares the trajectories of a group, so that it is 0 where all rewards are equal."""
+    divides_by_mean: ClassVar[bool] = False
+    """Whether it divides by the mean reward of a group, which must be positive."""
+    reads_observations: ClassVar[bool] = False
+    """Whether it reads what a decision observed: a row's inputs and observations."""
+    ignores_reward_scale: ClassVar[bool] = False
+    """Whether the scale of rewards does not matter."""
+
+    @property
+    def ignores_reward_mean(self) -> bool:
+        """Whether a constant subtracted from all rewards of a group cancels."""
+        return False
+
+    @property
+    def value_level(self) -> ValueLevel:
+        """What a value and a return are those of: a token, a robot's action, or a turn."""
+        return "token"
+
+    @property
+    def bootstraps_ends(self) -> bool:
+        """Whether returns go on after the end of the task itself."""
+        return False
+
+    @classmethod
+    def of_function(cls, function: Callable[..., Any]) -> Advantage:
+        from .function import FunctionAdvantage
+
+        return FunctionAdvantage.calling(function)
+
+    def of_simulator(self, level: Literal["action", "turn"]) -> Advantage:  # noqa: ARG002
+        """The same for a simulator, whose returns and values are those of actions or decisions."""
+        return self
+
+    def compute(self, round_: Round) -> Tensor:
+        """The advantages of all positions of the round [T], 0 outside the mask."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute(self, round_)")
+
+    def report(self, round_: Round) -> dict[str, float]:  # noqa: ARG002
+        """Metrics of the round, after `compute`: full name -> value."""
+        return {}
