@@ -76,7 +76,9 @@ def recorded() -> Iterator[set[str]]:
 
     def read(section: Any, name: str) -> Any:
         value = object.__getattribute__(section, name)
-        at = f"{type(section).config_key}." if isinstance(section, Kind) else section_path(section)
+        # not isinstance, which reads the section's __class__ by this function
+        is_kind = issubclass(type(section), Kind)
+        at = f"{type(section).config_key}." if is_kind else section_path(section)
         if at is not None and name in type(section).model_fields and _is_part_of_a_run(sys._getframe(1)):
             reads.add(f"{at}{name}")
         return value
