@@ -13,14 +13,12 @@ SRC = Path(__file__).parents[2] / "src"
 NAMES = {"of", "own", "found", "given", "told", "seen"}
 
 LEFT = {
-    "braid/algorithms": 7,
     "braid/config": 20,
     "braid/models/chat.py": 4,
     "braid/models/loading.py": 1,
     "braid/plan": 40,
     "braid/rollout": 46,
     "braid/trainer": 46,
-    "braid/training/advantages.py": 22,
     "braid/weights": 7,
     "braid_dialects/roll_agentic.py": 2,
     "braid_dialects/roll_data.py": 2,

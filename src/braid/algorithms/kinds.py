@@ -67,5 +67,5 @@ def _load_again(
     """`passed` is what was passed to the Python API of the process that sent it."""
     if passed is not None:
         give(passed, path.rpartition(".")[2])
-    own = import_module("braid.algorithms.own")
-    return own.own_kind(family, path, settings, base_dir=base_dir)
+    module = import_module("braid.algorithms.own")
+    return module.own_kind(family, path, settings, base_dir=base_dir)

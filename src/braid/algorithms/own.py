@@ -62,10 +62,10 @@ class _Missing:
         raise ValueError(self._why)
 
 
-def _first_problem(error: ValidationError, own: type[Kind]) -> str:
+def _first_problem(error: ValidationError, kind: type[Kind]) -> str:
     detail = error.errors(include_url=False)[0]
     name = str(detail["loc"][0]) if detail["loc"] else ""
     if detail["type"] == "extra_forbidden":
-        keys = [key for key in own.model_fields if key != "kind"]
+        keys = [key for key in kind.model_fields if key != "kind"]
         return f"unknown key {name!r}{suggest(name, keys)}; its keys are {', '.join(keys) or 'none'}"
     return f"{name}: {detail['msg']}" if name else detail["msg"]

@@ -40,9 +40,11 @@ class RunningMoments:
         """Add `values`."""
         if not len(values):
             return
-        of = grouped(values, torch.zeros(len(values), dtype=torch.long, device=values.device))
-        count, distance = self.count + len(values), float(of.mean[0]) - self.mean
-        self.squares += float(of.centered.square().sum()) + distance**2 * self.count * len(values) / count
+        statistics = grouped(values, torch.zeros(len(values), dtype=torch.long, device=values.device))
+        count, distance = self.count + len(values), float(statistics.mean[0]) - self.mean
+        self.squares += (
+            float(statistics.centered.square().sum()) + distance**2 * self.count * len(values) / count
+        )
         self.mean += distance * len(values) / count
         self.count = count
 
@@ -85,8 +87,11 @@ def reward_statistics(
             return zeros + running.mean, zeros + running.std
         index = {"group": groups, "source": sources, "batch": everyone}[which]
         assert index is not None, "statistics by source need the sources"
-        of = grouped(rewards, index)
-        return rewards.double() - of.centered, of.std  # exactly the reward itself in a group of equal ones
+        statistics = grouped(rewards, index)
+        return (
+            rewards.double() - statistics.centered,
+            statistics.std,
+        )  # exactly the reward itself in a group of equal ones
 
     center, (_, deviation) = moments(mean)[0], moments(std)
     return center, torch.where(deviation > 0, deviation + STD_EPSILON, 1.0)

@@ -32,13 +32,13 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERT = re.compile(r"(?P<layer>.+)\.experts\.\d+\.(?P<kind>gate_proj|up_proj|down_proj|w1|w2|w3)")
 """A layer of one expert in a folder's files."""
 _GGUF_LAYERS = {
-    "attn_q": "q_proj",
-    "attn_k": "k_proj",
-    "attn_v": "v_proj",
-    "attn_output": "o_proj",
-    "ffn_gate": "gate_proj",
-    "ffn_up": "up_proj",
-    "ffn_down": "down_proj",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
 """Linear layers by the names of llama.cpp -> those of transformers; others have no common ones."""
 _LEAST_COMPILED = 4e10
@@ -169,7 +169,7 @@ def _size_of_gguf(file: str | Path) -> ModelSize:
     shapes = {name: list(shape) for name, (shape, _) in header.tensors.items()}
     heads, hidden = header.setting("attention.head_count"), header.setting("embedding_length")
     layers = {
-        name: name.replace(layer, _GGUF_LAYERS.get(layer, layer))
+        name: name.replace("blk", "model.layers", 1).replace(layer, _GGUF_LAYERS.get(layer, layer))
         for name in shapes
         if name.startswith("blk.") and (layer := name.removesuffix(".weight").rpartition(".")[2])
     }

@@ -55,8 +55,10 @@ def compute_advantages(
     penalties: list[np.ndarray] = []
     if recipe.has_kl_before_update:
         kl = [np.where(row.mask, _kl(row, recipe), np.float32(0.0)) for row in rows]
-        metrics["reward/kl"] = sum(float(of.sum()) for of in kl) / max(sum(row.num_tokens for row in rows), 1)
-        penalties = [np.float32(recipe.kl_coef if kl_coef is None else kl_coef) * of for of in kl]
+        metrics["reward/kl"] = sum(float(values.sum()) for values in kl) / max(
+            sum(row.num_tokens for row in rows), 1
+        )
+        penalties = [np.float32(recipe.kl_coef if kl_coef is None else kl_coef) * values for values in kl]
     if penalties and recipe.kl_in == "reward":
         for row, penalty in zip(rows, penalties, strict=True):
             row.fields["rewards"] = row.fields["rewards"] - penalty
@@ -132,9 +134,11 @@ def _normalize(rows: Sequence[Row], recipe: Recipe, running: RunningMoments) -> 
         _standardize(trajectories, recipe, running)
     if (bound := recipe.reward_clip) is not None:
         totals = totals_of(trajectories)
-        for of, excess in zip(trajectories, (totals - totals.clamp(-bound, bound)).tolist(), strict=True):
-            of[-1].fields["rewards"][_end(of[-1])] -= excess
-            for row in of:
+        for segments, excess in zip(
+            trajectories, (totals - totals.clamp(-bound, bound)).tolist(), strict=True
+        ):
+            segments[-1].fields["rewards"][_end(segments[-1])] -= excess
+            for row in segments:
                 if row.baseline is not None:
                     row.baseline = min(max(row.baseline, -bound), bound)
 
@@ -151,14 +155,14 @@ def _standardize(trajectories: Sequence[Sequence[Row]], recipe: Recipe, running:
         running=running,
         sources=_sources(trajectories),
     )
-    for of, off, divisor in zip(trajectories, center.tolist(), scale.tolist(), strict=True):
-        for row in of:
+    for segments, offset, divisor in zip(trajectories, center.tolist(), scale.tolist(), strict=True):
+        for row in segments:
             rewards = row.fields["rewards"].astype(np.float64)
-            if row is of[-1]:
-                rewards[_end(row)] -= off
+            if row is segments[-1]:
+                rewards[_end(row)] -= offset
             row.fields["rewards"] = rewards / divisor
             if row.baseline is not None:
-                row.baseline = (row.baseline - off) / divisor
+                row.baseline = (row.baseline - offset) / divisor
 
 
 def _kl(row: Row, recipe: Recipe) -> np.ndarray:
@@ -171,4 +175,4 @@ def _kl(row: Row, recipe: Recipe) -> np.ndarray:
 
 def _sources(trajectories: Sequence[Sequence[Row]]) -> Tensor:
     numbers: dict[str, int] = {}
-    return torch.tensor([numbers.setdefault(of[0].source, len(numbers)) for of in trajectories])
+    return torch.tensor([numbers.setdefault(first.source, len(numbers)) for first, *_ in trajectories])

@@ -90,8 +90,10 @@ def group_advantages(
     times the true one. RLinf and ROLL use the same formula (in ROLL's agentic pipelines, grpo itself does not
     normalise); SkyRL uses the raw reward for a group of one.
     """
-    of = grouped(rewards, groups)
-    advantages = of.centered / (of.std + STD_EPSILON) if normalize_by_std else of.centered
+    statistics = grouped(rewards, groups)
+    advantages = (
+        statistics.centered / (statistics.std + STD_EPSILON) if normalize_by_std else statistics.centered
+    )
     return advantages.to(rewards.dtype)
 
 
@@ -103,8 +105,8 @@ def leave_one_out_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B
     The baseline is independent of the row's own response, so the gradient is unbiased. A group of one gets 0.
     SkyRL: the same. Not in RLinf and ROLL.
     """
-    of = grouped(rewards, groups)
-    return (of.centered * of.count / (of.count - 1).clamp(min=1)).to(rewards.dtype)
+    statistics = grouped(rewards, groups)
+    return (statistics.centered * statistics.count / (statistics.count - 1).clamp(min=1)).to(rewards.dtype)
 
 
 def baseline_advantages(rewards: Float[Tensor, "B"], baselines: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
@@ -145,9 +147,9 @@ def likelihood_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"])
     pass rate: it may be close to 0 or flip the sign of the gradient. A group whose mean is not positive
     therefore gets 0. SkyRL: the plain formula, and the raw reward for a group of one.
     """
-    of = grouped(rewards, groups)
-    relative = of.centered / (of.mean + MEAN_EPSILON)
-    return torch.where(of.mean > 0, relative, 0.0).to(rewards.dtype)
+    statistics = grouped(rewards, groups)
+    relative = statistics.centered / (statistics.mean + MEAN_EPSILON)
+    return torch.where(statistics.mean > 0, relative, 0.0).to(rewards.dtype)
 
 
 def discounted_returns(

@@ -38,7 +38,7 @@ class Round:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Positions of each trajectory [N]."""
-        return tuple(sum(len(row) for row in of) for of in self.trajectories)
+        return tuple(sum(len(row) for row in segments) for segments in self.trajectories)
 
     def turns(self, *, are_actions: bool = False) -> Turns:
         """The turns of the round: its decisions, or the actions of robots."""
@@ -77,17 +77,17 @@ class Turns:
 
     @classmethod
     def of(cls, round_: Round, *, are_actions: bool = False) -> Turns:
-        own = [_actions(row) if are_actions else row.decision for row in round_.rows]
-        numbers = [int(of.max(initial=-1)) + 1 for of in own]
+        turns = [_actions(row) if are_actions else row.decision for row in round_.rows]
+        numbers = [int(turn.max(initial=-1)) + 1 for turn in turns]
         first = np.cumsum([0, *numbers[:-1]])
         index = flat(
-            [np.where(row.mask, of + n, -1) for row, of, n in zip(round_.rows, own, first, strict=True)]
+            [np.where(row.mask, turn + n, -1) for row, turn, n in zip(round_.rows, turns, first, strict=True)]
         )
         groups = torch.repeat_interleave(groups_of([[row] for row in round_.rows]), torch.tensor(numbers))
         rewards = torch.zeros(len(groups), dtype=torch.float64)
         rewards.index_add_(0, index[round_.mask], round_.rewards[round_.mask].double())
         left = iter(numbers)
-        lengths = tuple(sum(islice(left, len(of))) for of in round_.trajectories)
+        lengths = tuple(sum(islice(left, len(segments))) for segments in round_.trajectories)
         return cls(index, rewards, groups, lengths)
 
     @property
@@ -102,22 +102,23 @@ class Turns:
 
 def trajectories_of(rows: Sequence[Row]) -> list[list[Row]]:
     """The rows of each trajectory, or of each player in it."""
-    found = [(key, list(of)) for key, of in groupby(rows, key=lambda row: (row.trajectory, row.player))]
-    assert len(dict(found)) == len(found), "rows of a trajectory are apart"
-    return [of for _, of in found]
+    by_player = groupby(rows, key=lambda row: (row.trajectory, row.player))
+    trajectories = [(key, list(segments)) for key, segments in by_player]
+    assert len(dict(trajectories)) == len(trajectories), "rows of a trajectory are apart"
+    return [segments for _, segments in trajectories]
 
 
 def totals_of(trajectories: Sequence[Sequence[Row]]) -> Tensor:
     """Sum of each trajectory's rewards [N], float64."""
-    rewards = [np.concatenate([row.fields["rewards"] for row in of]) for of in trajectories]
-    return torch.tensor([exact_sum(of[of != 0].tolist()) for of in rewards], dtype=torch.float64)
+    rewards = [np.concatenate([row.fields["rewards"] for row in segments]) for segments in trajectories]
+    return torch.tensor([exact_sum(values[values != 0].tolist()) for values in rewards], dtype=torch.float64)
 
 
 def groups_of(trajectories: Sequence[Sequence[Row]]) -> Tensor:
     """An id per group and player [N]."""
     numbers: dict[tuple[int, str], int] = {}
     return torch.tensor(
-        [numbers.setdefault((of[0].group, of[0].player), len(numbers)) for of in trajectories]
+        [numbers.setdefault((first.group, first.player), len(numbers)) for first, *_ in trajectories]
     )
 
 
@@ -131,8 +132,8 @@ def _states(round_: Round) -> Tensor:
     numbers: dict[tuple[int, str, bytes], int] = {}
     states = [
         numbers.setdefault((row.group, row.player, anchor), len(numbers))
-        for of in round_.trajectories
-        for before, row in zip([None, *of], of, strict=False)
+        for segments in round_.trajectories
+        for before, row in zip([None, *segments], segments, strict=False)
         for anchor in _anchors(row, before)
     ]
     return torch.tensor(states)
@@ -147,12 +148,12 @@ def _anchors(row: Row, before: Row | None) -> list[bytes]:
     """
     if row.observations:
         # adding 0 turns -0.0 into 0.0, so that equal numbers have equal bytes
-        seen = [values[: row.num_decisions] + 0 for values in row.observations.values()]
-        return [b"".join(state.tobytes() for state in states) for states in zip(*seen, strict=True)]
+        observed = [values[: row.num_decisions] + 0 for values in row.observations.values()]
+        return [b"".join(state.tobytes() for state in states) for states in zip(*observed, strict=True)]
     written = np.flatnonzero(row.mask)
-    of = row.decision[written]
-    begins = written[np.diff(of, prepend=-1) > 0]
-    ends = written[np.diff(of, append=row.num_decisions) > 0] + 1
+    decisions = row.decision[written]
+    begins = written[np.diff(decisions, prepend=-1) > 0]
+    ends = written[np.diff(decisions, append=row.num_decisions) > 0] + 1
     ids = row.inputs["input_ids"]
     known = 0 if before is None else len(before)
     if before is not None and not np.array_equal(ids[:known], before.inputs["input_ids"]):
