@@ -1,7 +1,8 @@
 """Agents: throughput with slow environments, prefix reuse across turns, and memory over many episodes.
 
-Environments reply after a log-normal time (mean 50 ms, 99th percentile 500 ms), the same in each variant. The bound is the
-time of their latencies alone: of the slowest episode, or with fewer processes than episodes, of each process's episodes.
+Environments reply after a log-normal time (mean 50 ms, 99th percentile 500 ms), the same in each variant. The
+bound is the time of their latencies alone: of the slowest episode, or with fewer processes than episodes, of
+each process's episodes.
 
     python benchmarks/agents.py [--episodes 256] [--turns 3] [--memory-episodes 10000]
 """
@@ -140,9 +141,9 @@ def with_policy(bench: Bench, num: int, turns: int) -> None:
         sampling = sum(turn.end_s - turn.start_s for turn in played)
         tokens = sum(len(turn.output_ids) for turn in played)
         print(
-            f"with a policy, environments of {50 * scale:.0f} ms: {took:.2f} s, {len(played) / took:.0f} env steps/s, "
-            f"{tokens / took:,.0f} tokens/s; an episode waits for its environment {100 * waiting / (waiting + sampling):.0f} % "
-            "of its time"
+            f"with a policy, environments of {50 * scale:.0f} ms: {took:.2f} s, {len(played) / took:.0f} "
+            f"env steps/s, {tokens / took:,.0f} tokens/s; an episode waits for its environment "
+            f"{100 * waiting / (waiting + sampling):.0f} % of its time"
         )
 
 
@@ -153,8 +154,9 @@ def prefix_reuse(bench: Bench, num: int, turns: int) -> None:
             took, groups = bench.play(engine, envs, bench.prompts(num))
         new = sum(len(turn.context_ids) for group in groups for turn in group.trajectories[0].turns)
         print(
-            f"{num} episodes of {turns} turns, prefix_caching={str(caching).lower()}: {took:.1f} s, {engine.num_read:,} tokens read, "
-            f"{engine.num_computed:,} of them computed; {new:,} are new to the episode"
+            f"{num} episodes of {turns} turns, prefix_caching={str(caching).lower()}: {took:.1f} s, "
+            f"{engine.num_read:,} tokens read, {engine.num_computed:,} of them computed; {new:,} are new to "
+            "the episode"
         )
 
 

@@ -1,14 +1,17 @@
 """How much longer a round takes beside busy processes.
 
-    python benchmarks/busy.py [--busy 0 1 3] [--repeats 3] [--size 135m] [--prompts 4] [--env GOMP_SPINCOUNT=300000]
+    python benchmarks/busy.py [--busy 0 1 3] [--repeats 3] [--size 135m] [--prompts 4] [--env
+    GOMP_SPINCOUNT=300000]
 
-One run, in whose rounds other processes compute by turns: none, one, three. Prints each round's wall time, the run's CPU time in it
-(a thread that spins while it waits takes CPU time for nothing), and the core time that all other processes took, as a check that the
-machine was otherwise quiet; then the medians, and their ratios to the quiet rounds. On two cores a fair share of them makes a round
-beside one busy process 1.5 times as long, beside three 2.5 times. Goals: at most 1.7 and 2.8 times.
+One run, in whose rounds other processes compute by turns: none, one, three. Prints each round's wall time,
+the run's CPU time in it (a thread that spins while it waits takes CPU time for nothing), and the core time
+that all other processes took, as a check that the machine was otherwise quiet; then the medians, and their
+ratios to the quiet rounds. On two cores a fair share of them makes a round beside one busy process 1.5 times
+as long, beside three 2.5 times. Goals: at most 1.7 and 2.8 times.
 
-`--env` sets variables for the run, which braid leaves as they are: GOMP_SPINCOUNT=300000 is libgomp's own default, to compare with.
-`--size 1m --prompts 16` is the quickstart's model, whose threads wait for each other most often, after many short products.
+`--env` sets variables for the run, which braid leaves as they are: GOMP_SPINCOUNT=300000 is libgomp's own
+default, to compare with. `--size 1m --prompts 16` is the quickstart's model, whose threads wait for each
+other most often, after many short products.
 """
 
 from __future__ import annotations
@@ -91,7 +94,8 @@ def start_busy(number: int) -> list[subprocess.Popen[bytes]]:
 
 
 def measure(process: subprocess.Popen[bytes], metrics: Path, plan: list[int]) -> Iterator[Round]:
-    """A Round for each item of `plan`, the number of busy processes in that round. The first round of the run is left out."""
+    """A Round for each item of `plan`, the number of busy processes in that round. The first round of the run
+    is left out."""
     wait_for_rounds(process, metrics, 1)
     for number, busy in enumerate(plan):
         own, everything = cpu_s(process.pid), machine_s()
@@ -143,7 +147,8 @@ def main() -> None:
             for of in measure(process, folder / "busy/metrics.jsonl", plan):
                 rounds.append(of)
                 print(
-                    f"{of.busy} busy: {of.wall_s:6.2f} s, CPU {of.own_s:6.2f} s, other processes {of.others_s:6.2f} s",
+                    f"{of.busy} busy: {of.wall_s:6.2f} s, CPU {of.own_s:6.2f} s, other processes "
+                    f"{of.others_s:6.2f} s",
                     flush=True,
                 )
         finally:
@@ -156,7 +161,8 @@ def main() -> None:
             statistics.median(values) for values in zip(*((of.wall_s, of.own_s) for of in some), strict=True)
         )
         print(
-            f"median, {number} busy: {wall:6.2f} s, {wall / quiet:.2f} times the quiet round; CPU {own:6.2f} s"
+            f"median, {number} busy: {wall:6.2f} s, {wall / quiet:.2f} times the quiet round; CPU "
+            f"{own:6.2f} s"
         )
 
 

@@ -2,9 +2,10 @@
 
     python benchmarks/data.py [--rows 2000000] [--only KIND]
 
-For each start a new process reads a run's config, tokenizer and data, checks them and draws, as `braid train` and `braid sft` do
-before they build a model: at first, and later with the cache of the first start. The seconds are those of the whole
-process, imports included; the memory is its peak. Goals: 15 s at first, 5 s later, below 1 GB.
+For each start a new process reads a run's config, tokenizer and data, checks them and draws, as `braid train`
+and `braid sft` do before they build a model: at first, and later with the cache of the first start. The
+seconds are those of the whole process, imports included; the memory is its peak. Goals: 15 s at first, 5 s
+later, below 1 GB.
 """
 
 from __future__ import annotations

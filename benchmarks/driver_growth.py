@@ -1,8 +1,8 @@
 """What the driver receives of a round, in bytes, at four sizes each of tokens, turns and images.
 
-Groups as rollout workers hold them become the metadata that the driver gets: of trajectories when a group finishes, of rows
-when the rollout buffer has them. The figure is the pickled size relative to the smallest round; integers of more digits
-take a few bytes more.
+Groups as rollout workers hold them become the metadata that the driver gets: of trajectories when a group
+finishes, of rows when the rollout buffer has them. The figure is the pickled size relative to the smallest
+round; integers of more digits take a few bytes more.
 
     python benchmarks/driver_growth.py
 

@@ -1,12 +1,14 @@
 """The driver's own time in a round of 1,024 trajectories on workers, at four lengths of answers.
 
-    python benchmarks/driver_share.py [--trajectories 1024] [--lengths 16 32 64 128] [--rounds 3] [--hidden 192]
+    python benchmarks/driver_share.py [--trajectories 1024] [--lengths 16 32 64 128] [--rounds 3] [--hidden
+    192]
 
-Real runs under Ray: a policy and a rollout worker, each with a process, and the rows of a round in a third. Measured is CPU time
-from the end of one round to the end of the next, of the loop's thread and of its whole process; in the latter Ray's own threads take
-half a percent of any time that passes. The first round, which warms up, is left out. Goal: the process under 2 % of the round,
-and the loop the same for every length, since tokens never pass through it. The round's time is that of the machine at hand, with a
-model as small as the quickstart's: any larger one makes the share smaller.
+Real runs under Ray: a policy and a rollout worker, each with a process, and the rows of a round in a third.
+Measured is CPU time from the end of one round to the end of the next, of the loop's thread and of its whole
+process; in the latter Ray's own threads take half a percent of any time that passes. The first round, which
+warms up, is left out. Goal: the process under 2 % of the round, and the loop the same for every length, since
+tokens never pass through it. The round's time is that of the machine at hand, with a model as small as the
+quickstart's: any larger one makes the share smaller.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def main() -> None:
 
 
 def measure(config: Path) -> list[tuple[float, float, float]]:
-    """(seconds of the round, CPU seconds of this thread in it, of this process), for each round after the first."""
+    """(seconds of the round, CPU seconds of this thread in it, of this process), for each round after the
+    first."""
     ends: list[tuple[float, float, float]] = []
     report = Progress.report
 

@@ -1,4 +1,5 @@
-"""The native engine with a bf16 copy of the weights (`rollout.native.dtype=bf16`) against compiled and plain fp32, on CPU.
+"""The native engine with a bf16 copy of the weights (`rollout.native.dtype=bf16`) against compiled and plain
+fp32, on CPU.
 
 Requests are those of engine_vs_generate.py, ragged; one thread, CPU time, all sides taking turns.
 

@@ -1,13 +1,15 @@
 """The native engine against transformers `generate`, on CPU.
 
-Both sides have the same weights, dtype, threads, prompts (20 to 40 tokens) and numbers of new tokens, and sample at
-temperature 1. Lengths are forced: end tokens are off, and each sequence gets a limit of its own ("ragged": uniform in
-8..128; "equal": 128). `generate` gets its best: transformers' own layers, one left-padded batch, its cache, its own sdpa attention, and as many
-steps as the longest sequence takes; tokens beyond a sequence's limit are not counted, since nobody wants them. The sides
-take turns, and the ratio is the median over the turns, so that a machine that slows down slows both. With one thread
-times are CPU times, which other work on the machine changes less.
+Both sides have the same weights, dtype, threads, prompts (20 to 40 tokens) and numbers of new tokens, and
+sample at temperature 1. Lengths are forced: end tokens are off, and each sequence gets a limit of its own
+("ragged": uniform in 8..128; "equal": 128). `generate` gets its best: transformers' own layers, one
+left-padded batch, its cache, its own sdpa attention, and as many steps as the longest sequence takes; tokens
+beyond a sequence's limit are not counted, since nobody wants them. The sides take turns, and the ratio is the
+median over the turns, so that a machine that slows down slows both. With one thread times are CPU times,
+which other work on the machine changes less.
 
-    python benchmarks/engine_vs_generate.py [--sizes 3m 30m] [--sequences 64 128 256] [--dtype fp32] [--repeats 5]
+    python benchmarks/engine_vs_generate.py [--sizes 3m 30m] [--sequences 64 128 256] [--dtype fp32]
+    [--repeats 5]
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ def run_generate(model: PreTrainedModel, requests: list[Request]) -> float:
 def compare(
     lm: CausalLM, plain: PreTrainedModel, requests: list[Request], repeats: int
 ) -> tuple[float, float, float]:
-    """Median tokens/s of the engine and of generate, and the median ratio over the turns (the first, a warm-up, left out)."""
+    """Median tokens/s of the engine and of generate, and the median ratio over the turns (the first, a
+    warm-up, left out)."""
     tokens = sum(r.sampling.max_new_tokens for r in requests)
     engine = NativeEngine(lm, decode=lambda _: "", max_running=len(requests), compile=True)
     sides: list[Callable[[], float]] = [
@@ -128,7 +131,8 @@ def main() -> None:
                 requests = make_requests(num, lm.vocab_size, is_ragged=kind == "ragged")
                 ours, theirs, ratio = compare(lm, plain, requests, args.repeats)
                 print(
-                    f"  {num:4} sequences, {kind:6}: engine {ours:8,.0f}  generate {theirs:8,.0f}  ratio {ratio:.2f}"
+                    f"  {num:4} sequences, {kind:6}: engine {ours:8,.0f}  generate {theirs:8,.0f}  ratio "
+                    f"{ratio:.2f}"
                 )
 
 

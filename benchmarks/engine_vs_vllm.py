@@ -1,8 +1,8 @@
 """The native engine against vLLM's CPU build with compiled graphs, on one thread.
 
-Both sides have the same weights, float32, prompts and numbers of new tokens as in engine_vs_generate.py, sample at
-temperature 1 in this process, and take turns; the figures are tokens per second of CPU time. vLLM gets all requests at
-once, and may run them all together.
+Both sides have the same weights, float32, prompts and numbers of new tokens as in engine_vs_generate.py,
+sample at temperature 1 in this process, and take turns; the figures are tokens per second of CPU time. vLLM
+gets all requests at once, and may run them all together.
 
     python benchmarks/engine_vs_vllm.py [--size 3m|30m|120m] [--sequences 64 256] [--repeats 3]
     python benchmarks/engine_vs_vllm.py --model smollm2 ...      (a pretrained model; after: make smollm2)
@@ -83,7 +83,8 @@ def main() -> None:
         lm = load_policy(ModelConfig(path=folder), temperature=1.0, seed=0, device=torch.device("cpu"))
     parameters = sum(weight.numel() for weight in lm.module.parameters())
     print(
-        f"{args.model or args.size}: {parameters / 1e6:.1f}M parameters, fp32, one thread; tokens per second of CPU time"
+        f"{args.model or args.size}: {parameters / 1e6:.1f}M parameters, fp32, one thread; tokens per "
+        "second of CPU time"
     )
     for num in args.sequences:
         requests = make_requests(num, lm.vocab_size, is_ragged=True)

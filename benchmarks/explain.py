@@ -1,7 +1,7 @@
 """The CPU time of `braid explain` on the pages' files and on one with unknown keys, each in a new process.
 
-It has to stay under a second, and to import neither torch nor ray (tests/architecture/test_light_imports.py). The best of
-several runs is what the command takes on a machine that does nothing else.
+It has to stay under a second, and to import neither torch nor ray (tests/architecture/test_light_imports.py).
+The best of several runs is what the command takes on a machine that does nothing else.
 
     python benchmarks/explain.py [--repeats 5]
 """

@@ -1,10 +1,12 @@
 """How much faster two processes with FSDP2 take an update than one process, with a core each.
 
-A Qwen3 model of about 30M parameters takes GRPO steps on 8,192 packed tokens of ragged rows (those of update_mfu.py), through
-the backends that a run uses. Every process is bound to one core and runs one thread. One process and two take turns, so that
-a machine that slows down slows both; told are the best pair and the median of the pairs.
+A Qwen3 model of about 30M parameters takes GRPO steps on 8,192 packed tokens of ragged rows (those of
+update_mfu.py), through the backends that a run uses. Every process is bound to one core and runs one thread.
+One process and two take turns, so that a machine that slows down slows both; told are the best pair and the
+median of the pairs.
 
-    python benchmarks/fsdp2_scaling.py [--repeats 5] [--backend fsdp2] [--set reshard_after_forward=false ...] [--profile]
+    python benchmarks/fsdp2_scaling.py [--repeats 5] [--backend fsdp2] [--set reshard_after_forward=false ...]
+    [--profile]
 """
 
 from __future__ import annotations
@@ -96,8 +98,8 @@ def _work(rank: int, folder: Path, settings: dict[str, Any], repeats: int, profi
             fastest = min(one for one, _ in times) / min(two for _, two in times)
             print(f"  {what}, s of one process / of two: " + ", ".join(f"{a:.2f}/{b:.2f}" for a, b in times))
             print(
-                f"    best pair {max(ratios):.2f}x, median of the pairs {statistics.median(ratios):.2f}x, fastest of each "
-                f"{fastest:.2f}x"
+                f"    best pair {max(ratios):.2f}x, median of the pairs {statistics.median(ratios):.2f}x, "
+                f"fastest of each {fastest:.2f}x"
             )
     dist.barrier()
     dist.destroy_process_group()

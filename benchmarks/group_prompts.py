@@ -1,7 +1,9 @@
-"""Groups that share a long prompt, in the native engine: the time of a decode step and the memory of the cache.
+"""Groups that share a long prompt, in the native engine: the time of a decode step and the memory of the
+cache.
 
-8 prompts x 8 sequences of 64 new tokens, against 64 prompts of the same length with one sequence each. CPU time of one thread,
-the sides taking turns; the prefill, timed by requests of one new token, is subtracted. A minute of CPU.
+8 prompts x 8 sequences of 64 new tokens, against 64 prompts of the same length with one sequence each. CPU
+time of one thread, the sides taking turns; the prefill, timed by requests of one new token, is subtracted. A
+minute of CPU.
 
     python benchmarks/group_prompts.py [--size 3m] [--lengths 64 256 1024] [--repeats 3]
 """
@@ -52,8 +54,9 @@ def main() -> None:
         turns = [[step(engine, of) for of in prompts.values()] for _ in range(args.repeats + 1)]
         shared, own = (statistics.median(side) * 1e3 for side in zip(*turns[1:], strict=True))
         print(
-            f"{args.size}, prompts of {length}: {shared:.2f} ms per step in groups of 8, {own:.2f} with prompts of their own, ratio "
-            f"{own / shared:.2f}; positions to keep {8 * length + 64 * NEW:,} and {64 * (length + NEW):,}",
+            f"{args.size}, prompts of {length}: {shared:.2f} ms per step in groups of 8, {own:.2f} with "
+            f"prompts of their own, ratio {own / shared:.2f}; positions to keep {8 * length + 64 * NEW:,} "
+            f"and {64 * (length + NEW):,}",
             flush=True,
         )
         engine.close()

@@ -1,17 +1,17 @@
 """A full GRPO round (rollout, log-probs, update) of braid against TRL's GRPOTrainer, on the CPU or a GPU.
 
-Both sides get the same weights, prompts, group size, limits, reward, optimizer, clipping, dtype and threads, keep freed
-memory mapped, and sample until an end token or the limit, so that lengths are ragged in the same way. Each runs in a process of its own,
-in turn, so that a machine that slows down slows both. The figure is trained tokens (completion tokens that the
-loss saw) per second of whole rounds, the first round left out.
+Both sides get the same weights, prompts, group size, limits, reward, optimizer, clipping, dtype and threads,
+keep freed memory mapped, and sample until an end token or the limit, so that lengths are ragged in the same
+way. Each runs in a process of its own, in turn, so that a machine that slows down slows both. The figure is
+trained tokens (completion tokens that the loss saw) per second of whole rounds, the first round left out.
 
     python benchmarks/grpo_round_vs_trl.py [--sizes 3m 30m] [--dtype bf16] [--device cuda] [--vocab 151936] [--rounds 6] [--repeats 3]
     python benchmarks/grpo_round_vs_trl.py --model smollm2 [--dtype bf16] ...      (after: make smollm2)
 
-With a large `--vocab`, and with `--model`, TRL trains in micro-batches of 16 rows, since it stores all logits; braid as always. bf16 is
-autocast on both sides, with weights in fp32. Of a pretrained `--model` the learning rate is practically 0, so that the lengths of answers stay as
-they are, and prompts are in its chat template. The memory is the most that a side's process took (VmHWM; on a GPU what PyTorch
-allocated there).
+With a large `--vocab`, and with `--model`, TRL trains in micro-batches of 16 rows, since it stores all
+logits; braid as always. bf16 is autocast on both sides, with weights in fp32. Of a pretrained `--model` the
+learning rate is practically 0, so that the lengths of answers stay as they are, and prompts are in its chat
+template. The memory is the most that a side's process took (VmHWM; on a GPU what PyTorch allocated there).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ SMOLLM2 = Path(__file__).parents[1] / "examples" / "smollm2" / "SmolLM2-135M-Ins
 
 @dataclass(frozen=True)
 class Setting:
-    """What both sides compute. `micro` is TRL's rows per micro-batch; `is_chat`: prompts are in the model's template."""
+    """What both sides compute. `micro` is TRL's rows per micro-batch; `is_chat`: prompts are in the model's
+    template."""
 
     folder: str
     rounds: int
@@ -156,8 +157,8 @@ def trajectory_reward(trajectory: object) -> float:
 
 
 def make_model(folder: Path, size: dict[str, int], vocab: int | None = None) -> int:
-    """Write a random Qwen3 folder with its tokenizer; returns its number of parameters. With `vocab` the model has more
-    tokens than its tokenizer."""
+    """Write a random Qwen3 folder with its tokenizer; returns its number of parameters. With `vocab` the
+    model has more tokens than its tokenizer."""
     import torch
 
     from braid.config.model import ModelConfig
@@ -203,8 +204,8 @@ def compare(name: str, parameters: int, setting: Setting, repeats: int) -> None:
     braid, trl = (statistics.median(of.tokens_per_s for of in side) for side in zip(*pairs, strict=True))
     peaks = [max(of.peak_bytes for of in side) / 2**30 for side in zip(*pairs, strict=True)]
     print(
-        f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new tokens, {setting.dtype}, "
-        f"{setting.device}"
+        f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new "
+        f"tokens, {setting.dtype}, {setting.device}"
     )
     print(f"  braid {braid:,.0f} trained tokens/s, TRL {trl:,.0f}, ratio {ratio:.2f}")
     print(f"  peak memory: braid {peaks[0]:.1f} GiB, TRL {peaks[1]:.1f} GiB", flush=True)

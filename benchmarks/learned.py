@@ -3,11 +3,13 @@
     python benchmarks/learned.py [TASK ...] --seeds 0 1 2
     python benchmarks/learned.py quickstart --seeds 0-19 --jobs 8      (from a clone without `make setup`: PYTHONPATH=src:.)
 
-Tasks are the configs of benchmarks/learned, among them a file of ROLL, and of examples; policies and demonstrations that
-they read are made first, except the pretrained model of smollm2, smollm2_lora and smollm2_tool: `make smollm2`. Each run has a
-process of its own; `--jobs` of them at a time divide the cores. Prints each seed's result in the first evaluation, if there is one
-before training, and in the last, and the ranges of both over the seeds. Bars are in eval.target; the optimum, where it is known, is in
-a config's first line. A run that fails is reported as such, and the others go on. Exits with 1 if a bar is missed or a run fails.
+Tasks are the configs of benchmarks/learned, among them a file of ROLL, and of examples; policies and
+demonstrations that they read are made first, except the pretrained model of smollm2, smollm2_lora and
+smollm2_tool: `make smollm2`. Each run has a process of its own; `--jobs` of them at a time divide the cores.
+Prints each seed's result in the first evaluation, if there is one before training, and in the last, and the
+ranges of both over the seeds. Bars are in eval.target; the optimum, where it is known, is in a config's first
+line. A run that fails is reported as such, and the others go on. Exits with 1 if a bar is missed or a run
+fails.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
 
 @dataclass(frozen=True)
 class Result:
-    """`is_missed`: whether the run failed or missed its bar; nan stands for what a failed run did not get to."""
+    """`is_missed`: whether the run failed or missed its bar; nan stands for what a failed run did not get
+    to."""
 
     is_missed: bool
     first: float = math.nan
@@ -74,7 +77,8 @@ class Result:
 
 
 def prepare(task: Task, folder: Path) -> list[str]:
-    """Make what the task's config reads; returns its overrides. A failure is reported, and shows again in the runs."""
+    """Make what the task's config reads; returns its overrides. A failure is reported, and shows again in the
+    runs."""
     if task.vla is None:
         return list(task.overrides)
     command = [sys.executable, str(EXAMPLES / "vla.py"), str(folder), "--kind", task.vla]
@@ -139,10 +143,12 @@ def row(name: str, config: Path, of: EvalConfig, results: Sequence[Result]) -> s
 
 
 def ranges(name: str, results: Sequence[Result]) -> str:
-    """The lowest and highest result of the seeds that did not fail, in the first evaluation and in the last."""
+    """The lowest and highest result of the seeds that did not fail, in the first evaluation and in the
+    last."""
     finished = [of for of in results if not math.isnan(of.last)]
     parts = [
-        f"{name}: {len(finished)} of {len(results)} seeds finished, {sum(of.is_missed for of in results)} missed the bar"
+        f"{name}: {len(finished)} of {len(results)} seeds finished, {sum(of.is_missed for of in results)} "
+        "missed the bar"
     ]
     for when in ("first", "last"):
         values = [value for of in finished if not math.isnan(value := getattr(of, when))]

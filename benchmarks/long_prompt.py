@@ -1,9 +1,10 @@
 """One long prompt among short ones, in the native engine: how much longer the same requests take with it.
 
-64 requests (prompts of 20 to 40 tokens, limits uniform in 8 to 128 tokens) alone, and with one prompt of 4,096 tokens and 128
-new ones beside them; the long one's prefill is timed by itself too. CPU time of one thread, the sides taking turns. The limit
-is what the long prompt adds if its prefill had the best rate of matrix products, its decoding only read its keys and values
-at the rate of memory, and nothing else were added. 25 seconds of CPU.
+64 requests (prompts of 20 to 40 tokens, limits uniform in 8 to 128 tokens) alone, and with one prompt of
+4,096 tokens and 128 new ones beside them; the long one's prefill is timed by itself too. CPU time of one
+thread, the sides taking turns. The limit is what the long prompt adds if its prefill had the best rate of
+matrix products, its decoding only read its keys and values at the rate of memory, and nothing else were
+added. 25 seconds of CPU.
 
     python benchmarks/long_prompt.py [--size 3m] [--repeats 3] [--budget 524288]
 """
@@ -82,8 +83,8 @@ def main() -> None:
             engine.close()
     whole, prefill = (statistics.median(turn[i] / turn[0] for turn in turns[1:]) for i in (2, 1))
     print(
-        f"{args.size}: with the long prompt {whole:.2f} times the CPU time of the others alone, of which its prefill {prefill:.2f} "
-        f"and its decoding {whole - prefill - 1:.2f}"
+        f"{args.size}: with the long prompt {whole:.2f} times the CPU time of the others alone, of which "
+        f"its prefill {prefill:.2f} and its decoding {whole - prefill - 1:.2f}"
     )
     alone = statistics.median(turn[0] for turn in turns[1:])
     x, weight, memory = torch.randn(LENGTH, 512), torch.randn(1536, 512), torch.ones(2**27)
@@ -93,8 +94,8 @@ def main() -> None:
     of_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     limits = (lm.flops([LENGTH], 1).forward / products / alone, NEW * LENGTH * of_token / reading / alone)
     print(
-        f"limit {1 + sum(limits):.2f}: prefill {limits[0]:.2f} at {products / 1e9:.0f} GFLOP/s, decoding {limits[1]:.2f} at "
-        f"{reading / 1e9:.0f} GB/s"
+        f"limit {1 + sum(limits):.2f}: prefill {limits[0]:.2f} at {products / 1e9:.0f} GFLOP/s, decoding "
+        f"{limits[1]:.2f} at {reading / 1e9:.0f} GB/s"
     )
 
 

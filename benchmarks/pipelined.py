@@ -1,8 +1,9 @@
 """The pipelined loop against the on-policy loop, on the same two processes, with slow environments.
 
-Every answer is scored by an environment that takes log-normal time (mean 0.3 s, 99th percentile 3 s), the same for equal
-answers; lengths have the long tail that sampling until an end token gives. The figure is trained tokens per second of
-whole rounds, the first two left out. Each run starts its own workers; the two loops take turns.
+Every answer is scored by an environment that takes log-normal time (mean 0.3 s, 99th percentile 3 s), the
+same for equal answers; lengths have the long tail that sampling until an end token gives. The figure is
+trained tokens per second of whole rounds, the first two left out. Each run starts its own workers; the two
+loops take turns.
 
     python benchmarks/pipelined.py [--size 3m] [--rounds 12] [--repeats 3] [--max-lag 2]
 

@@ -1,11 +1,12 @@
 """Time of every policy loss, forward and backward, against plain PPO clip at 65,536 tokens.
 
-From log-probs to the gradient of the mean loss: the ratio, the loss of the table that training uses, its backward pass. The
-tokens are of 128 rows with two turns each, moved as far from the old policy as a few steps move them. All cases are timed in
-turn within each repetition, so that what else the machine does meets them alike; the figure is the median over repetitions
-of a case's time over plain PPO clip's time in the same repetition. It is to be at most 1.5 for each loss. Below the losses
-stand PPO clip with the ratios of turns and sequences, and the whole loss of training, metrics included, without and with
-corrections for the sampler; they have no goal.
+From log-probs to the gradient of the mean loss: the ratio, the loss of the table that training uses, its
+backward pass. The tokens are of 128 rows with two turns each, moved as far from the old policy as a few steps
+move them. All cases are timed in turn within each repetition, so that what else the machine does meets them
+alike; the figure is the median over repetitions of a case's time over plain PPO clip's time in the same
+repetition. It is to be at most 1.5 for each loss. Below the losses stand PPO clip with the ratios of turns
+and sequences, and the whole loss of training, metrics included, without and with corrections for the sampler;
+they have no goal.
 
     python benchmarks/policy_losses.py [--tokens 65536] [--repeats 200] [--threads 1]
 

@@ -1,7 +1,8 @@
-"""Sampling one token per row from the logits of a vocabulary of 151,936, as a share of the product that makes them.
+"""Sampling one token per row from the logits of a vocabulary of 151,936, as a share of the product that makes
+them.
 
-Logits are those of random hidden states (256 features), nearly flat: the worst case for top-p. Times are CPU time of one
-thread, the least of some repetitions; product and sampler take turns.
+Logits are those of random hidden states (256 features), nearly flat: the worst case for top-p. Times are CPU
+time of one thread, the least of some repetitions; product and sampler take turns.
 
     python benchmarks/sampling.py [--rows 64] [--repeats 5]
 """

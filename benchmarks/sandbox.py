@@ -29,7 +29,8 @@ def main() -> None:
                 times.append(time.perf_counter() - start)
             times.sort()
             print(
-                f"{isolation}, {name}: median {statistics.median(times) * 1e3:.0f} ms, least {times[0] * 1e3:.0f} ms"
+                f"{isolation}, {name}: median {statistics.median(times) * 1e3:.0f} ms, least "
+                f"{times[0] * 1e3:.0f} ms"
             )
 
 

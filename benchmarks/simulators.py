@@ -1,5 +1,5 @@
-"""Simulators: where the time of a round goes, two stages against one, and env steps per second against the bare
-environment.
+"""Simulators: where the time of a round goes, two stages against one, and env steps per second against the
+bare environment.
 
     python benchmarks/simulators.py [shares | stages | overhead ...]
 """
@@ -195,7 +195,8 @@ def stages(repeats: int = 3) -> None:
     one, two = rates[1], rates[2]
     ratios = [b / a for a, b in zip(one, two, strict=True)]
     print(
-        f"one stage {statistics.median(one):.0f}, two {statistics.median(two):.0f} env steps/s: {show(ratios)}"
+        f"one stage {statistics.median(one):.0f}, two {statistics.median(two):.0f} env steps/s: "
+        f"{show(ratios)}"
     )
 
 
@@ -221,7 +222,8 @@ def cpu_s() -> float:
 
 
 def bare(env_id: str, kwargs: Mapping[str, Any], num_episodes: int, num_envs: int = 8) -> float:
-    """Env steps per CPU second of environments that are stepped in turn, with the same action, and rendered after each."""
+    """Env steps per CPU second of environments that are stepped in turn, with the same action, and rendered
+    after each."""
     simulator = GymnasiumSimulator(env_id, num_envs, kwargs)
     envs, action, steps = simulator._envs, np.zeros(simulator.spaces.actions.size, np.float32), 0
     for env in envs:
@@ -243,8 +245,8 @@ def bare(env_id: str, kwargs: Mapping[str, Any], num_episodes: int, num_envs: in
 
 
 def overhead(repeats: int = 3) -> None:
-    """Env steps per CPU second of the engine with a policy that does nothing, as shares of the bare environment's, in
-    turn. Processes that compute at the same time count in full."""
+    """Env steps per CPU second of the engine with a policy that does nothing, as shares of the bare
+    environment's, in turn. Processes that compute at the same time count in full."""
     for title, (env_id, kwargs, num_episodes) in BARE.items():
         rates: defaultdict[str, list[float]] = defaultdict(list)
         for _ in range(repeats):

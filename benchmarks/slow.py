@@ -18,7 +18,8 @@ def latency(number: int, turn: int) -> float:
 
 
 class Slow:
-    """Replies to each turn after a while. The first attempt of the episode `hangs` never replies to the second."""
+    """Replies to each turn after a while. The first attempt of the episode `hangs` never replies to the
+    second."""
 
     def __init__(self, turns: int, hangs: int | None = None, scale: float = 1.0) -> None:
         self.turns, self.hangs, self.scale, self.turn = turns, hangs, scale, 0

@@ -2,10 +2,10 @@
 
     python benchmarks/startup.py [--repeats 3]
 
-The quickstart for one round, without warm-up and evaluation, from the shell: in one process, and with the policy and the rollout
-on workers of their own, by turns. Told are the seconds of the whole command, and those of them that are no work of the round
-(rollout, compute_advantages, update, sync_weights by the run's own clock): reading libraries and data, starting and ending processes.
-Goal: at most 10 s more on workers.
+The quickstart for one round, without warm-up and evaluation, from the shell: in one process, and with the
+policy and the rollout on workers of their own, by turns. Told are the seconds of the whole command, and those
+of them that are no work of the round (rollout, compute_advantages, update, sync_weights by the run's own
+clock): reading libraries and data, starting and ending processes. Goal: at most 10 s more on workers.
 """
 
 from __future__ import annotations

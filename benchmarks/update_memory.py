@@ -1,10 +1,11 @@
 """Peak memory of one optimizer step at a vocabulary of 151,936 and 8,192 packed tokens, on CPU.
 
-A Qwen3 model with random weights takes a first step on a few tokens, so that weights and optimizer state are there and
-touched. Then the kernel's peak of the process's resident memory is read over a whole step (forward, loss with an entropy
-bonus, backward, clipping, AdamW) of 32 rows of 256 tokens; the figure is that peak less the memory before the step and less
-the gradients, which the backend frees between steps. Each case has a process of its own. The figure to reach is 1 GiB; the
-full logits alone would take 4.6 GiB, and as much again for their gradient.
+A Qwen3 model with random weights takes a first step on a few tokens, so that weights and optimizer state are
+there and touched. Then the kernel's peak of the process's resident memory is read over a whole step (forward,
+loss with an entropy bonus, backward, clipping, AdamW) of 32 rows of 256 tokens; the figure is that peak less
+the memory before the step and less the gradients, which the backend frees between steps. Each case has a
+process of its own. The figure to reach is 1 GiB; the full logits alone would take 4.6 GiB, and as much again
+for their gradient.
 
     python benchmarks/update_memory.py [--hidden 256 1024] [--layers 4] [--untied]
 
@@ -42,7 +43,8 @@ CASES = ((8192, False), (2048, True))
 def measure(
     hidden: int, layers: int, tied: bool, micro_batch_tokens: int, checkpointing: bool
 ) -> tuple[int, int, float]:
-    """Bytes of weights, gradients and optimizer state; bytes that the step takes above them at its peak; seconds."""
+    """Bytes of weights, gradients and optimizer state; bytes that the step takes above them at its peak;
+    seconds."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
         "qwen3",

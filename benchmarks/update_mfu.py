@@ -1,13 +1,14 @@
 """The update's model FLOPs per second, as a share of what matrix products reach on the same machine.
 
-A Qwen3 model of about 30M parameters takes GRPO steps on 8,192 packed tokens of ragged rows, through the backend that a
-run uses. Counted are the matrix products of the model alone: 6 FLOPs per weight and token (2 forward, 4 backward; of the
-output head only at trained tokens), and 12 * L^2 * heads * head_dim / 2 per layer and row of length L for causal attention.
-Embedding lookups, norms, rotary positions, activations, softmax, the loss and AdamW count as nothing, but their time does.
+A Qwen3 model of about 30M parameters takes GRPO steps on 8,192 packed tokens of ragged rows, through the
+backend that a run uses. Counted are the matrix products of the model alone: 6 FLOPs per weight and token (2
+forward, 4 backward; of the output head only at trained tokens), and 12 * L^2 * heads * head_dim / 2 per layer
+and row of length L for causal attention. Embedding lookups, norms, rotary positions, activations, softmax,
+the loss and AdamW count as nothing, but their time does.
 
-The ceiling is the best rate of any of several matrix products of the same type in the same process: square ones, and the
-model's own shapes forward and backward. Products and updates take turns, so that a machine that slows down slows both; the
-fastest of each counts.
+The ceiling is the best rate of any of several matrix products of the same type in the same process: square
+ones, and the model's own shapes forward and backward. Products and updates take turns, so that a machine that
+slows down slows both; the fastest of each counts.
 
     python benchmarks/update_mfu.py [--dtypes fp32 bf16] [--repeats 5] [--profile]
 """
@@ -133,7 +134,8 @@ def measure(dtype: str, micro_batch_tokens: int, repeats: int, profile: bool) ->
     flops, (shape, ceiling) = update_flops(lm, rows), max(rates.items(), key=lambda item: item[1])
     numel = sum(p.numel() for p in lm.module.parameters())
     print(
-        f"{dtype}: {numel / 1e6:.1f}M parameters, {TOKENS} tokens in {len(rows)} rows, {torch.get_num_threads()} threads,"
+        f"{dtype}: {numel / 1e6:.1f}M parameters, {TOKENS} tokens in {len(rows)} rows, "
+        f"{torch.get_num_threads()} threads,"
     )
     print(f"  micro-batches of {micro_batch_tokens} tokens, {flops / 1e12:.2f} TFLOP an update")
     print(

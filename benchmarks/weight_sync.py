@@ -1,13 +1,14 @@
 """Publication of weights against a plain copy of the same bytes by the same transport, between two processes.
 
-A publication names, fingerprints on both sides and compares every tensor; a plain copy is one stretch of memory of the same
-size that goes over as it is, in steps that overlap on both sides:
+A publication names, fingerprints on both sides and compares every tensor; a plain copy is one stretch of
+memory of the same size that goes over as it is, in steps that overlap on both sides:
 
     shared memory   by memcpy through two slots, in steps of 4 MiB (small; less than that is slower) and of a whole bucket
     gloo            by torch.distributed.broadcast, in steps of 2 MiB and of a whole bucket
 
-The figure to reach is 50 % of the faster of the two plain copies, each repetition compared within itself and the median taken. Also shown:
-`receive` into memory of the receiver's own, which an engine like vLLM then copies from, and `receive_into` tensors of the same names.
+The figure to reach is 50 % of the faster of the two plain copies, each repetition compared within itself and
+the median taken. Also shown: `receive` into memory of the receiver's own, which an engine like vLLM then
+copies from, and `receive_into` tensors of the same names.
 
     python benchmarks/weight_sync.py [--mib 256] [--bucket-mib 32] [--repeats 15]
 
@@ -139,7 +140,8 @@ def receive(case: Case, line: Connection) -> None:
 
 
 def measure(case: Case) -> Iterator[tuple[float, float, float, float]]:
-    """Seconds of plain copies in small and in large steps, of `receive_into` and of `receive`; the first round is left out."""
+    """Seconds of plain copies in small and in large steps, of `receive_into` and of `receive`; the first
+    round is left out."""
     line, far = Pipe()
     process = multiprocessing.get_context("spawn").Process(target=receive, args=(case, far), daemon=True)
     process.start()
@@ -178,7 +180,8 @@ def main() -> None:
     torch.set_num_threads(1)
     misses = False
     print(
-        "transport      plain, small  plain, bucket  receive_into        receive   (GB/s; share of the faster plain)"
+        "transport      plain, small  plain, bucket  receive_into        receive   (GB/s; share of the "
+        "faster plain)"
     )
     for transport in given.transports:
         in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -191,7 +194,8 @@ def main() -> None:
         shares = [statistics.median(min(r[:2]) / r[place] for r in rounds) for place in (2, 3)]
         misses |= max(shares) < GOAL
         print(
-            f"{transport:<13} {small:>13.2f} {bucket:>14.2f} {into:>7.2f} ({shares[0]:>4.0%}) {out:>7.2f} ({shares[1]:>4.0%})",
+            f"{transport:<13} {small:>13.2f} {bucket:>14.2f} {into:>7.2f} ({shares[0]:>4.0%}) {out:>7.2f} "
+            f"({shares[1]:>4.0%})",
             flush=True,
         )
     sys.exit(misses)

@@ -2,8 +2,9 @@
 
     python examples/metaworld_demonstrations.py FOLDER --tasks reach-v3 button-press-v3 --episodes 20
 
-All 50 tasks have an expert. Observations are those of `env: {kind: metaworld, cameras: {image: corner4}}`: an image, the gripper's
-position and opening, and the task's name in words. Episodes end at their first success; those in which the expert fails are left out.
+All 50 tasks have an expert. Observations are those of `env: {kind: metaworld, cameras: {image: corner4}}`: an
+image, the gripper's position and opening, and the task's name in words. Episodes end at their first success;
+those in which the expert fails are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""An agent that knows nothing of braid: OpenAI's client, a tool, and a loop. It plays the episodes of openai_agent.yaml."""
+"""An agent that knows nothing of braid: OpenAI's client, a tool, and a loop. It plays the episodes of
+openai_agent.yaml."""
 
 from __future__ import annotations
 

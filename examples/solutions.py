@@ -1,7 +1,7 @@
 """Solutions to the tasks of quickstart.yaml and agent.yaml, for their `response_function`.
 
-Each function takes a row of reasoning-gym's chain_sum or products. A model trained on the mixtures learns both
-styles, but can carry out only one of them reliably; reinforcement learning has to discover which.
+Each function takes a row of reasoning-gym's chain_sum or products. A model trained on the mixtures learns
+both styles, but can carry out only one of them reliably; reinforcement learning has to discover which.
 """
 
 from __future__ import annotations

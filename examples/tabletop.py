@@ -1,11 +1,12 @@
 """A robot arm over a table, seen from above: "put the red block on the blue plate".
 
-An ordinary Gymnasium environment with images, an instruction and a success signal, fast enough to train and test
-vision-language-action policies on a CPU (a few microseconds of numpy a frame, no physics engine):
+An ordinary Gymnasium environment with images, an instruction and a success signal, fast enough to train and
+test vision-language-action policies on a CPU (a few microseconds of numpy a frame, no physics engine):
 
     env: {kind: gymnasium, id: tabletop.py:Tabletop}
 
-`reset(seed=...)` alone decides the layout and the instruction. `expert` solves every episode, for demonstrations.
+`reset(seed=...)` alone decides the layout and the instruction. `expert` solves every episode, for
+demonstrations.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 SIZE = 64
 """Pixels of the square image; the table is the unit square."""
 STEP, REACH, BLOCK, PLATE = 0.08, 0.05, 0.05, 0.11
-"""Longest move of an env step per axis, distance at which a block can be grasped by default, half a block's side, a plate's radius."""
+"""Longest move of an env step per axis, distance at which a block can be grasped by default, half a block's
+side, a plate's radius."""
 HOLDING = 0.25
 """What holding the named block is worth under shaped rewards, in lengths of the table."""
 COLORS = {
@@ -38,9 +40,9 @@ _NAMES, _RGB = list(COLORS), np.array(list(COLORS.values()), np.uint8)
 class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
     """Blocks and plates of different colors at random places, one of each named by the instruction.
 
-    An action is (dx, dy, grip) in [-1, 1]: a positive `grip` closes the gripper, which grasps the nearest block within
-    reach, otherwise it opens. The state is the gripper's position, and whether it is closed and holds a block. The
-    episode succeeds, and ends, when the block lies on the plate and the gripper is open.
+    An action is (dx, dy, grip) in [-1, 1]: a positive `grip` closes the gripper, which grasps the nearest
+    block within reach, otherwise it opens. The state is the gripper's position, and whether it is closed and
+    holds a block. The episode succeeds, and ends, when the block lies on the plate and the gripper is open.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012  # Gymnasium's
@@ -56,9 +58,10 @@ class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         reach: float = REACH,
         render_mode: str | None = "rgb_array",
     ) -> None:
-        """`shaped`: a success is worth 1, and so is each length of the table by which what remains to move becomes
-        shorter. Grasping the named block is worth HOLDING, which is lost again when it is let go. Colors are the first
-        `num_colors`. Without `images` the state also has the places of the block and the plate, for small networks."""
+        """`shaped`: a success is worth 1, and so is each length of the table by which what remains to move
+        becomes shorter. Grasping the named block is worth HOLDING, which is lost again when it is let go.
+        Colors are the first `num_colors`. Without `images` the state also has the places of the block and the
+        plate, for small networks."""
         self.num_blocks, self.num_plates, self.max_episode_steps = num_blocks, num_plates, max_episode_steps
         self.num_colors, self.reach = num_colors, reach
         self.reward, self.images, self.render_mode = reward, images, render_mode
@@ -124,8 +127,8 @@ class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
                 return chosen
 
     def _distance(self) -> float:
-        """What remains to do: the way from the gripper to the block and from the block to the plate, less what holding it
-        is worth."""
+        """What remains to do: the way from the gripper to the block and from the block to the plate, less
+        what holding it is worth."""
         block, plate = self.blocks[self.block], self.plates[self.plate]
         way = np.linalg.norm(self.gripper - block) + np.linalg.norm(block - plate)
         return float(way) - HOLDING * (self.held == self.block)

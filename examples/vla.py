@@ -1,9 +1,11 @@
-"""Makes what examples/vla.yaml starts from, in about a minute; with --kind pi0, what benchmarks/learned/pi0.yaml does:
+"""Makes what examples/vla.yaml starts from, in about a minute; with --kind pi0, what
+benchmarks/learned/pi0.yaml does:
 
     python examples/vla.py [FOLDER]
 
-FOLDER/demonstrations: episodes of the tabletop's expert, as a LeRobot data set. FOLDER/model: a small OpenVLA-OFT or pi0 policy in
-the folder layout of published checkpoints, with a vision tower that was trained to see blocks and plates; all else is random.
+FOLDER/demonstrations: episodes of the tabletop's expert, as a LeRobot data set. FOLDER/model: a small
+OpenVLA-OFT or pi0 policy in the folder layout of published checkpoints, with a vision tower that was trained
+to see blocks and plates; all else is random.
 """
 
 from __future__ import annotations
@@ -117,9 +119,9 @@ def make_pi0(tokenizer: PreTrainedTokenizerFast) -> tuple[PI0ForConditionalGener
 
 
 def pretrain(see: See, num_steps: int, batch: int = 64, num_scenes: int = 4000) -> float:
-    """Teach the vision tower and the projector what is where: the first numbers of a patch's embedding become the places of
-    blocks and plates by color. Those of published models are pretrained as well; without it, imitation needs many times
-    the steps. Returns the last mean squared error."""
+    """Teach the vision tower and the projector what is where: the first numbers of a patch's embedding become
+    the places of blocks and plates by color. Those of published models are pretrained as well; without it,
+    imitation needs many times the steps. Returns the last mean squared error."""
     embed, parts = see
     weights = [p for part in parts for p in part.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights)
@@ -141,8 +143,8 @@ def pretrain(see: See, num_steps: int, batch: int = 64, num_scenes: int = 4000) 
 
 
 def _scene(env: Tabletop, seed: int, side: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """An image, and for each of its patches [side * side] by kind and color: how near an object is (the bilinear weight of
-    its place), alone and multiplied with the place."""
+    """An image, and for each of its patches [side * side] by kind and color: how near an object is (the
+    bilinear weight of its place), alone and multiplied with the place."""
     image = env.reset(seed=seed)[0]["image"]
     targets = np.zeros((side * side, 2, ENV["num_colors"], 3), np.float32)
     centers = (np.arange(side) + 0.5) / side
@@ -207,7 +209,8 @@ def main() -> None:
     frames = sum(len(episode.actions) for episode in episodes)
     weights = sum(parameter.numel() for parameter in model.parameters())
     print(  # noqa: T201
-        f"{folder}: {len(episodes)} episodes of {frames} frames, a policy of {weights:,} weights, vision error {error:.4f}"
+        f"{folder}: {len(episodes)} episodes of {frames} frames, a policy of {weights:,} weights, vision "
+        f"error {error:.4f}"
     )
 
 

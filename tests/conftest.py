@@ -27,7 +27,8 @@ os.environ.update(
     RAY_raylet_start_wait_time_s="600",
     RAY_agent_register_timeout_ms="600000",
 )
-# A shell script's background jobs ignore SIGINT, and those of nohup SIGHUP; all processes of tests would inherit that.
+# A shell script's background jobs ignore SIGINT, and those of nohup SIGHUP; all processes of tests would
+# inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -74,7 +75,8 @@ def pytest_runtest_makereport(
 
 
 class _Failures:
-    """Writes a failure's name and message at once: a run that is stopped from outside never reaches its summary."""
+    """Writes a failure's name and message at once: a run that is stopped from outside never reaches its
+    summary."""
 
     def __init__(self, terminal: pytest.TerminalReporter) -> None:
         self._terminal = terminal

@@ -1,7 +1,7 @@
 """Processes for tests, forked from one that has imported what workers import.
 
-Importing torch and transformers takes a new process several seconds; it happens once for all tests. The forks of one test share
-nothing with those of another.
+Importing torch and transformers takes a new process several seconds; it happens once for all tests. The forks
+of one test share nothing with those of another.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ def write_gguf(
     without: str = "",
     has_tokenizer: bool = True,
 ) -> Path:
-    """Write `model`, its matrices with `quantization`, with further `settings` of the architecture and `tensors`, but
-    `without` one of the tensors."""
+    """Write `model`, its matrices with `quantization`, with further `settings` of the architecture and
+    `tensors`, but `without` one of the tensors."""
     config: Any = model.config
     name = architecture or config.model_type
     writer = gguf.GGUFWriter(file, name)

@@ -1,6 +1,7 @@
 """Tests of processes must leave nothing behind.
 
-`nothing_is_left` is used by every test in tests/faults, tests/cluster and tests/weights, and by all with workers or vLLM.
+`nothing_is_left` is used by every test in tests/faults, tests/cluster and tests/weights, and by all with
+workers or vLLM.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ slower than an idle one."""
 
 @pytest.fixture
 def nothing_is_left() -> Iterator[None]:
-    """No process, shared memory, engine's folder, listening port or Ray cluster of a test outlives it. A cluster that was there
-    before, of the whole module, may have idle workers."""
+    """No process, shared memory, engine's folder, listening port or Ray cluster of a test outlives it. A
+    cluster that was there before, of the whole module, may have idle workers."""
     processes, files, ports, is_connected = _children(), _files(), _ports(), _is_connected()
     yield
     assert _is_connected() <= is_connected, "the test left a Ray cluster"
@@ -42,8 +43,8 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def error_output(child: subprocess.Popen[str]) -> str:
-    """What a child writes to its piped stderr until it ends. One that hangs is ended: it was started with `-X faulthandler`, and
-    the failure shows the stacks of its threads."""
+    """What a child writes to its piped stderr until it ends. One that hangs is ended: it was started with
+    `-X faulthandler`, and the failure shows the stacks of its threads."""
     try:
         return child.communicate(timeout=LIMIT_S)[1]
     except subprocess.TimeoutExpired:
@@ -76,7 +77,8 @@ def _children() -> set[psutil.Process]:
 
 
 def _is_kept(process: psutil.Process, *, is_connected: bool) -> bool:
-    """A helper of Python's own, which ends with this process; with a cluster, a process that Ray keeps ready for work."""
+    """A helper of Python's own, which ends with this process; with a cluster, a process that Ray keeps ready
+    for work."""
     try:
         command = process.cmdline()
     except psutil.Error:
@@ -100,7 +102,8 @@ def _files() -> set[Path]:
 
 
 def _is_unowned(file: Path) -> bool:
-    """Whether the process that made it is gone, or does not hold it; files of runs beside this one are locked or mapped."""
+    """Whether the process that made it is gone, or does not hold it; files of runs beside this one are locked
+    or mapped."""
     if file.is_dir():
         return not psutil.pid_exists(int(file.name.split("_")[2]))
     if file.name.startswith("psm_"):

@@ -1,8 +1,9 @@
 """Observes which keys of a config a run depends on.
 
-`settings` is what a run hands on: its plan, and the arguments that FSDP, DeepSpeed, Megatron-core, vLLM and SGLang get. `recorded`
-collects the keys that running code reads, by their full paths. Reads by validation, serialisation, the plan, checks and warnings do
-not count. Reads of the plan's recipe count as reads of `algorithm`.
+`settings` is what a run hands on: its plan, and the arguments that FSDP, DeepSpeed, Megatron-core, vLLM and
+SGLang get. `recorded` collects the keys that running code reads, by their full paths. Reads by validation,
+serialisation, the plan, checks and warnings do not count. Reads of the plan's recipe count as reads of
+`algorithm`.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def _is_part_of_a_run(frame: Any) -> bool:
 
 @contextmanager
 def recorded() -> Iterator[set[str]]:
-    """The keys that runs in this block read, complete when it ends. `key[]` stands for the items of a list."""
+    """The keys that runs in this block read, complete when it ends. `key[]` stands for the items of a
+    list."""
     reads: set[str] = set()
     dumped: set[str] = set()  # keys of sampling settings that were converted to a Sampling
     used: set[str] = set()  # fields that were read from a Sampling
@@ -150,8 +152,8 @@ _ONLY_SHOWN = (
 
 
 def settings(config: RunConfig, plan: Plan) -> str:
-    """What a run of the config hands to its parts and to libraries, as text. Excludes fields of the plan that are only shown, or
-    that only repeat keys."""
+    """What a run of the config hands to its parts and to libraries, as text. Excludes fields of the plan that
+    are only shown, or that only repeat keys."""
     told = {name: value for name, value in plan.to_json().items() if name not in (*_ONLY_SHOWN, "recipe")}
     for role in told["layout"]["roles"]:
         if role["kind"] not in ("deepspeed", "megatron"):  # `recorded` sees what the others offload
@@ -260,7 +262,8 @@ def _fsdp(train: TrainConfig) -> list[Any]:
 
 
 def _megatron(train: TrainConfig, *, is_mixture: bool) -> list[Any]:
-    """Arguments of Megatron-core's layers, process groups, gradient buffers and optimizer, or why it cannot run."""
+    """Arguments of Megatron-core's layers, process groups, gradient buffers and optimizer, or why it cannot
+    run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron-core's own
         pytest.importorskip("megatron.core")
@@ -380,8 +383,8 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def observed(config: RunConfig, reads: Collection[str]) -> str:
-    """What a run depends on, as text: its settings, the values of the keys in `reads` unless they are unused, and the plan's
-    problems."""
+    """What a run depends on, as text: its settings, the values of the keys in `reads` unless they are unused,
+    and the plan's problems."""
     plan = derive(config, None, "train")
     idle = unused_keys(config, plan)
 
@@ -409,9 +412,9 @@ class Effects:
         self._settings, self._problems = settings(config, plan), find_problems(config, plan)
 
     def of(self, key: str, values: Sequence[Any] = ()) -> str:
-        """Effect of other values of a key (`values`, by default some of its type): `changed` if one changes the settings, `read` if
-        the run reads the key, `refused` if the plan refuses them, `fixed` if the schema does, `unused: WHY` if the plan calls it unused;
-        empty if there is none."""
+        """Effect of other values of a key (`values`, by default some of its type): `changed` if one changes
+        the settings, `read` if the run reads the key, `refused` if the plan refuses them, `fixed` if the
+        schema does, `unused: WHY` if the plan calls it unused; empty if there is none."""
         found = "fixed"
         path, annotation, value = _placed(self._config, key)
         for other in values or others(annotation, value):

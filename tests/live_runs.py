@@ -1,5 +1,5 @@
-"""Configs with which tests/dialects/test_liveness.py tries every key: tiny runs that run in this process, and configs for engines and
-devices that a test machine lacks."""
+"""Configs with which tests/dialects/test_liveness.py tries every key: tiny runs that run in this process, and
+configs for engines and devices that a test machine lacks."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ RUNS: dict[str, list[str]] = {
         "cluster.env={BRAID_TEST: '1'}",
         "data.mix=[{sources: [letters], share: 1}]",
         "reward.overlong={buffer_tokens: 1}",
-        "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 2}, request_batch: 2, check_weights: true, "
-        "filter: {min_std: 0.0, then: resample, max_batches: 2}}",
-        "algorithm={recipe: ppo, kl_coef: 0.01, kl_target: 0.1, corrections: [{level: sequence, mode: mask}], "
-        "aggregation: token_sum_constant, supervised_coef: 0.1, entropy_coef: 0.01}",
-        "train={steps_per_pass: 2, record_memory: true, optimizer: {schedule: {decay: cosine, warmup_steps: 1}}}",
+        "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 2}, request_batch: 2, "
+        "check_weights: true, filter: {min_std: 0.0, then: resample, max_batches: 2}}",
+        "algorithm={recipe: ppo, kl_coef: 0.01, kl_target: 0.1, corrections: [{level: sequence, mode: "
+        "mask}], aggregation: token_sum_constant, supervised_coef: 0.1, entropy_coef: 0.01}",
+        "train={steps_per_pass: 2, record_memory: true, optimizer: {schedule: {decay: cosine, "
+        "warmup_steps: 1}}}",
         "critic.train={}",
         "reference={train: {}, update_every_epochs: 1}",
         "sft={data: [{kind: file, path: letters.jsonl, response_key: answer}], steps: 2, rows_per_step: 2, "
@@ -56,16 +57,19 @@ RUNS: dict[str, list[str]] = {
         "model.lora={rank: 2}",
         "algorithm.kl_coef=0.01",
         "train={autocast: fp16, grad_scaler: {}}",
-        "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 2}, filter: {min_std: 0, then: replace}}",
+        "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 2}, filter: "
+        "{min_std: 0, then: replace}}",
         "reference.train={infer_batch_tokens: 64}",
     ],
     "folders": [
         "model={build: null, path: model, chat_template: '{{ messages[-1].content }}'}",
         "data.max_prompt_tokens=60",
-        "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 4}, max_sequence_tokens: 62}",
+        "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 4}, "
+        "max_sequence_tokens: 62}",
         "algorithm={recipe: ppo, kl_coef: 0.1}",
         "reference={path: model, train: {grad_scaler: {}}}",
-        "critic={path: model, train: {autocast: fp16, grad_scaler: {}, optimizer: {schedule: {decay: linear, warmup_steps: 1}}}}",
+        "critic={path: model, train: {autocast: fp16, grad_scaler: {}, optimizer: {schedule: {decay: "
+        "linear, warmup_steps: 1}}}}",
     ],
     "gymnasium": [
         "model={build: null, mlp: {}}", "data={}", "reward={}", "env={kind: gymnasium, id: CartPole-v1, eval_episodes: 2, max_steps_per_rollout: 20}",
@@ -74,7 +78,8 @@ RUNS: dict[str, list[str]] = {
     "metaworld": [
         "model={build: null, mlp: {num_action_chunks: 2}}", "data={}", "reward={}", "algorithm.recipe=ppo",
         "rollout={prompts_per_round: 2, group_size: 1}",
-        "env={kind: metaworld, task: reach-v3, max_episode_steps: 3, num_envs: 2, eval_episodes: 2, video: {save: true}}",
+        "env={kind: metaworld, task: reach-v3, max_episode_steps: 3, num_envs: 2, eval_episodes: 2, "
+        "video: {save: true}}",
     ],
     "tools": [
         "env={kind: tools, max_turns: 2, max_context_tokens: 64}", "data.max_prompt_tokens=8", "rollout.sampling.max_new_tokens=4",
@@ -95,13 +100,14 @@ RUNS: dict[str, list[str]] = {
     "mixture of data": [
         "data={use_chat_template: never, max_prompt_tokens: 8, train: [{kind: file, path: letters.jsonl}], "
         "eval: [{kind: file, path: letters.jsonl}]}",
-        "reward={}", "env={kind: agent, mix: {a: {name: guess}, b: {name: guess, share: 2}, c: {name: guess}, d: {name: guess}}, "
-        "mix_key: answer, max_turns: 1, max_context_tokens: 256}",
+        "reward={}",
+            "env={kind: agent, mix: {a: {name: guess}, b: {name: guess, share: 2}, c: {name: "
+            "guess}, d: {name: guess}}, mix_key: answer, max_turns: 1, max_context_tokens: 256}",
     ],
     "mixture": [
         "data={use_chat_template: never}", "reward={}", "rollout.prompts_per_round=2",
-        "env={kind: agent, mix: {low: {name: guess, kwargs: {highest: 3}, max_turns: 1, eval_share: 2}, high: {name: guess}}, "
-        "max_turns: 2, max_context_tokens: 256, tasks: 8, eval_episodes: 3}",
+        "env={kind: agent, mix: {low: {name: guess, kwargs: {highest: 3}, max_turns: 1, eval_share: "
+        "2}, high: {name: guess}}, max_turns: 2, max_context_tokens: 256, tasks: 8, eval_episodes: 3}",
     ],
     "sources": [
         "model.build.characters=' 0123456789+-=?.abcdefghijklmnopqrstuvwxyzISTW'",
@@ -112,12 +118,14 @@ RUNS: dict[str, list[str]] = {
         "reward.parts=[{kind: reasoning_gym, sources: [chain_sum]}, {kind: exact, sources: [rows]}]",
     ],
     "rewards": [
-        "reward.parts=[{kind: math}, {kind: exact}, {kind: pattern, pattern: a}, {kind: choice}, {kind: length, end: 4}, {kind: repetition}, "
-        "{kind: function, path: 'rewards.py:one'}, {kind: model, path: classifier, max_tokens: 2, overlong: left}]",
+        "reward.parts=[{kind: math}, {kind: exact}, {kind: pattern, pattern: a}, {kind: choice}, "
+        "{kind: length, end: 4}, {kind: repetition}, {kind: function, path: 'rewards.py:one'}, "
+        "{kind: model, path: classifier, max_tokens: 2, overlong: left}]",
     ],
     "programs": ["reward={parts: [{kind: code, pattern: '(.*)'}], code: {isolation: process}}", "rollout.group_size=2"],
     "judge": [
-        "reward.parts=[{kind: judge, url: SERVER, model: some, prompt: '{response}', api_key_env: HOME, backoff_s: 1e-3}]"
+        "reward.parts=[{kind: judge, url: SERVER, model: some, prompt: '{response}', api_key_env: HOME, "
+        "backoff_s: 1e-3}]"
     ],
     "pipelined": ["pipeline={on_new_weights: interrupt}", "run.max_rounds=2"],
     "fsdp2": ["train.backend=fsdp2", "cluster={runtime: ray}", "algorithm.recipe=ppo", "critic.train={backend: fsdp2}"],
@@ -175,7 +183,9 @@ LAYOUTS: dict[str, list[str]] = {
             "fsdp": "",
             "fsdp2": ", fsdp: {cpu_offload: true}",
             "deepspeed": "",
-            "megatron": ", megatron: {tensor_parallel: 2, sequence_parallel: true, pipeline_parallel: 2}, grad_scaler: {}",
+            "megatron":
+                ", megatron: {tensor_parallel: 2, sequence_parallel: true, pipeline_parallel: 2}, "
+                "grad_scaler: {}",
             "megatron with recomputation": ", megatron: {recompute_granularity: full, overlap_grad_reduce: true}",
         }.items()
     },

@@ -1,8 +1,8 @@
 """Several machines on one: Linux namespaces, joined by a bridge, with a Ray node in each.
 
-Each machine has its own address, host name, processes, /tmp and /dev/shm, and no default route. It shares the checkout,
-Python and one folder with the others, as over a network file system. All end with the process that made them, however that ends.
-Making them takes root or unprivileged user namespaces.
+Each machine has its own address, host name, processes, /tmp and /dev/shm, and no default route. It shares the
+checkout, Python and one folder with the others, as over a network file system. All end with the process that
+made them, however that ends. Making them takes root or unprivileged user namespaces.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ for folder; do
 done
 mount --rbind /mnt /tmp && ip link set lo up && echo up && cat
 :"""
-"""Both wait until standard input is closed. A shell that waits also reaps processes whose parent has ended."""
+"""Both wait until standard input is closed. A shell that waits also reaps processes whose parent has
+ended."""
 _RAY = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",

@@ -1,4 +1,5 @@
-"""Of every slow kind of test the ones that `make test` runs, beside the quick tests; `make slow` runs the others."""
+"""Of every slow kind of test the ones that `make test` runs, beside the quick tests; `make slow` runs the
+others."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ SMOKE = {
 
 
 def mark_smoke(items: list[pytest.Item], tests: Path, *, is_whole: bool) -> None:
-    """Mark the items that are in the table. Raises UsageError if one is missing, where `items` are all tests of their files
-    (`is_whole`)."""
+    """Mark the items that are in the table. Raises UsageError if one is missing, where `items` are all tests
+    of their files (`is_whole`)."""
     by_name = {f"{item.path.relative_to(tests)}::{item.name}": item for item in items}
     files = {name.split("::")[0] for name in by_name}
     for kind, name in SMOKE.items():

@@ -27,14 +27,16 @@ def test_without_a_choice_of_the_user_threads_wait_passively() -> None:
 
 @pytest.mark.parametrize(("name", "value"), CHOICES.items())
 def test_each_choice_of_the_user_stands_alone(name: str, value: str) -> None:
-    """GOMP_SPINCOUNT, for one, would have no effect beside some values of OMP_WAIT_POLICY in other libraries."""
+    """GOMP_SPINCOUNT, for one, would have no effect beside some values of OMP_WAIT_POLICY in other
+    libraries."""
     environment = {name: value}
     wait_passively(environment)
     assert environment == {name: value}
 
 
 def _displayed(module: str, **variables: str) -> dict[str, str]:
-    """The settings that the OpenMP library of PyTorch has taken, in a new process that imports a module of braid first."""
+    """The settings that the OpenMP library of PyTorch has taken, in a new process that imports a module of
+    braid first."""
     plain = {name: value for name, value in os.environ.items() if name not in CHOICES}
     done = subprocess.run(
         [sys.executable, "-c", f"import {module}, torch"],

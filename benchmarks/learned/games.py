@@ -14,11 +14,12 @@ def says(text: str) -> list[Message]:
 
 
 class Signals:
-    """A sender sees one of `targets`, and sends one of `symbols`, a, b, ...; a receiver guesses the target from it.
+    """A sender sees one of `targets`, and sends one of `symbols`, a, b, ...; a receiver guesses the target
+    from it.
 
-    A message that is no symbol loses, so that the channel has no more symbols than that: no policy wins more often than
-    symbols / targets. With env.tasks = targets, all targets are equally frequent in a round: otherwise, the receiver
-    learns which are more frequent faster than what a symbol means.
+    A message that is no symbol loses, so that the channel has no more symbols than that: no policy wins more
+    often than symbols / targets. With env.tasks = targets, all targets are equally frequent in a round:
+    otherwise, the receiver learns which are more frequent faster than what a symbol means.
     """
 
     agents = ("sender", "receiver")
@@ -39,10 +40,11 @@ class Signals:
 
 
 class Kuhn:
-    """Kuhn poker on the first seat, against an opponent who chooses uniformly at random. The reward is what is won.
+    """Kuhn poker on the first seat, against an opponent who chooses uniformly at random. The reward is what
+    is won.
 
-    Both put in 1 and get one of the cards J, Q, K. A bet is 1 more, and is answered by call or fold. Any other answer than
-    the allowed ones folds.
+    Both put in 1 and get one of the cards J, Q, K. A bet is 1 more, and is answered by call or fold. Any
+    other answer than the allowed ones folds.
     """
 
     async def start(self, task: Prompt, seed: int) -> Opening:

@@ -1,6 +1,7 @@
 """Word problems for python_tool.yaml: their answers, and conversations that solve them with code or guess.
 
-The numbers are those of reasoning-gym's `gcd`; the text of a problem, the source's template, decides what is asked.
+The numbers are those of reasoning-gym's `gcd`; the text of a problem, the source's template, decides what is
+asked.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def is_right(text: str, prompt: str, fields: Mapping[str, Any]) -> float:
 
 
 def _solution(asked: str, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """The code that answers the problem, for one in five; code that answers another, for one in five; else a guess."""
+    """The code that answers the problem, for one in five; code that answers another, for one in five; else a
+    guess."""
     numbers, index = row["metadata"]["numbers"], row["metadata"]["source_index"]
     rng = random.Random(index)
     answer = _answer(asked, numbers)

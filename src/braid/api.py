@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Config = str | Path | Mapping[str, Any]
 """A YAML file, the same as a dict, or the folder of a run."""
 Callback = Callable[[int, Mapping[str, float]], object]
-"""Called with the round and its metrics (docs/metrics.md) after each round. The run stops if it returns STOP or raises
-StopTraining."""
+"""Called with the round and its metrics (docs/metrics.md) after each round. The run stops if it returns STOP
+or raises StopTraining."""
 STOP = object()
 """Returned by a callback, it ends the run after this round, with a checkpoint and the status `stopped`."""
 
@@ -61,7 +61,8 @@ class Run:
         return [json.loads(line) for line in lines]
 
     def samples(self, round_: int) -> Iterator[Sample]:
-        """The trajectories of a round. Raises FileNotFoundError, with the rounds that are stored, for another."""
+        """The trajectories of a round. Raises FileNotFoundError, with the rounds that are stored, for
+        another."""
         from braid.report.samples import read_samples
 
         file = self.path / "samples" / f"round_{round_:06d}.jsonl"
@@ -96,9 +97,11 @@ def train(
 
     `overrides` are `key=value` texts as on the command line. `reward` replaces the config's reward parts; its
     parameters are those of reward functions (docs/rewards.md). Workers on other machines receive it by value.
-    `policy_loss` is a function of tokens, or a class of `braid.algorithms.PolicyLoss`, and `advantage` one of rewards and groups,
-    or a class of `braid.algorithms.Advantage` (docs/algorithms.md, Adding an algorithm), in place of the config's. The run folder keeps only their names, so that resuming needs these functions again. A callback stops
-    the run after a round by returning STOP or raising StopTraining; any other exception in it ends the run as failed.
+    `policy_loss` is a function of tokens, or a class of `braid.algorithms.PolicyLoss`, and `advantage` one of
+    rewards and groups, or a class of `braid.algorithms.Advantage` (docs/algorithms.md, Adding an algorithm),
+    in place of the config's. The run folder keeps only their names, so that resuming needs these functions
+    again. A callback stops the run after a round by returning STOP or raising StopTraining; any other
+    exception in it ends the run as failed.
 
     Raises ConfigError, DataError or ModelError for bad input, other BraidErrors if the run fails, and
     RunInterrupted after a signal.
@@ -134,7 +137,8 @@ def load_run(path: str | Path) -> Run:
     folder = Path(path)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
-            f"{folder} holds no run: it has no config.yaml; pass the folder that braid.train returned or printed"
+            f"{folder} holds no run: it has no config.yaml; pass the folder that braid.train returned or "
+            "printed"
         )
     return Run(folder)
 

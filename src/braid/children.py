@@ -1,7 +1,7 @@
 """Objects in child processes, whose methods are called from here with asyncio.
 
-A child process has a session of its own, so Ctrl-C does not reach it. It ends with its parent, however that ends, and
-with it all that it has started.
+A child process has a session of its own, so Ctrl-C does not reach it. It ends with its parent, however that
+ends, and with it all that it has started.
 """
 
 from __future__ import annotations

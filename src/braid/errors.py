@@ -69,8 +69,8 @@ class EnvError(BraidError, RuntimeError):
 
 
 class ToolError(BraidError):
-    """A tool could not do what the policy asked. The policy reads the message; any other exception of a tool is
-    a failure of the environment."""
+    """A tool could not do what the policy asked. The policy reads the message; any other exception of a tool
+    is a failure of the environment."""
 
 
 class EngineError(BraidError, RuntimeError):
@@ -78,8 +78,8 @@ class EngineError(BraidError, RuntimeError):
 
 
 class ServerError(EngineError):
-    """A server did not answer a request, or refused it. `why` is the cause without server and request. A retry
-    may succeed after `wait_s` seconds, unless the failure `is_final`."""
+    """A server did not answer a request, or refused it. `why` is the cause without server and request. A
+    retry may succeed after `wait_s` seconds, unless the failure `is_final`."""
 
     def __init__(self, message: str, why: str = "", *, wait_s: float = 0.0, is_final: bool = False) -> None:
         super().__init__(message)
@@ -122,7 +122,8 @@ class ReportError(BraidError, RuntimeError):
 
 
 class StopTraining(BraidError):
-    """Raised by a callback of the Python API: the run ends after this round, with a checkpoint and the status stopped."""
+    """Raised by a callback of the Python API: the run ends after this round, with a checkpoint and the status
+    stopped."""
 
 
 class TargetMissed(BraidError):

@@ -25,7 +25,8 @@ _GIVEN = "braid.given."
 
 
 def give(function: Callable[..., Any], unnamed: str = "reward") -> str:
-    """Make a function available to configs of this process; returns its path. `unnamed` is the name of a lambda."""
+    """Make a function available to configs of this process; returns its path. `unnamed` is the name of a
+    lambda."""
     name = getattr(function, "__name__", type(function).__name__)
     name = name if name.isidentifier() else unnamed
     GIVEN[name] = function
@@ -68,8 +69,9 @@ def load_function(path: str, *, base_dir: Path, key: str, allows_class: bool = F
 def _given(name: str) -> Callable[..., Any]:
     if name not in GIVEN:
         raise _NotFound(
-            f"the function {name!r} was passed to braid.train from Python and is not stored with the run; call "
-            "braid.train or braid.evaluate with it again, or name a function in a file: file.py:function"
+            f"the function {name!r} was passed to braid.train from Python and is not stored with the run; "
+            "call braid.train or braid.evaluate with it again, or name a function in a file: "
+            "file.py:function"
         )
     return GIVEN[name]
 

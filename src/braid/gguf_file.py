@@ -1,6 +1,6 @@
-"""The header of a GGUF file, the one-file format of llama.cpp, read without the package `gguf`, whose reader takes seconds
-for a large vocabulary; and the folder in the user's cache that holds the file's model once it is converted
-(models/gguf.py).
+"""The header of a GGUF file, the one-file format of llama.cpp, read without the package `gguf`, whose reader
+takes seconds for a large vocabulary; and the folder in the user's cache that holds the file's model once it
+is converted (models/gguf.py).
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -41,8 +41,8 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Settings by key, such as `llama.block_count`, and each tensor's shape, in PyTorch's order, and number of its
-    quantization."""
+    """Settings by key, such as `llama.block_count`, and each tensor's shape, in PyTorch's order, and number
+    of its quantization."""
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, tuple[tuple[int, ...], int]]
@@ -62,7 +62,8 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def read_header(file: str | Path) -> Header:
-    """Read the header. Raises OSError, and ValueError for a file that is not GGUF, is damaged, or has another byte order."""
+    """Read the header. Raises OSError, and ValueError for a file that is not GGUF, is damaged, or has another
+    byte order."""
     state = os.stat(file)
     return _read(str(file), state.st_mtime_ns, state.st_size)
 
@@ -89,7 +90,8 @@ class _Reader:
         (number,) = self._numbers("I", 1)
         if number not in (2, 3):
             raise ValueError(
-                f"GGUF version {number if number < 2**16 else 'of another byte order'}, where 2 and 3 can be read"
+                f"GGUF version {number if number < 2**16 else 'of another byte order'}, where 2 and 3 can "
+                "be read"
             )
         num_tensors, num_settings = self._numbers("Q", 2)
         settings = {self._string(): self._value(*self._numbers("I", 1)) for _ in range(num_settings)}
@@ -126,8 +128,8 @@ class _Reader:
 
 
 def converted_folder(file: str | Path) -> Path:
-    """The folder in the user's cache for the converted model of a GGUF file: another one once the file, or the packages
-    that read it, change. Raises RuntimeError for a user without a home."""
+    """The folder in the user's cache for the converted model of a GGUF file: another one once the file, or
+    the packages that read it, change. Raises RuntimeError for a user without a home."""
     path = Path(file).resolve()
     state = path.stat()
     parts = [_LAYOUT, str(path), state.st_size, state.st_mtime_ns, _version("transformers"), _version("gguf")]

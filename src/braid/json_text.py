@@ -1,7 +1,8 @@
-"""Parsing JSON that braid did not write: a model's answers, servers' replies, files of users and of other programs.
+"""Parsing JSON that braid did not write: a model's answers, servers' replies, files of users and of other
+programs.
 
-Unlike `json.loads`, every defect is a ValueError, and the depth is limited to a constant: what Python accepts depends
-on the caller's stack, and what is barely accepted fails later, when it is copied, printed or written.
+Unlike `json.loads`, every defect is a ValueError, and the depth is limited to a constant: what Python accepts
+depends on the caller's stack, and what is barely accepted fails later, when it is copied, printed or written.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ MAX_DEPTH = 128
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON text; bytes are UTF-8, UTF-16 or UTF-32. Raises ValueError with the rule that the text breaks."""
+    """Parse JSON text; bytes are UTF-8, UTF-16 or UTF-32. Raises ValueError with the rule that the text
+    breaks."""
     try:
         value = json.loads(text)
     except RecursionError:

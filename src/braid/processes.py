@@ -99,8 +99,8 @@ def guarded(command: Sequence[str]) -> list[str]:
 def start_module(
     module: str, descriptors: Sequence[int], stdout: Any = None, stderr: Any = None, **env: str
 ) -> subprocess.Popen[bytes]:
-    """Run a Python module in a new process and session, with this process's import path. Its arguments are the `descriptors`,
-    which it inherits, and this process's id; `env` is added to the environment."""
+    """Run a Python module in a new process and session, with this process's import path. Its arguments are
+    the `descriptors`, which it inherits, and this process's id; `env` is added to the environment."""
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-X", "faulthandler", "-m", module, *map(str, (*descriptors, os.getpid()))],

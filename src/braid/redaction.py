@@ -12,8 +12,8 @@ _LEAST_PART = 8
 
 
 def redacted(text: str, secret: str) -> str:
-    """The text with `***` in place of the secret: plain, with any of its characters escaped as in URLs, JSON, Python
-    or HTML, as hexadecimal digits, or in base64, also as a part of a longer text that was encoded."""
+    """The text with `***` in place of the secret: plain, with any of its characters escaped as in URLs, JSON,
+    Python or HTML, as hexadecimal digits, or in base64, also as a part of a longer text that was encoded."""
     return _pattern(secret).sub("***", text) if secret else text
 
 
@@ -24,7 +24,8 @@ def _pattern(secret: str) -> re.Pattern[str]:
 
 
 def _escapes(character: str) -> str:
-    """Pattern of one character in the escapes of URLs, JSON, Python and HTML, applied once or several times."""
+    """Pattern of one character in the escapes of URLs, JSON, Python and HTML, applied once or several
+    times."""
     code, data = ord(character), character.encode(errors="surrogatepass")
     percent = "".join(f"%(?:25)*{byte:02x}" for byte in data)
     numbers = rf"\\+u{code:04x}|\\+x{code:02x}|&(?:amp;)*#(?:0*{code}|x0*{code:x});"
@@ -33,7 +34,8 @@ def _escapes(character: str) -> str:
 
 
 def _base64(secret: str) -> Iterator[str]:
-    """The characters that do not depend on what surrounds the secret, for each place in a group of three bytes."""
+    """The characters that do not depend on what surrounds the secret, for each place in a group of three
+    bytes."""
     for before in range(3):
         data = bytes(before) + secret.encode(errors="surrogatepass")
         whole = slice((before * 8 + 5) // 6, len(data) * 8 // 6)

@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
-# Choices of an algorithm's parts; the kinds of advantages and policy losses and the names of recipes are in algorithms/.
+# Choices of an algorithm's parts; the kinds of advantages and policy losses and the names of recipes are in
+# algorithms/.
 AdvantageLevel = Literal["trajectory", "turn"]
 Bootstrap = Literal["truncated", "always"]
 RewardStatistics = Literal["none", "group", "source", "batch", "running"]
@@ -41,8 +42,8 @@ Aggregation = Literal[
 
 
 class Message(TypedDict):
-    """A chat message in the form that chat templates take. One with role `tool` answers the tool call with its
-    `tool_call_id`, of the tool `name`."""
+    """A chat message in the form that chat templates take. One with role `tool` answers the tool call with
+    its `tool_call_id`, of the tool `name`."""
 
     role: str
     content: str
@@ -55,8 +56,8 @@ CallStatus = Literal["ok", "bad_json", "not_an_object", "unknown_tool", "bad_arg
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call that the policy wrote. `arguments` fit the tool's schema where `status` is "ok"; otherwise `error`
-    is the reason, for the policy to read. `id` is unique within the episode."""
+    """A tool call that the policy wrote. `arguments` fit the tool's schema where `status` is "ok"; otherwise
+    `error` is the reason, for the policy to read. `id` is unique within the episode."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -70,9 +71,10 @@ StopReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A turn of the policy, parsed by its model's format. `text` is the answer: without reasoning, tool calls, other
-    channels than the final one, and end tokens. `raw_text` is all that was sampled, with special tokens but for the end
-    tokens. `prefill` is how the context begins the turn: `<think>` where the chat template writes it."""
+    """A turn of the policy, parsed by its model's format. `text` is the answer: without reasoning, tool
+    calls, other channels than the final one, and end tokens. `raw_text` is all that was sampled, with special
+    tokens but for the end tokens. `prefill` is how the context begins the turn: `<think>` where the chat
+    template writes it."""
 
     text: str
     reasoning: str = ""
@@ -118,8 +120,8 @@ class Prompt:
 Key = tuple[int, ...]
 """The seed of random numbers: equal keys give equal numbers."""
 PolicyVersion = int | tuple[tuple[int, int], ...]
-"""The policy version that wrote a turn's tokens; or runs of (version, number of tokens), in order, if the weights
-changed while it was written."""
+"""The policy version that wrote a turn's tokens; or runs of (version, number of tokens), in order, if the
+weights changed while it was written."""
 
 
 @dataclass(slots=True)
@@ -148,8 +150,8 @@ class Turn:
 class Segment:
     """One context of one agent, which was only ever appended to; it becomes one row.
 
-    An agent that compacts its context or calls another one starts a segment, whose first turn reads all of the
-    new context.
+    An agent that compacts its context or calls another one starts a segment, whose first turn reads all of
+    the new context.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -167,8 +169,8 @@ class ActionSpace:
 
 @dataclass(frozen=True, slots=True)
 class Spaces:
-    """What the policy of a simulator reads and writes: a state of `state_size` floats, `images` by name with their
-    (height, width, channels), and actions."""
+    """What the policy of a simulator reads and writes: a state of `state_size` floats, `images` by name with
+    their (height, width, channels), and actions."""
 
     state_size: int
     actions: ActionSpace
@@ -180,9 +182,10 @@ class EnvSteps:
     """One simulator episode, of D decisions: chunks of H actions, of which the simulator executed the first
     `num_executed` [D] (all, unless the episode ended).
 
-    `observations` are arrays [D + 1, ...] by name (the last entry is final): `state` in float32, images in uint8.
-    A decision is P positions of a row. `inputs` has what the policy's model reads at them, [D, P, ...]: a
-    perceptron's `actions` as drawn, before any clipping to bounds. `logprobs` are [D, P], `rewards` [D, H].
+    `observations` are arrays [D + 1, ...] by name (the last entry is final): `state` in float32, images in
+    uint8. A decision is P positions of a row. `inputs` has what the policy's model reads at them, [D, P,
+    ...]: a perceptron's `actions` as drawn, before any clipping to bounds. `logprobs` are [D, P], `rewards`
+    [D, H].
     """
 
     observations: dict[str, NDArray[Any]]
@@ -200,8 +203,8 @@ class EnvSteps:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Film of an episode: S + 1 frames [h, w, 3], the first after the reset, and rewards and successes of the S env
-    steps."""
+    """Film of an episode: S + 1 frames [h, w, 3], the first after the reset, and rewards and successes of the
+    S env steps."""
 
     frames: Sequence[NDArray[np.uint8]]
     rewards: Sequence[float]
@@ -221,8 +224,9 @@ class ShapedReward:
 class Lengths(NamedTuple):
     """Sizes of an episode: `outputs` positions written by the policy (tokens, or parts of decisions), `total`
     including those that it read, in `turns` turns (0 for simulators). `versions` are the policy versions that
-    wrote the outputs that are trained on, each with the number of positions, the oldest first. Sampling took `sample_s` seconds, and the
-    environment `env_s` for each of its replies. A simulator executed `env_steps`."""
+    wrote the outputs that are trained on, each with the number of positions, the oldest first. Sampling took
+    `sample_s` seconds, and the environment `env_s` for each of its replies. A simulator executed
+    `env_steps`."""
 
     outputs: int
     total: int
@@ -243,7 +247,8 @@ def exact_sum(values: Iterable[float]) -> float:
 
 
 def is_at_least(value: float, bound: float) -> bool:
-    """Whether `value` reaches `bound` up to rounding: weights 0.7, 0.2 and 0.1 may sum to a little less than 1."""
+    """Whether `value` reaches `bound` up to rounding: weights 0.7, 0.2 and 0.1 may sum to a little less than
+    1."""
     return value >= bound or math.isclose(value, bound, rel_tol=1e-9, abs_tol=1e-12)
 
 
@@ -257,15 +262,17 @@ class Trajectory:
     """One episode: a text episode has `segments`, in order, a simulator's has `env_steps`.
 
     `sample` is its index within the group. `reward` is None until scored, and stays None when invalid;
-    `shaped` is the reward used for training, None if it is `reward` itself. `agent_rewards` are the environment's
-    rewards of each agent, if agents have rewards of their own: `reward` has their sum. `reward_parts` are the unweighted
-    scores by part. `text` is everything after the prompt as the model reads it, with special tokens.
+    `shaped` is the reward used for training, None if it is `reward` itself. `agent_rewards` are the
+    environment's rewards of each agent, if agents have rewards of their own: `reward` has their sum.
+    `reward_parts` are the unweighted scores by part. `text` is everything after the prompt as the model reads
+    it, with special tokens.
 
-    Of the policy's last turn, which rewards read: `sampled_text` is all that was sampled, with special tokens but
-    for the end tokens (`answer_text` unless given), `prefill` how the context begins it, such as `<think>`, and
-    `answer_text` and `reasoning_text` are parsed from both by the model's format.
+    Of the policy's last turn, which rewards read: `sampled_text` is all that was sampled, with special tokens
+    but for the end tokens (`answer_text` unless given), `prefill` how the context begins it, such as
+    `<think>`, and `answer_text` and `reasoning_text` are parsed from both by the model's format.
 
-    Where only metadata is available, segments, env steps and texts are empty and `known_lengths` has their sizes.
+    Where only metadata is available, segments, env steps and texts are empty and `known_lengths` has their
+    sizes.
     """
 
     prompt: Prompt
@@ -309,8 +316,8 @@ class Trajectory:
 
     @property
     def training_rewards(self) -> dict[str, float]:
-        """The training reward of each agent with rewards of its own, otherwise of all together as "". Reward parts and
-        what shaping adds count for each of them."""
+        """The training reward of each agent with rewards of its own, otherwise of all together as "". Reward
+        parts and what shaping adds count for each of them."""
         if not self.agent_rewards:
             return {"": self.training_reward}
         factor = 1.0 if self.shaped is None else self.shaped.factor
@@ -381,9 +388,9 @@ def _by_version(written: Sequence[tuple[PolicyVersion, int]]) -> tuple[tuple[int
 class Group:
     """Trajectories that share a prompt (or a reset state). Baselines are taken within it.
 
-    `key` identifies it, and seeds its random numbers. `greedy` is the greedy answer, for recipes whose baseline is its
-    reward; it is never trained on. Trajectories are left out of the repr: asyncio.Runner takes the repr of
-    each result, which took seconds for long episodes.
+    `key` identifies it, and seeds its random numbers. `greedy` is the greedy answer, for recipes whose
+    baseline is its reward; it is never trained on. Trajectories are left out of the repr: asyncio.Runner
+    takes the repr of each result, which took seconds for long episodes.
     """
 
     prompt: Prompt
@@ -397,7 +404,8 @@ class Group:
 
     @property
     def compared_rewards(self) -> list[list[float]]:
-        """The training rewards of valid trajectories that are compared with each other: of all, or of each agent."""
+        """The training rewards of valid trajectories that are compared with each other: of all, or of each
+        agent."""
         rewards: dict[str, list[float]] = {}
         for trajectory in self.valid:
             for agent, reward in trajectory.training_rewards.items():
@@ -412,29 +420,32 @@ class Group:
 
 @dataclass(slots=True)
 class Row:
-    """One training sequence of T positions: a segment of a trajectory, or a simulator's episode. Lists of rows
-    hold all rows of a trajectory, one after the other in the order of its segments.
+    """One training sequence of T positions: a segment of a trajectory, or a simulator's episode. Lists of
+    rows hold all rows of a trajectory, one after the other in the order of its segments.
 
-    `inputs` are the model's inputs, each array with T along its first axis: `input_ids` for text, `actions` for
-    perceptrons. In every per-position array index t belongs to the token (or action) at t: its log-prob given
-    everything before it, its reward, its advantage, and the value of the state just before it. `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
+    `inputs` are the model's inputs, each array with T along its first axis: `input_ids` for text, `actions`
+    for perceptrons. In every per-position array index t belongs to the token (or action) at t: its log-prob
+    given everything before it, its reward, its advantage, and the value of the state just before it. `mask`
+    is True exactly where the policy wrote; elsewhere arrays hold 0.
 
-    `decision` numbers the decisions from 0 and is -1 outside the mask: a decision is a turn of text, a chunk of
-    actions, or an env step of a simulator. By default the row is one. `policy_versions` are the versions
+    `decision` numbers the decisions from 0 and is -1 outside the mask: a decision is a turn of text, a chunk
+    of actions, or an env step of a simulator. By default the row is one. `policy_versions` are the versions
     of the weights that wrote each position, 0 outside the mask.
 
     `action_size` is the number of positions of a robot's action, 1 unless these are its components.
 
-    `observations` are what the decisions observed, such as states or images: arrays of any dtype with one entry
-    per decision, and a last one where the row goes on after its last decision. `observed` refers to them.
+    `observations` are what the decisions observed, such as states or images: arrays of any dtype with one
+    entry per decision, and a last one where the row goes on after its last decision. `observed` refers to
+    them.
 
     `fields` starts with behavior_logprobs and rewards (float64 until advantages are computed); old_logprobs,
-    ref_logprobs, kl, values, advantages and returns are added as the algorithm needs them. `is_terminal` is False when a time limit cut the episode,
-    so that the value after the last position is bootstrapped rather than zero; `is_truncated` is True when
-    any limit cut it. `group` is the prompt's index in the round, `baseline` the reward of its greedy answer,
-    if there is one. `agent` is the index of the row's agent within its trajectory, `source` the prompt's source. `score` is the trajectory's reward before shaping. `player` is the name of
-    the row's agent if agents have rewards of their own: `score`, `baseline`, returns and comparisons within the group
-    are then those of this agent.
+    ref_logprobs, kl, values, advantages and returns are added as the algorithm needs them. `is_terminal` is
+    False when a time limit cut the episode, so that the value after the last position is bootstrapped rather
+    than zero; `is_truncated` is True when any limit cut it. `group` is the prompt's index in the round,
+    `baseline` the reward of its greedy answer, if there is one. `agent` is the index of the row's agent
+    within its trajectory, `source` the prompt's source. `score` is the trajectory's reward before shaping.
+    `player` is the name of the row's agent if agents have rewards of their own: `score`, `baseline`, returns
+    and comparisons within the group are then those of this agent.
     """
 
     inputs: dict[str, NDArray[Any]]

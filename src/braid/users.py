@@ -1,6 +1,8 @@
-"""What users' own code raises and returns: errors and values as text, and numbers and messages checked, whatever they are.
+"""What users' own code raises and returns: errors and values as text, and numbers and messages checked,
+whatever they are.
 
-Any of these may raise anything itself: an exception's `__str__`, a value's `__repr__`, `__float__` or `__iter__`.
+Any of these may raise anything itself: an exception's `__str__`, a value's `__repr__`, `__float__` or
+`__iter__`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def message_of(error: BaseException) -> str:
 
 
 def is_the_users(error: BaseException) -> bool:
-    """Whether a coroutine of a user raised it, which runs in the current task: no cancellation or interrupt from outside."""
+    """Whether a coroutine of a user raised it, which runs in the current task: no cancellation or interrupt
+    from outside."""
     if isinstance(error, asyncio.CancelledError):
         try:
             task = asyncio.current_task()
@@ -77,7 +80,8 @@ def _with_file_names(text: str) -> str:
 
 
 def finite_number(value: object, name: str = "") -> float:
-    """A number, boolean, or NumPy or torch scalar as a float. Raises ValueError for all else, with `name` in front."""
+    """A number, boolean, or NumPy or torch scalar as a float. Raises ValueError for all else, with `name` in
+    front."""
     name = f"{name} " if name else ""
     try:
         number = float(value) if hasattr(value, "__float__") and not getattr(value, "ndim", 0) else None  # pyright: ignore[reportArgumentType]

@@ -139,8 +139,8 @@ class _Presets:
     _problems: list[Problem] = field(default_factory=list, init=False)
 
     def whole(self) -> Written:
-        """Merge the primary file with its presets. It keeps its `defaults` list, for the ledger, and the order
-        of its sections."""
+        """Merge the primary file with its presets. It keeps its `defaults` list, for the ledger, and the
+        order of its sections."""
         out = self._compose(self.primary, _Place())
         out.tree = {key: out.tree[key] for key in (*self.primary.tree, *out.tree)}
         out.problems += self._problems

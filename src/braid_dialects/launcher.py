@@ -1,7 +1,7 @@
 """Shell scripts that start a run of SkyRL: the overrides on their command line are the config.
 
-Only what such scripts consist of is read: assignments of variables, comments, continued lines, and one command with `key=value`
-arguments. Nothing is executed.
+Only what such scripts consist of is read: assignments of variables, comments, continued lines, and one
+command with `key=value` arguments. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _BLOCK, _END = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
 
 
 def read_launcher(path: Path) -> Written:
-    """Read the overrides of a script as a config, with the lines that they are on. Variables that the script does not set are
-    those of the environment. Raises ConfigError if there is no command with overrides, or if it launches another file."""
+    """Read the overrides of a script as a config, with the lines that they are on. Variables that the script
+    does not set are those of the environment. Raises ConfigError if there is no command with overrides, or if
+    it launches another file."""
     lines = text_of(path).splitlines()
     written, variables, doubtful, depth, num_found = Written(), dict[str, str](), set[str](), 0, 0
     for number, words in _commands(lines, path.name):
@@ -69,7 +70,8 @@ def read_launcher(path: Path) -> Written:
 
 
 def _commands(lines: Sequence[str], file: str) -> Iterator[tuple[int, list[str]]]:
-    """(line number, words) of each command; continued lines are one command, and arguments to pass on are left out."""
+    """(line number, words) of each command; continued lines are one command, and arguments to pass on are
+    left out."""
     pending, start = "", 1
     for number, line in enumerate(lines, 1):
         if not pending:

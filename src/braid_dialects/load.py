@@ -62,8 +62,9 @@ def read_config(
     """Load the config at `path`, in any supported config language.
 
     `dialect` is detected from the keys when None; `skyrl@0.4` also sets the version of the original.
-    Overrides use the file's language; `braid.KEY=VALUE` sets a native key of a foreign file. `backend` and `engine` take precedence over the config. Raises ConfigError
-    with all problems; unsupported keys are problems unless `allowed` names them.
+    Overrides use the file's language; `braid.KEY=VALUE` sets a native key of a foreign file. `backend` and
+    `engine` take precedence over the config. Raises ConfigError with all problems; unsupported keys are
+    problems unless `allowed` names them.
     """
     language, version = (recognise(path), None) if dialect is None else language_and_version(dialect)
     if language == "native":
@@ -158,8 +159,8 @@ def ledger_text(ledger: Sequence[Entry]) -> str:
 
 
 def read_foreign(path: Path, overrides: Sequence[str], dialect: Dialect) -> Written:
-    """Read a foreign file: merge its presets, apply the overrides, and resolve interpolations, which may refer to
-    keys missing from the file that have a default."""
+    """Read a foreign file: merge its presets, apply the overrides, and resolve interpolations, which may
+    refer to keys missing from the file that have a default."""
     foreign = compose(path, overrides)
     defaults: dict[str, Any] = {}
     for key, value in dialect.defaults.items():

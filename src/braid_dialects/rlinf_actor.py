@@ -30,7 +30,8 @@ _SHARDINGS = {"full_shard": "full", "shard_grad_op": "grad_op", "hybrid_shard": 
 
 
 def _precision(source: Source) -> Became:
-    """The compute dtype. Trained weights are kept in fp32, the frozen base of an adapter in this precision."""
+    """The compute dtype. Trained weights are kept in fp32, the frozen base of an adapter in this
+    precision."""
     kind, is_frozen = facts.precision(source), source["actor.model.is_lora"]
     native = {"model.dtype": kind if is_frozen else "fp32", "train.autocast": _autocast(source)}
     if facts.engine(source) != "native" and source["rollout.model.precision"] is None:
@@ -124,9 +125,13 @@ _ACTOR = section("actor", "train")(
     to("calculate_flops", ".count_flops", "bool", note="training counts as three forward passes"),
     to("seed", "run.seed", "natural"),
     to("micro_batch_size", ".micro_batch_tokens", "count", ROBOTS_ONLY, lambda v, s: v * facts.positions(s),
-       note="decisions per device, times the log-probs of each (algorithm.logprob_type); an episode is never divided"),
+       note=
+           "decisions per device, times the log-probs of each (algorithm.logprob_type); an episode is "
+           "never divided"),
     to("global_batch_size", ".steps_per_pass", "count", ROBOTS_ONLY, computed(facts.steps_per_pass),
-       note="steps = total_num_envs * rollout_epoch * (max_steps_per_rollout_epoch // num_action_chunks) // this"),
+       note=
+           "steps = total_num_envs * rollout_epoch * (max_steps_per_rollout_epoch // num_action_chunks) // "
+           "this"),
     always("combine_reference_model", "the reference is a copy of the policy's initial weights", "bool"),
     missing("sync_precision", "weights are sent in the engine's dtype"),
     to("sync_bucket_capacity", "rollout.weight_sync.bucket_bytes", "count", note="bytes"))

@@ -13,8 +13,8 @@ _SCORED = "score it with braid.reward.parts: pattern, length, judge, or a functi
 
 
 def kind(source: Source) -> str:
-    """The kind of environment: planner and workers or one of the user's own, one in which the policy calls tools, or
-    single answers."""
+    """The kind of environment: planner and workers or one of the user's own, one in which the policy calls
+    tools, or single answers."""
     if _is_own(source) or _is_team(source):
         return "agent"
     return "tools" if source.has("agentloop.toolcall_parser") else "single_turn"
@@ -89,13 +89,15 @@ RULES = rows(
            note="in characters, four per token"),
         to("tool_response_truncate_side", "", "left|middle|right", _LOOPS, _OF_TOOLS, lambda v, _: implied(
             "results are cut at their end") if v == "right" else unsupported("use right")),
-        always("is_dynamic_rollout_batch", "a context that was only appended to is one row, and the loss counts "
-               "trajectories however they are cut", "bool"),
+        always("is_dynamic_rollout_batch",
+            "a context that was only appended to is one row, and the loss counts trajectories however they "
+            "are cut", "bool"),
         ignored("group_name", "agents run in the rollout workers"),
         to("workflow", "", "sa|mas", _workflow),
         to("max_planner_turns max_worker_turns max_workers_per_planner max_toolcall_per_worker", "env.kwargs", "count",
-           needs("agentloop.workflow", "mas"), _argument, note="an argument of the environment; max_turns of a "
-           "conversation are the larger of max_planner_turns and max_worker_turns. Workers and calls are per turn"),
+           needs("agentloop.workflow", "mas"), _argument, note=
+               "an argument of the environment; max_turns of a conversation are the larger of "
+               "max_planner_turns and max_worker_turns. Workers and calls are per turn"),
         missing("format_reward call_search_reward length_limit max_length_limit length_penalty "
                 "over_context_penalty use_llm_judge use_local_judge llm_ip llm_port llm_type", _SCORED,
                 default=False)),

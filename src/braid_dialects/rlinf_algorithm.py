@@ -289,5 +289,7 @@ RULES = rows(_SAMPLING, section("algorithm", "algorithm")(
        overridden("env.train.ignore_terminations")),
     to("reward_coef", "env.reward_scale", "positive", ROBOTS_ONLY, overridden("env.train.reward_coef")),
     to("bootstrap_type", ".advantage.bootstrap", {"standard": "truncated", "always": "always"}, ROBOTS_ONLY, VALUES,
-       note="always: the return of an episode goes on with its last state's value also where the task has ended")))
+       note=
+           "always: the return of an episode goes on with its last state's value also where the task has "
+           "ended")))
 # fmt: on

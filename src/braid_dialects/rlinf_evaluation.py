@@ -1,7 +1,8 @@
 """RLinf's evaluations of robot policies: `runner.only_eval`, or the task `embodied_eval`.
 
-RLinf builds their policy from `rollout.model` and their simulator from `env.eval`. The table has such keys at `actor.model`
-and `env.train`, where files that train have them; here the keys of an evaluation take those places.
+RLinf builds their policy from `rollout.model` and their simulator from `env.eval`. The table has such keys at
+`actor.model` and `env.train`, where files that train have them; here the keys of an evaluation take those
+places.
 """
 
 from __future__ import annotations

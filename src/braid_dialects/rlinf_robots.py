@@ -1,4 +1,5 @@
-"""RLinf's keys of robot policies below `actor.model`, and those of robots, methods and models that braid does not have."""
+"""RLinf's keys of robot policies below `actor.model`, and those of robots, methods and models that braid does
+not have."""
 
 from __future__ import annotations
 
@@ -136,28 +137,38 @@ _OUT = rows(
     missing("actor.model.{add_q_head,num_q_heads,q_head_type,vh_mode,q_network_separate_processing,denoising_steps}",
             _REPLAY, default=False),
     missing("actor.model.{embodiment_tag,obs_converter_type} actor.model.rl_head_config.*", _GR00T),
-    missing("algorithm.{replay_buffer,demo_buffer,entropy_tuning}.* algorithm.entropy_tuning.optim.* actor.critic_optim.* "
-            "algorithm.{tau,agg_q,actor_agg_q,target_update_freq,target_update_type,critic_actor_ratio,backup_entropy,"
-            "critic_subsample_size,enable_drq,train_actor_steps}", _REPLAY),
+    missing(
+        "algorithm.{replay_buffer,demo_buffer,entropy_tuning}.* algorithm.entropy_tuning.optim.* "
+        "actor.critic_optim.* "
+        "algorithm.{tau,agg_q,actor_agg_q,target_update_freq,target_update_type,critic_actor_ratio,backup_entropy,"
+        "critic_subsample_size,enable_drq,train_actor_steps}", _REPLAY),
     missing("algorithm.dagger.*", "use braid sft on demonstrations"),
-    missing("env.{train,eval}.{use_spacemouse,keyboard_reward_wrapper,no_gripper,main_image_key} env.{train,eval}.override_cfg.*",
+    missing(
+        "env.{train,eval}.{use_spacemouse,keyboard_reward_wrapper,no_gripper,main_image_key} "
+        "env.{train,eval}.override_cfg.*",
             _REAL, default=False),
-    missing("env.{train,eval}.{assets_path,seeds_path,center_crop,use_custom_reward,use_full_state,robot_name,base_config_name,"
-            "use_eval_utils_cfg,policy_wrapper,num_env_subprocess,skip_intermediate_obs_in_chunk} env.{train,eval}.task_config.* "
-            "env.{train,eval}.task_config.{domain_randomization,camera,data_type}.* env.{train,eval}.omni_config.* "
-            "env.{train,eval}.omni_config.{env,render,camera,macro,task,scene}.* "
-            "env.{train,eval}.omni_config.task.{termination_config,reward_config}.*", _OTHER, default=False),
+    missing(
+        "env.{train,eval}.{assets_path,seeds_path,center_crop,use_custom_reward,use_full_state,robot_name,base_config_name,"
+        "use_eval_utils_cfg,policy_wrapper,num_env_subprocess,skip_intermediate_obs_in_chunk} "
+        "env.{train,eval}.task_config.* "
+        "env.{train,eval}.task_config.{domain_randomization,camera,data_type}.* "
+        "env.{train,eval}.omni_config.* "
+        "env.{train,eval}.omni_config.{env,render,camera,macro,task,scene}.* "
+        "env.{train,eval}.omni_config.task.{termination_config,reward_config}.*", _OTHER, default=False),
     missing("env.{train,eval}.data_collection.*", "use the scripted expert of examples/tabletop.py, or braid.data.lerobot"))
 
 RULES = rows(
     _MODEL,
     _OPENPI,
     _OUT,
-    ignored("weight_syncer.{type,nccl_max_ctas} weight_syncer.{patch,bucket}.* weight_syncer.patch.init_sync.*",
+    ignored(
+        "weight_syncer.{type,nccl_max_ctas} weight_syncer.{patch,bucket}.* "
+        "weight_syncer.patch.init_sync.*",
             "weights are synced as the placement allows (braid.rollout.weight_sync)"),
     missing("runner.ckpt_path", "use a Hugging Face folder as actor.model.model_path"),
     ignored("rollout.model.* rollout.model.openpi.*",
-            "training samples with actor.model; in an evaluation (runner.only_eval) the policy is built from rollout.model"),
+            "training samples with actor.model; in an evaluation (runner.only_eval) the policy is built "
+            "from rollout.model"),
     missing("rollout.expert_model.*", "use braid sft on demonstrations"),
     to("rollout.unnorm_key", "model.vla.unnorm_key", "text?", ROBOTS_ONLY, overridden("actor.model.unnorm_key"),
        needs("actor.model.model_type", *facts.OPENVLA), note="where actor.model.unnorm_key is absent"),

@@ -82,7 +82,8 @@ def _eval_episodes(value: int | None, source: Source) -> Became:
 
 
 def _ordered(_: bool, source: Source) -> object:
-    """use_ordered_reset_state_ids, is_eval: the first reset states of the tasks, which take turns, each once."""
+    """use_ordered_reset_state_ids, is_eval: the first reset states of the tasks, which take turns, each
+    once."""
     is_in_order, num_envs = source["env.eval.use_ordered_reset_state_ids"], source["env.eval.total_num_envs"]
     suites = facts.simulator(source) in ("libero", "metaworld")
     if not (is_in_order or (suites and source["env.eval.is_eval"])):
@@ -189,8 +190,8 @@ _BACKENDS = {"gpu": True, "cuda": True, "physx_cuda": True, "auto": True, "cpu":
 _TRAINED: Convert = _trained
 _ENDS: Convert = partial(
     _trained,
-    differs="env/success_once is the same where only a success ends an episode; env/success_at_end, the return and the "
-    "number of env steps are those of that end",
+    differs="env/success_once is the same where only a success ends an episode; env/success_at_end, the return "
+    "and the number of env steps are those of that end",
 )
 _REWARDS: Convert = partial(_trained, differs="returns are measured alike, and successes do not depend on it")
 _LOOKS: Convert = partial(_trained, differs="the policy sees what it is trained on")
@@ -328,8 +329,9 @@ RULES = rows(
     to("env.enable_offload", "env.offload", "bool", ROBOTS_ONLY),
     ignored("env.obs_compression.*", "observations of simulators travel by shared memory"),
     to("env.train.total_num_envs", "", "count?", ROBOTS_ONLY, _num_envs,
-       note="env.num_envs is per rollout worker; rollout.prompts_per_round = this * rollout_epoch // group_size; "
-            "null: one optimizer batch"),
+       note=
+           "env.num_envs is per rollout worker; rollout.prompts_per_round = this * rollout_epoch // "
+           "group_size; null: one optimizer batch"),
     to("env.train.rollout_epoch", "rollout.prompts_per_round", "count", ROBOTS_ONLY, computed(facts.prompts)),
     to("env.train.max_steps_per_rollout_epoch", "env.max_steps_per_rollout", "count", ROBOTS_ONLY,
        note="env steps of each simulator in a round"),

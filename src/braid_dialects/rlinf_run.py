@@ -266,8 +266,9 @@ _DATA = section("data", "data", TEXT_ONLY)(
     to("prompt_key", "{given}.prompt_key", "text", _HAS_DATA),
     to("answer_key", "{given}.answer_key", "text", _HAS_DATA, default="solutions"),
     to("apply_chat_template", ".use_chat_template", "bool", rlinf_agents.use_template, default=False,
-       note="RLinf's data is chat-formatted already; planner and workers (agentloop.workflow=mas) speak by the template, "
-            "if there is one"),
+       note=
+           "RLinf's data is chat-formatted already; planner and workers (agentloop.workflow=mas) speak by "
+           "the template, if there is one"),
     to("data_size", "data.train[0].limit", "cadence", lambda v, _: v if v > 0 else None, note="0, -1: all"),
     to("shuffle", ".shuffle", "bool", note="false: in the files' order"),
     to("validation_shuffle", "eval.shuffle", "bool"),

@@ -68,7 +68,8 @@ _TEACHER = {
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], _: str | None) -> Dialect:
-    """With use_opd, the keys of the teacher are those of the reference; without it, ROLL does not read them."""
+    """With use_opd, the keys of the teacher are those of the reference; without it, ROLL does not read
+    them."""
     has_reference = any(path.startswith("reference.") for path in values)
     if not values.get("use_opd") or has_reference:
         return dialect

@@ -1,7 +1,7 @@
 """ROLL's keys of the agentic pipeline: environments, their managers, normalisation of rewards.
 
-A tag of `custom_envs` is an entry of env.mix, and the source of its episodes. rollout_batch_size counts trajectories here, so a
-round has rollout_batch_size / group_size groups.
+A tag of `custom_envs` is an entry of env.mix, and the source of its episodes. rollout_batch_size counts
+trajectories here, so a round has rollout_batch_size / group_size groups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def _tag(source: Source) -> str:
 
 
 def shares(source: Source, manager: str) -> dict[str, int]:
-    """Groups of each tag of a manager; equal ones without a partition. Without tags, evaluation has those of training."""
+    """Groups of each tag of a manager; equal ones without a partition. Without tags, evaluation has those of
+    training."""
     if not (tags := source[f"{manager}.tags"]):
         return {} if manager == "train_env_manager" else shares(source, "train_env_manager")
     return dict(zip(tags, source[f"{manager}.num_groups_partition"] or [1] * len(tags), strict=False))
@@ -121,18 +122,19 @@ def _statistics(_: Any, source: Source) -> Any:
                 advantage={"normalize_by_std": std != "none"}, reward_mean="none", reward_std="none"
             )
         return unsupported(
-            f"use method=mean or mean_std: gigpo compares with the group's own statistics, not mean={mean}, std={std}"
+            f"use method=mean or mean_std: gigpo compares with the group's own statistics, not mean={mean}, "
+            f"std={std}"
         )
     if std != "none" and mean != own and (mean == "none" or std == own):
         return unsupported(
-            f"use the same statistics for mean and deviation, not mean={mean}, std={std}: ROLL sets rewards whose standard "
-            "deviation is 0 to 0, whatever the mean"
+            f"use the same statistics for mean and deviation, not mean={mean}, std={std}: ROLL sets rewards "
+            "whose standard deviation is 0 to 0, whatever the mean"
         )
     is_lone = own == "group" and (source["train_env_manager.group_size"] or 1) == 1
     if is_lone and std != "none" and mean != "group":
         return unsupported(
-            "use grouping=batch, or a group_size above 1: with a standard deviation, ROLL sets the reward of a group of "
-            "one to 0, whatever the statistics"
+            "use grouping=batch, or a group_size above 1: with a standard deviation, ROLL sets the reward "
+            "of a group of one to 0, whatever the statistics"
         )
     return algorithm(reward_mean=mean, reward_std=std)
 
@@ -194,7 +196,8 @@ AGENTIC = rows(
                 "environments share no state; see braid.env.run_in and braid.env.processes")),
     section("train_env_manager val_env_manager")(
         always("max_env_num_per_worker max_concurrency num_env_groups max_traj_per_env",
-               "as many episodes as the round has run at the same time; see rollout_batch_size, val_batch_size", "int"),
+               "as many episodes as the round has run at the same time; see rollout_batch_size, "
+               "val_batch_size", "int"),
         ignored("format_penalty", "not read by ROLL's managers; env_config.format_penalty is"),
         to("tags", "env.mix", "[text]", _share, note="episodes of each tag"),
         to("num_groups_partition", "env.mix", "[natural]", _share, note="shares of the tags"),

@@ -154,7 +154,8 @@ def batches(source: Source) -> dict[str, int]:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` up to `most`; beyond 10^12, the largest that one below 10^6 leads to."""
+    """The largest divisor of `number` up to `most`; beyond 10^12, the largest that one below 10^6 leads
+    to."""
     small = [n for n in range(1, min(math.isqrt(number), 10**6) + 1) if number % n == 0]
     return max(n for divisor in small for n in (divisor, number // divisor) if n <= most)
 

@@ -112,7 +112,9 @@ PIPELINE = rows(
                v % (dp := facts.data_parallel(s, "actor_train")) and
                f"{v} prompts cannot be divided among dp={dp} ranks; set it to a multiple of {dp}"),
        lambda v, s: Became(facts.round_size(s)) if facts.is_agentic(s) else with_batches(v, s), default=128,
-       note="prompts per round (agentic: trajectories), of S = rollout_batch_size * num_return_sequences_in_group trajectories"),
+       note=
+           "prompts per round (agentic: trajectories), of S = rollout_batch_size * "
+           "num_return_sequences_in_group trajectories"),
     to("num_return_sequences_in_group", "rollout.group_size", "count", _NO_EPISODES, with_batches, default=1,
        note="samples per prompt; in braid a mini-batch contains all samples of its prompts"),
     to("prompt_length", {"data.max_prompt_tokens": as_is, "{limit}": computed(facts.max_new_tokens)}, "count",
@@ -158,10 +160,11 @@ PIPELINE = rows(
     # Other features
     missing("tag_to_template", "use a single template for all rows: data_args.template"),
     missing("is_pure_opd {student_train,student_infer}.*",
-            "distillation without rewards is not translated; write it in braid's keys: reference.path is the teacher, "
-            "reward.scale=0, algorithm.kl_in=advantage, algorithm.kl_coef the coefficient", default=False),
-    missing("teacher.*", "set use_opd to true with one teacher and no reference: ROLL reads a teacher only for distillation, "
-            "and braid has one reference"),
+            "distillation without rewards is not translated; write it in braid's keys: reference.path is "
+            "the teacher, reward.scale=0, algorithm.kl_in=advantage, algorithm.kl_coef the coefficient", default=False),
+    missing("teacher.*",
+        "set use_opd to true with one teacher and no reference: ROLL reads a teacher only for "
+        "distillation, and braid has one reference"),
     ignored("use_policy_loss_type use_topr_loss postive_loss_coef positive_loss_coef use_topr_neg_loss_coef "
             "balance_length minibatch_data_iter_num l2 use_reward_scaling use_reward_norm add_len_reward "
             "report_length_and_rewards length_profiler_dir val_greedy val_n_sample mask_type local_rank "
@@ -224,8 +227,8 @@ def _kl(_: Any, source: Source) -> Became:
 
 
 def _opd(value: bool, source: Source) -> Became:
-    """ROLL's mixed distillation: A - opd_kl_coef * KL, before whitening and clipping. Refuses what braid computes otherwise.
-    Raises ValueError."""
+    """ROLL's mixed distillation: A - opd_kl_coef * KL, before whitening and clipping. Refuses what braid
+    computes otherwise. Raises ValueError."""
     if not value:
         return implied("no distillation")
     for other, coef in (("use_kl_loss", "kl_loss_coef"), ("add_token_level_kl", "init_kl_coef")):
@@ -235,8 +238,8 @@ def _opd(value: bool, source: Source) -> Became:
             )
     if source["kl_penalty"] == "full":
         raise ValueError(
-            "with kl_penalty=full, ROLL sums over the tokens of a response what it means to sum over the vocabulary; set "
-            "kl_penalty to kl, abs or mse"
+            "with kl_penalty=full, ROLL sums over the tokens of a response what it means to sum over the "
+            "vocabulary; set kl_penalty to kl, abs or mse"
         )
     if source["force_disable_old_logprobs_recompute"]:
         raise ValueError(
@@ -244,8 +247,8 @@ def _opd(value: bool, source: Source) -> Became:
         )
     if source["async_generation_ratio"] and not facts.recomputes_old_logprobs(source):
         raise ValueError(
-            "with async_generation_ratio above 0 and no recomputed log-probs, ROLL takes the KL of the older policies that "
-            "sampled; set enable_old_logprobs_recompute to true"
+            "with async_generation_ratio above 0 and no recomputed log-probs, ROLL takes the KL of the "
+            "older policies that sampled; set enable_old_logprobs_recompute to true"
         )
     return _kl(value, source)
 
@@ -378,7 +381,9 @@ ALGORITHM = section("", "algorithm")(
        note="coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * n / kl_horizon after each round"),
     to("kl_horizon", ".kl_horizon", "count", _IN_REWARD, needs("target_kl"), default=10000),
     to("use_opd", ".kl_coef", "bool", _opd, default=False,
-       note="A - opd_kl_coef * KL(policy before the update, teacher) for each token, before whitening and clipping"),
+       note=
+           "A - opd_kl_coef * KL(policy before the update, teacher) for each token, before whitening and "
+           "clipping"),
     to("opd_kl_coef", ".kl_coef", "non-negative", _OF_OPD,
        unless(lambda s: s["reference.opd_kl_coef"] is not None, "overridden by that of the teacher"), _kl, default=1.0),
     to("reference.opd_kl_coef", ".kl_coef", "non-negative?", _OF_OPD, unless_null("1"), _kl),

@@ -191,7 +191,9 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
     to("clip_ratio_c", ".policy_loss.dual_clip", "number > 1",
        needs(".ppo_loss_type", "dual_clip"), default=3.0),
     to("loss_reduction", ".aggregation", _REDUCTIONS, default="sequence_mean",
-       note="default: sequence_mean, from SkyRL 0.1 on token_mean. KL and entropy too (in SkyRL always by sequence_mean)"),
+       note=
+           "default: sequence_mean, from SkyRL 0.1 on token_mean. KL and entropy too (in SkyRL always by "
+           "sequence_mean)"),
     to("max_seq_len", ".aggregation_constant", "count?", needs(".loss_reduction", "seq_mean_token_sum_norm"),
        _row_tokens, default=None,
        note="null: max_input_length + max_generate_length up to SkyRL 0.4"),

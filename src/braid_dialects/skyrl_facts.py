@@ -21,7 +21,8 @@ GYM = ("gsm8k_multi_turn", "lcb", "search", "searchcode", "text2sql")
 
 
 def has_turns(source: Source) -> bool:
-    """Whether the file's environment is played in turns, by an environment of skyrl-gym or one of the user's."""
+    """Whether the file's environment is played in turns, by an environment of skyrl-gym or one of the
+    user's."""
     name = source["environment.env_class"] or ""
     if "env.kind" in source.braid_values or "reward.parts" in source.braid_values:
         return False

@@ -127,8 +127,9 @@ DATA = rows(
     ignored("data.dataloader.{num_workers,persistent_workers}", "prompts are read into memory once"),
     to("environment.env_class", "reward.parts", "text",
        _environment, default="gsm8k",
-       note="a single turn of gsm8k or aime is scored by a rule, for all rows; others are skyrl-gym's, or that of "
-       "a row's env_class"),
+       note=
+           "a single turn of gsm8k or aime is scored by a rule, for all rows; others are skyrl-gym's, or "
+           "that of a row's env_class"),
     ignored("environment.max_env_workers environment.skyrl_gym.max_env_workers",
             "each episode has a thread; concurrency of scoring is set by braid.reward.concurrency"),
     section("environment.skyrl_gym.{text2sql,search,llm_as_a_judge}", "env.kwargs.env_config")(

@@ -60,7 +60,8 @@ def of_file(dialect: Dialect, values: Mapping[str, Any], version: str | None) ->
 
 
 def _told(paths: Collection[str]) -> tuple[str, str]:
-    """The version that keys tell, and how. A file that is not of the old layout is 0.5's, where scripts set what they change."""
+    """The version that keys tell, and how. A file that is not of the old layout is 0.5's, where scripts set
+    what they change."""
     sections = {".".join(path.split(".")[:end]) for path in paths for end in range(1, path.count(".") + 2)}
     is_old = any(key in sections for key in _OLD_LAYOUT)
     for version, marks in _MARKS.items():

@@ -107,9 +107,9 @@ def _patterns(path: str) -> Iterator[str]:
 class Dialect:
     """Config language of one system.
 
-    `aliases` maps other spellings of a key to the one in `rules`. `base` computes native values that no single key determines. `places` computes what
-    `{name}` stands for in native paths; all dialects have `engine`, the rollout engine, and `backend`, the
-    training backend (of the role whose key is converted).
+    `aliases` maps other spellings of a key to the one in `rules`. `base` computes native values that no
+    single key determines. `places` computes what `{name}` stands for in native paths; all dialects have
+    `engine`, the rollout engine, and `backend`, the training backend (of the role whose key is converted).
     """
 
     name: DialectName
@@ -120,11 +120,11 @@ class Dialect:
     checks: tuple[Check, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
     of_file: Callable[[Dialect, Mapping[str, Any], str | None], Dialect] = lambda dialect, _, __: dialect
-    """(dialect, foreign path -> value, version if it is given) -> the dialect of a file, whose other keys may tell what a key
-    means."""
+    """(dialect, foreign path -> value, version if it is given) -> the dialect of a file, whose other keys may
+    tell what a key means."""
     absent: Mapping[str, tuple[str, Callable[[Any], bool]]] = field(default_factory=dict)
-    """Key, or section -> (a pipeline or method that braid lacks, the values that ask for it). A file of such a kind is refused
-    with that name alone: its other keys have no meaning."""
+    """Key, or section -> (a pipeline or method that braid lacks, the values that ask for it). A file of such
+    a kind is refused with that name alone: its other keys have no meaning."""
     versions: tuple[str, ...] = ()
     version: str = ""
     version_from: str = ""
@@ -164,8 +164,8 @@ class Dialect:
         return any(pattern in self._sections for pattern in _patterns(self.name_of(path)))
 
     def takes_mapping(self, path: str) -> bool:
-        """Whether a mapping at a foreign path is a value. A path that matches a `*` rule and also has rules for
-        keys below it is a section."""
+        """Whether a mapping at a foreign path is a value. A path that matches a `*` rule and also has rules
+        for keys below it is a section."""
         is_named = self.name_of(path) in self.rules
         return is_named or (self.rule_of(path) is not None and not self.is_section(path))
 

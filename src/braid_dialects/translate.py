@@ -111,7 +111,8 @@ def _stopping(ledger: Sequence[Entry], allowed: Sequence[str]) -> Iterator[Probl
 def _refused_whole(
     foreign: Written, dialect: Dialect, leaves: Sequence[tuple[str, Any]], key: str, name: str
 ) -> Translation:
-    """The translation of a file that asks, with `key`, for the pipeline or method `name`, which braid lacks."""
+    """The translation of a file that asks, with `key`, for the pipeline or method `name`, which braid
+    lacks."""
     native = Written(problems=list(foreign.problems), secrets=dict(foreign.secrets))
     why = f"{show_value(dict(leaves)[key])} is not supported: {name}"
     native.problems.append(Problem(key, why, _origin(foreign, key)))
@@ -140,8 +141,8 @@ def _leaves(
 def _mistakes(
     leaves: Sequence[tuple[str, Any]], dialect: Dialect, foreign: Written
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path, error) of unknown keys, of values that a key does not accept, and of different values under
-    two spellings of a key."""
+    """Yield (path, error) of unknown keys, of values that a key does not accept, and of different values
+    under two spellings of a key."""
     spelled: dict[str, tuple[str, Any]] = {}
     num_unknown = 0
     for path, value in leaves:
@@ -260,8 +261,8 @@ class _Writer:
                 self.replace(path, value, origin)
 
     def leave_precision(self, braid_values: Mapping[str, Any], origin: str) -> None:
-        """Without a correction for an engine of lower precision, unless `braid_values` choose it: the originals
-        have one only if asked to."""
+        """Without a correction for an engine of lower precision, unless `braid_values` choose it: the
+        originals have one only if asked to."""
         is_half = self._put.get("rollout.native.dtype") in ("bf16", "fp16")
         if is_half and "rollout.native.dtype" not in braid_values and not self._put.get("pipeline.max_lag"):
             self.fill({"algorithm.corrections": []}, origin)

@@ -94,7 +94,8 @@ def test_returns_of_one_row_end_with_it() -> None:
     [(1.0, 1.0, [6.0, 5.0, 3.0]), (0.5, 1.0, [2.75, 3.5, 3.0]), (1.0, 0.5, [3.625, 4.25, 3.0])],
 )
 def test_gae_gives_the_returns_of_its_recursion(gamma: float, lam: float, expected: list[float]) -> None:
-    # e.g. lam = .5: delta = 1 + 1 - .5, 2 + 1.5 - 1, 3 - 1.5; A = 1.5 + (2.5 + .75) / 2, 2.5 + .75, 1.5; plus values
+    # e.g. lam = .5: delta = 1 + 1 - .5, 2 + 1.5 - 1, 3 - 1.5; A = 1.5 + (2.5 + .75) / 2, 2.5 + .75, 1.5; plus
+    # values
     _, returns = gae(
         torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 1.0, 1.5]), torch.ones(3, dtype=torch.bool), (3,),
         torch.zeros(1), gamma=gamma, lam=lam,
@@ -139,8 +140,8 @@ def test_a_deviation_of_0_divides_by_1() -> None:
 
 
 def test_running_moments_are_those_of_all_rounds() -> None:
-    # 3, 5 before; with the round's 1, 0, 0, 1, 1, 1, 1, 1: sum 14 of 10, mean 1.4, squares 9 + 25 + 6 - 10 * 1.96 = 20.4,
-    # variance 20.4 / 9 = 2.266667, std 1.505545
+    # 3, 5 before; with the round's 1, 0, 0, 1, 1, 1, 1, 1: sum 14 of 10, mean 1.4, squares 9 + 25 + 6 - 10 *
+    # 1.96 = 20.4, variance 20.4 / 9 = 2.266667, std 1.505545
     running = RunningMoments()
     running.update(torch.tensor([3.0, 5.0]))
     running.update(REWARDS)

@@ -1,5 +1,5 @@
-"""Locals and parameters are named for what they hold (none is called `of`, `own`, `found`, `given`, `told` or `seen`), and
-docstrings say something."""
+"""Locals and parameters are named for what they hold (none is called `of`, `own`, `found`, `given`, `told` or
+`seen`), and docstrings say something."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LEFT = {
     "braid_dialects/roll_pipeline.py": 6,
     "braid_dialects/roll_workers.py": 2,
 }
-"""Packages and files that still have such names -> how many. Numbers here only fall; what has none left is removed."""
+"""Packages and files that still have such names -> how many. Numbers here only fall; what has none left is
+removed."""
 
 EMPTY = re.compile(r"(See [\w.`]+( for the contract)?|Those of [^.]*)\.")
 """A docstring that only points elsewhere."""

@@ -261,7 +261,8 @@ def test_an_unknown_key_is_reported_with_similar_names(capsys: pytest.CaptureFix
     assert main(["explain", "--key", "trainer.algorithm.kl_los_coef"]) == 2
     err = capsys.readouterr().err
     assert err == (
-        "braid: trainer.algorithm.kl_los_coef: unknown key in every config format, did you mean 'trainer.algorithm.kl_loss_coef'?\n"
+        "braid: trainer.algorithm.kl_los_coef: unknown key in every config format, did you mean "
+        "'trainer.algorithm.kl_loss_coef'?\n"
     )
     assert main(["explain", "--key", "group_size"]) == 2
     assert "; there is " in capsys.readouterr().err

@@ -51,11 +51,17 @@ def complaints(*overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator: unknown key; braid's equivalent: algorithm.recipe (grpo, ppo, rloo, ...)"),
+        ("algorithm.adv_estimator=grpo",
+            "algorithm.adv_estimator: unknown key; braid's equivalent: algorithm.recipe (grpo, ppo, rloo, "
+            "...)"),
         ("rollout.num_generations=8", "rollout.num_generations: unknown key; braid's equivalent: rollout.group_size"),
         ("algorithm.beta=0.1", "algorithm.beta: unknown key; braid's equivalent: algorithm.kl_coef"),
-        ("train.per_device_train_batch_size=8", "train.per_device_train_batch_size: unknown key; braid's equivalent: train.micro_batch_rows, or rollout."),
-        ("actor_rollout_ref.actor.lr=1", "actor_rollout_ref: unknown key; braid's equivalent: the sections model, rollout, train and reference"),
+        ("train.per_device_train_batch_size=8",
+            "train.per_device_train_batch_size: unknown key; braid's equivalent: train.micro_batch_rows, "
+            "or rollout."),
+        ("actor_rollout_ref.actor.lr=1",
+            "actor_rollout_ref: unknown key; braid's equivalent: the sections model, rollout, train and "
+            "reference"),
         ("model.dtype=bfloat16", "model.dtype: 'bfloat16' is not one of fp32, bf16, fp16; write bf16"),
         ("model.dtype=torch.float16", "model.dtype: 'torch.float16' is not one of fp32, bf16, fp16; write fp16"),
     ],

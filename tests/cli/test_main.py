@@ -88,8 +88,8 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "braid: unknown command 'trian', did you mean 'train'?\ntry: braid --help\n"),
         (
             ["zzz"],
-            "braid: unknown command 'zzz'; the commands are train, sft, eval, show, explain, convert, export, schema\n"
-            "try: braid --help\n",
+            "braid: unknown command 'zzz'; the commands are train, sft, eval, show, explain, convert, "
+            "export, schema\ntry: braid --help\n",
         ),
         (
             ["c.yaml"],
@@ -204,8 +204,8 @@ def test_the_resume_command_of_a_foreign_config_has_its_options_and_native_keys(
     )
     assert guarded(raising(stop), found) == 130
     assert capsys.readouterr().err.endswith(
-        "to resume: braid train c.yaml trainer.seed=1 braid.run.name=a braid.run.resume=latest --backend single "
-        "--engine native --allow-unsupported trainer.mtp\n"
+        "to resume: braid train c.yaml trainer.seed=1 braid.run.name=a braid.run.resume=latest --backend "
+        "single --engine native --allow-unsupported trainer.mtp\n"
     )
 
 

@@ -1,4 +1,5 @@
-"""Errors of clusters that cannot be joined; tests that need a cluster are in tests/trainer/test_clusters.py."""
+"""Errors of clusters that cannot be joined; tests that need a cluster are in
+tests/trainer/test_clusters.py."""
 
 from __future__ import annotations
 
@@ -96,8 +97,8 @@ def test_several_machines_are_not_started_from_one() -> None:
 
 
 class _LateRaylet:
-    """Ray's lookup of the node that has just started; the first `num_failures` times it fails as Ray's own limit
-    does."""
+    """Ray's lookup of the node that has just started; the first `num_failures` times it fails as Ray's own
+    limit does."""
 
     def __init__(self, num_failures: int, answer: Any) -> None:
         self._num_left, self._answer = num_failures, answer

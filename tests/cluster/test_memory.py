@@ -29,7 +29,8 @@ print(default, faults())
 @pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_fewer_pages_are_asked_from_the_kernel_again() -> None:
-    # In a process of its own: the setting is for good. How many fewer hangs on where the heap can grow; some always are.
+    # In a process of its own: the setting is for good. How many fewer hangs on where the heap can grow; some
+    # always are.
     done = subprocess.run([sys.executable, "-c", COUNT_FAULTS], capture_output=True, text=True, check=True)
     default, kept = map(int, done.stdout.split())
     assert kept < default

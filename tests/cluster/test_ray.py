@@ -29,7 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 
 def test_tests_with_workers_share_one_process_of_pytest(request: pytest.FixtureRequest) -> None:
-    """Ray clusters that start beside each other on two cores time out; a pytest that drops the groups would let them."""
+    """Ray clusters that start beside each other on two cores time out; a pytest that drops the groups would
+    let them."""
     assert request.node.nodeid.endswith("@ray") == ("PYTEST_XDIST_WORKER" in os.environ)
 
 

@@ -1,4 +1,5 @@
-"""Runs on two machines (tests/machines.py): the same numbers as one process, and failures of network and machines."""
+"""Runs on two machines (tests/machines.py): the same numbers as one process, and failures of network and
+machines."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def alone(shared: Path) -> list[dict[str, float]]:
 
 
 def _assert_same(mine: list[dict[str, float]], other: list[dict[str, float]]) -> None:
-    """Sums of losses and log-probs differ by their order; sampled tokens do not while weights agree to float32's rounding."""
+    """Sums of losses and log-probs differ by their order; sampled tokens do not while weights agree to
+    float32's rounding."""
     for one_round, expected in zip(mine, other, strict=True):
         assert one_round == pytest.approx(expected, rel=1e-3, abs=1e-4, nan_ok=True)
 
@@ -249,7 +251,8 @@ def test_a_short_cut_is_survived_and_a_machine_that_loses_its_power_is_waited_fo
     assert text.count("restart 1 of 1") == 1
     assert (
         text.count(
-            "waiting up to 600 s (cluster.start_timeout_s) for the machine 10.77.0.2, which the Ray cluster has lost"
+            "waiting up to 600 s (cluster.start_timeout_s) for the machine 10.77.0.2, which the Ray "
+            "cluster has lost"
         )
         == 1
     )
@@ -301,7 +304,7 @@ def test_a_machine_that_does_not_come_back_is_named(fragile: Cluster) -> None:
         _, said = driver.communicate("\n", timeout=LIMIT_S)
     assert driver.returncode == 1
     assert (
-        "MachineError: the machine 10.77.0.2 did not join the Ray cluster within 20 s (cluster.start_timeout_s)"
-        in said
+        "MachineError: the machine 10.77.0.2 did not join the Ray cluster within 20 s "
+        "(cluster.start_timeout_s)" in said
     )
     assert "version" not in said

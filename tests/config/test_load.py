@@ -144,7 +144,8 @@ def test_an_escaped_interpolation_is_text_and_other_text_is_untouched(tmp_path: 
         ("run.seed=${nope}", "run.seed: ${nope}: unknown key 'nope' [override]"),
         (
             "run.seed=${rollout.groop_size}",
-            "run.seed: ${rollout.groop_size}: unknown key 'rollout.groop_size', did you mean 'rollout.group_size'?",
+            "run.seed: ${rollout.groop_size}: unknown key 'rollout.groop_size', did you mean "
+            "'rollout.group_size'?",
         ),
         (
             "run.seed=${run.seed}",
@@ -288,15 +289,18 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ("eval=3", "eval: 3 is not a mapping with keys before, every_rounds, at_end"),
         (
             "env.kind=tool",
-            "env: kind: 'tool' is not one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero, robosuite",
+            "env: kind: 'tool' is not one of single_turn, tools, agent, program, gymnasium, metaworld, "
+            "maniskill, libero, robosuite",
         ),
         (
             "env={max_turns: 3}",
-            "env: missing `kind`; set it to one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero, robosuite [override]",
+            "env: missing `kind`; set it to one of single_turn, tools, agent, program, gymnasium, "
+            "metaworld, maniskill, libero, robosuite [override]",
         ),
         (
             "env=tools",
-            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, agent, program, gymnasium, metaworld, maniskill, libero, robosuite [override]",
+            "env: 'tools' is not a mapping whose `kind` is one of single_turn, tools, agent, program, "
+            "gymnasium, metaworld, maniskill, libero, robosuite [override]",
         ),
         (
             "data.train=x",
@@ -310,7 +314,8 @@ def test_an_unknown_key_names_the_nearest_at_any_depth(tmp_path: Path, override:
         ("model.build=null", "model: set exactly one of path, build and mlp, not none [c.yaml:2]"),
         (
             "model.build.num_kv_heads=3",
-            "model.build: num_heads=4 is not a multiple of num_kv_heads=3; set num_kv_heads to a divisor of num_heads",
+            "model.build: num_heads=4 is not a multiple of num_kv_heads=3; set num_kv_heads to a divisor "
+            "of num_heads",
         ),
         (
             "model.build.head_dim=7",
@@ -521,8 +526,12 @@ def test_the_error_for_a_moved_key_names_its_place(old: str) -> None:
     ("overrides", "message"),
     [
         (["algorithm.policy_loss.tau=1"], "algorithm.policy_loss.tau: unknown key for kind ppo_clip; available for kind kimi"),
-        (["algorithm={recipe: cispo, policy_loss: {dual_clip: 3}}"], "algorithm.policy_loss.dual_clip: unknown key for kind cispo; available for kind ppo_clip and gspo"),
-        (["algorithm.advantage.gamma=0.9"], "algorithm.advantage.gamma: unknown key for kind grpo; available for kind gae and reinforce and gigpo"),
+        (["algorithm={recipe: cispo, policy_loss: {dual_clip: 3}}"],
+            "algorithm.policy_loss.dual_clip: unknown key for kind cispo; available for kind ppo_clip and "
+            "gspo"),
+        (["algorithm.advantage.gamma=0.9"],
+            "algorithm.advantage.gamma: unknown key for kind grpo; available for kind gae and reinforce "
+            "and gigpo"),
         (["algorithm.advantage={kind: gigpo, episode_weight: 0, turn_weight: 0}"], "algorithm.advantage: episode_weight and turn_weight are 0, so every advantage is 0"),
         (["algorithm.policy_loss=cispoo"], "algorithm.policy_loss: kind: 'cispoo' is not one of ppo_clip, gspo, "),
     ],

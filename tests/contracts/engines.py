@@ -148,7 +148,8 @@ ENGINES: dict[str, Callable[[CausalLM, Path], AbstractContextManager[RolloutEngi
 
 
 def engine_params() -> list[Any]:
-    """Each kind of engine as a parameter of tests; those that take long to start stay in one process of pytest."""
+    """Each kind of engine as a parameter of tests; those that take long to start stay in one process of
+    pytest."""
     has_vllm = find_spec("vllm") is not None
     slow = [
         pytest.mark.slow,

@@ -447,8 +447,8 @@ def test_a_server_that_does_not_start_is_an_error_with_its_last_log_lines(
 def test_a_process_with_a_guard_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from braid.rollout.engines.child import Child;"
-        "Child([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(99)'], log=Path(sys.argv[1]), environment={});"
-        "time.sleep(99)"
+        "Child([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(99)'], "
+        "log=Path(sys.argv[1]), environment={});time.sleep(99)"
     )
     log = tmp_path / "log"
     with subprocess.Popen([sys.executable, "-c", code, str(log)]) as parent:

@@ -1,6 +1,8 @@
-"""Megatron-core matches single-process training in every layout; its checkpoints can be resumed by every backend.
+"""Megatron-core matches single-process training in every layout; its checkpoints can be resumed by every
+backend.
 
-Its workers run with tests/megatron_cpu on their path: the CPU in place of its GPU. Two run all layouts in turn.
+Its workers run with tests/megatron_cpu on their path: the CPU in place of its GPU. Two run all layouts in
+turn.
 """
 
 from __future__ import annotations
@@ -128,7 +130,8 @@ def _on(pair: RayGroup, role: TrainingRole, config: RunConfig) -> Iterator[OnRan
 
 
 def _rows() -> list[Row]:
-    """Ragged rows, so that ranks get unlike numbers of micro-batches, whose sizes no number of ranks divides."""
+    """Ragged rows, so that ranks get unlike numbers of micro-batches, whose sizes no number of ranks
+    divides."""
     rng = np.random.default_rng(0)
     rows: list[Row] = []
     for group in range(5):
@@ -168,7 +171,8 @@ def _train(
 
 
 def _assert_close(mine: dict[str, Any], other: dict[str, Any]) -> None:
-    """Within two hundredths of one AdamW step, which divides small gradients, and their roundings, by their own size."""
+    """Within two hundredths of one AdamW step, which divides small gradients, and their roundings, by their
+    own size."""
     assert list(mine) == list(other)
     for name, tensor in other.items():
         torch.testing.assert_close(
@@ -295,9 +299,9 @@ def test_a_run_can_be_resumed_with_another_backend(
 
 def test_without_a_gpu_megatron_suggests_other_backends() -> None:
     code = (
-        "import torch.distributed as dist; dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
-        "from braid.config.backends import MegatronConfig; from braid.training.backends.megatron.ranks import join\n"
-        "join(MegatronConfig())"
+        "import torch.distributed as dist; dist.init_process_group('gloo', "
+        "init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\nfrom braid.config.backends import "
+        "MegatronConfig; from braid.training.backends.megatron.ranks import join\njoin(MegatronConfig())"
     )
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)

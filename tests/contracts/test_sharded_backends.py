@@ -96,8 +96,8 @@ def _ranks(size: int) -> Iterator[RayGroup]:
 
 
 def _config(train: dict[str, Any]) -> RunConfig:
-    # Sizes that two and four ranks cannot share evenly, and one head of keys and values for two of queries. AdamW divides
-    # small gradients, and their roundings, by their own size; a large eps bounds that.
+    # Sizes that two and four ranks cannot share evenly, and one head of keys and values for two of queries.
+    # AdamW divides small gradients, and their roundings, by their own size; a large eps bounds that.
     build = {
         "hidden_size": 62,
         "intermediate_size": 93,
@@ -315,7 +315,8 @@ def _learn_alike(group: OnRanks, single: SingleBackend, loss: Loss) -> None:
 
 
 def _leave_steps_out_alike(group: OnRanks, loss: Loss) -> None:
-    """A step that is not finite, or stopped by its loss, does not change weights but counts for the schedule."""
+    """A step that is not finite, or stopped by its loss, does not change weights but counts for the
+    schedule."""
     before = copy.deepcopy(group.state())
     spoiled = _rows()
     for name in ("advantages", "returns"):

@@ -1,4 +1,5 @@
-"""What vLLM makes of the trainer's weights: parameters that it fuses from several, and merged adapters of experts."""
+"""What vLLM makes of the trainer's weights: parameters that it fuses from several, and merged adapters of
+experts."""
 
 from __future__ import annotations
 

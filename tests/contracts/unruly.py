@@ -1,4 +1,5 @@
-"""A server that starts like vLLM or SGLang, accepts every weight sync, and answers requests with configured faults."""
+"""A server that starts like vLLM or SGLang, accepts every weight sync, and answers requests with configured
+faults."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ _PATHS = ("/v1/completions", "/generate")
 
 
 class UnrulyServer:
-    """`faults` says how the next requests for tokens fail, `greeting` how everything else does: names of _Handler's methods, or
-    statuses of HTTP. `answer` is changed for answers of another form."""
+    """`faults` says how the next requests for tokens fail, `greeting` how everything else does: names of
+    _Handler's methods, or statuses of HTTP. `answer` is changed for answers of another form."""
 
     def __init__(self, protocol: Protocol, port: int = 0) -> None:
         self.answer: Any = ANSWERS[protocol]

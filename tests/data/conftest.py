@@ -15,7 +15,8 @@ CHAT_TEMPLATE = (
 def character_tokenizer(
     *, bos: bool = False, eos: bool = True, appends_eos: bool = False
 ) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character; `bos` and `appends_eos` put special tokens around every text."""
+    """One token per printable ASCII character; `bos` and `appends_eos` put special tokens around every
+    text."""
     names = ["<unk>", "<s>", "</s>", *map(chr, range(32, 127))]
     inner = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")

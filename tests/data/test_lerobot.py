@@ -110,8 +110,8 @@ def _as_videos(folder: Path, of_version_3: bool) -> list[Demonstration]:
 
 @pytest.mark.parametrize("of_version_3", [False, True])
 def test_videos_are_read_frame_by_frame(tmp_path: Path, of_version_3: bool) -> None:
-    """write_video enlarges a frame of 32 x 48 fourfold. H.264 with colours at half the resolution changes values of such
-    frames by a few levels; neighbouring frames differ by 20."""
+    """write_video enlarges a frame of 32 x 48 fourfold. H.264 with colours at half the resolution changes
+    values of such frames by a few levels; neighbouring frames differ by 20."""
     given = _as_videos(tmp_path, of_version_3)
     found = list(read_demonstrations(tmp_path, "key"))
     for one, other in zip(found, given, strict=True):

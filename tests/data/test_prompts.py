@@ -101,8 +101,8 @@ def test_a_column_whose_name_has_a_dot_is_itself(load: Loader) -> None:
 def test_a_missing_nested_column_is_named_with_what_is_there(load: Loader) -> None:
     rows = [{"prompt": "x", "spec": {"truth": "3"}, "plain": "text"}]
     assert load.error(rows, answer_key="spec.trut").startswith(
-        "data.train[0] (a), row 0: no column 'trut' inside 'spec', did you mean 'truth'?; the columns inside 'spec' "
-        "are truth; set data.train[0].answer_key to one of them"
+        "data.train[0] (a), row 0: no column 'trut' inside 'spec', did you mean 'truth'?; the columns "
+        "inside 'spec' are truth; set data.train[0].answer_key to one of them"
     )
     assert "no column 'b' inside 'plain'; there are no columns inside 'plain'" in load.error(
         rows, answer_key="plain.b"
@@ -248,8 +248,8 @@ def test_a_template_whose_end_does_not_fit_or_is_unknown_cannot_be_cut_right(loa
 
 def test_overlong_prompts_are_an_error_where_so_configured(load: Loader) -> None:
     assert load.error(ROWS, max_prompt_tokens=4, overlong="error").startswith(
-        "data.train[0] (a), row 1: the prompt has 5 tokens, but data.max_prompt_tokens is 4 (1 of 2 prompts are "
-        "too long; the longest has 5); raise it"
+        "data.train[0] (a), row 1: the prompt has 5 tokens, but data.max_prompt_tokens is 4 (1 of 2 "
+        "prompts are too long; the longest has 5); raise it"
     )
 
 
@@ -274,7 +274,8 @@ def test_a_missing_column_is_named_with_those_present_and_the_key(load: Loader) 
 @pytest.mark.parametrize("value", [5, None, {"role": "user"}])
 def test_a_prompt_of_another_type_is_refused(load: Loader, value: object) -> None:
     assert load.error([{"prompt": value, "answer": ""}]).endswith(
-        f"column 'prompt' (data.train[0].prompt_key) contains {value!r}, but a prompt must be a string or a list of chat messages"
+        f"column 'prompt' (data.train[0].prompt_key) contains {value!r}, but a prompt must be a string or a "
+        "list of chat messages"
     )
 
 

@@ -178,7 +178,8 @@ def test_a_generator_gives_its_entries_and_how_to_score_them(tmp_path: Path) -> 
         (ProceduralSource(generator="zzz"), "available: ab, acre"),
         (
             ProceduralSource(generator="chain_sum", params={"max_term": 3}),
-            "data.train[0].params: chain_sum has no parameter 'max_term', did you mean 'max_terms'?; available: min_terms",
+            "data.train[0].params: chain_sum has no parameter 'max_term', did you mean 'max_terms'?; "
+            "available: min_terms",
         ),
         (
             ProceduralSource(generator="chain_sum", params={"size": 3}),

@@ -25,8 +25,8 @@ IN_ONE_PROCESS: dict[str, Any] = {"backend": "single", "engine": "native"}
 
 @dataclass(frozen=True, slots=True)
 class Seed:
-    """A config of a page. `files` are laid over each other, the last on top; `variant` is one of the last file's variants: role
-    and strategy in place of its own."""
+    """A config of a page. `files` are laid over each other, the last on top; `variant` is one of the last
+    file's variants: role and strategy in place of its own."""
 
     name: str
     dialect: DialectName

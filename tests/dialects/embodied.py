@@ -1,6 +1,7 @@
 """RLinf's embodied examples as whole files, one of each kind, composed from presets.
 
-Keys and values are those of RLinf's examples (`examples/embodiment/config`, 2026); the order and the comments are not.
+Keys and values are those of RLinf's examples (`examples/embodiment/config`, 2026); the order and the comments
+are not.
 """
 
 from __future__ import annotations

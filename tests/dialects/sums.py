@@ -1,4 +1,5 @@
-"""An environment with the methods of skyrl-gym's, as users of SkyRL write them: right answers in as many turns as allowed."""
+"""An environment with the methods of skyrl-gym's, as users of SkyRL write them: right answers in as many
+turns as allowed."""
 
 from __future__ import annotations
 

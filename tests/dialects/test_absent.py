@@ -1,4 +1,5 @@
-"""Files for pipelines and methods that braid does not support are refused with that name; conflicts are reported in the file's keys."""
+"""Files for pipelines and methods that braid does not support are refused with that name; conflicts are
+reported in the file's keys."""
 
 from __future__ import annotations
 

@@ -312,8 +312,8 @@ def warm_model(
     steps: int = 60,
     words: Sequence[str] = (),
 ) -> Path:
-    """A tiny model that has learned the answers in `examples`: of prompts, or of conversations. `words` are one token
-    each."""
+    """A tiny model that has learned the answers in `examples`: of prompts, or of conversations. `words` are
+    one token each."""
     (folder / "examples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples))
     of_prompts = {"answer_key": None, "response_key": "response"}
     keys = {"messages_key": "messages"} if "messages" in examples[0] else of_prompts
@@ -376,14 +376,15 @@ def random_walk(seed: int, config: dict[str, Any], max_turns: int) -> tuple[list
 
 @pytest.mark.slow
 def test_roll_s_frozen_lake_file_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes: a lake of 2 by 2 with two moves, and as many turns and tokens; 25 rounds of four steps; the learning rate of
-    a tiny model, which has learned from random walks, a third of which reach the goal. Its vocabulary has a token for each
-    move, sentence and board, and a turn has one token (max_tokens_per_step).
+    """Sizes: a lake of 2 by 2 with two moves, and as many turns and tokens; 25 rounds of four steps; the
+    learning rate of a tiny model, which has learned from random walks, a third of which reach the goal. Its
+    vocabulary has a token for each move, sentence and board, and a turn has one token (max_tokens_per_step).
 
-    With longer turns the model may unlearn its end token and write lists of moves, of which the first counts: advantages
-    that are clipped at 0.2 after whitening have a negative mean while few episodes succeed (policy/loss > 0 at ratio 1),
-    so that all that is sampled gets less likely. With a token for each character, or a warm-up on random walks alone, it
-    does not come to see the board in so few rounds, and moves right or down at random."""
+    With longer turns the model may unlearn its end token and write lists of moves, of which the first counts:
+    advantages that are clipped at 0.2 after whitening have a negative mean while few episodes succeed
+    (policy/loss > 0 at ratio 1), so that all that is sampled gets less likely. With a token for each
+    character, or a warm-up on random walks alone, it does not come to see the board in so few rounds, and
+    moves right or down at random."""
     monkeypatch.chdir(tmp_path)
     lake = PRESET["custom_env"]["FrozenLake"]
     config = {"is_slippery": False, "size": 2, **LAKE}
@@ -719,8 +720,9 @@ LOOKED_UP = tuple(called("found_by_lookup", name=str(a)) for a in range(8))
 def test_rlinf_s_planner_and_workers_learn(
     env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_is_left: None
 ) -> None:
-    """The planner asks a worker, who looks up a number. The model has learned to, with one in four calls and answers at
-    random: four must be right. In the environment of one's own two must be, since the worker knows the number."""
+    """The planner asks a worker, who looks up a number. The model has learned to, with one in four calls and
+    answers at random: four must be right. In the environment of one's own two must be, since the worker knows
+    the number."""
     monkeypatch.chdir(tmp_path)
     draw = random.Random(0)
     own = env != "team"

@@ -197,6 +197,7 @@ def test_references_in_presets_are_resolved_against_the_whole(tmp_path: Path) ->
     assert read.tree["env"]["train"]["auto_reset"] is True
     (found,) = problems(read)
     assert found.startswith(
-        "env.train.ignore_terminations: ${algorithm.ignore_terminations}: unknown key 'algorithm.ignore_terminations'"
+        "env.train.ignore_terminations: ${algorithm.ignore_terminations}: unknown key "
+        "'algorithm.ignore_terminations'"
     )
     assert found.endswith("[one.yaml:2]")

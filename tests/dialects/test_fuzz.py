@@ -1,4 +1,5 @@
-"""Any foreign file loads or raises a ConfigError: no other exception, no code executed, every key accounted for."""
+"""Any foreign file loads or raises a ConfigError: no other exception, no code executed, every key accounted
+for."""
 
 from __future__ import annotations
 

@@ -36,12 +36,14 @@ GUESSING = {
     },
     "report": {"console": "none", "tensorboard": False},
 }  # fmt: skip
-"""A model that has learned the format of an answer, `#### 2`, but not the answers: it is right one time in four."""
+"""A model that has learned the format of an answer, `#### 2`, but not the answers: it is right one time in
+four."""
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the model and, in the three systems' forms, the data: letters that all have one answer."""
+    """A folder with the model and, in the three systems' forms, the data: letters that all have one
+    answer."""
     folder = tmp_path_factory.mktemp("home")
     guesses = [{"prompt": letter, "response": f"#### {digit}"} for letter in LETTERS for digit in DIGITS]
     _write_lines(folder / "guesses.jsonl", guesses)

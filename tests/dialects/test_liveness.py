@@ -1,9 +1,10 @@
 """Every key that a ledger calls applied has an effect.
 
-A key has an effect if another value changes what the run hands to its parts and to libraries (the plan; the arguments of vLLM,
-SGLang, FSDP, DeepSpeed and Megatron-core), or makes the plan refuse the run; or if code of the run reads the key (tests.live_keys).
-Changed arguments prove the options of engines and sharded backends and the layout. Reads, recorded by full path in tiny runs, prove
-the rest. A key without an effect must be unused according to the plan, with a reason.
+A key has an effect if another value changes what the run hands to its parts and to libraries (the plan; the
+arguments of vLLM, SGLang, FSDP, DeepSpeed and Megatron-core), or makes the plan refuse the run; or if code of
+the run reads the key (tests.live_keys). Changed arguments prove the options of engines and sharded backends
+and the layout. Reads, recorded by full path in tiny runs, prove the rest. A key without an effect must be
+unused according to the plan, with a reason.
 
     RUNS       tiny runs; each key is compared with what that very run reads
     LAYOUTS    configs for engines and devices that a test machine lacks; compared with what any of RUNS reads
@@ -90,8 +91,8 @@ MISSING = (
         - {path for env in (ToolsEnv, GymnasiumEnv, MetaworldEnv) for path, _ in fields_of(env, "env.")}
     ),
 )
-"""Keys of policies and simulators that RUNS have not: tests/trainer/test_vla_runs.py, tests/envs/test_maniskill.py,
-test_libero.py, test_robosuite.py."""
+"""Keys of policies and simulators that RUNS have not: tests/trainer/test_vla_runs.py,
+tests/envs/test_maniskill.py, test_libero.py, test_robosuite.py."""
 _TRAINS = ("train", "critic.train", "reference.train")
 NEVER = {
     # documented as without effect
@@ -122,7 +123,8 @@ NEVER = {
     ),
     # in mappings with names of the user's own, below which keys are not tried; tests/dialects/test_agentic.py
     *(path for path, _ in fields_of(MixedEnvConfig, "env.mix.")),
-    # servers, indices and conversations: tests/envs/test_mcp_tools.py, test_search_tool.py, tests/data/test_worked.py
+    # servers, indices and conversations: tests/envs/test_mcp_tools.py, test_search_tool.py,
+    # tests/data/test_worked.py
     *(path for tool in (McpServer, SearchTool) for path, _ in fields_of(tool, "env.tools[].") if not path.endswith(".kind")),
     "env.tools[].kind",
     "sft.data[].tools_key",
@@ -320,8 +322,9 @@ def _is_set_by(key: str, native: Iterable[str]) -> bool:
 
 
 def _has_effect(key: str, effects: Effects) -> bool:
-    # the stage has only one value; robot policies: tests/trainer/test_vla_runs.py, tests/models/test_vla_policies.py
-    # auto_reset is only valid with another key: tests/rollout_drivers/test_simulator_semantics.py
+    # the stage has only one value; robot policies: tests/trainer/test_vla_runs.py,
+    # tests/models/test_vla_policies.py auto_reset is only valid with another key:
+    # tests/rollout_drivers/test_simulator_semantics.py
     if key in (*ELSEWHERE, "env.auto_reset") or key.endswith("deepspeed.stage") or key.startswith(MISSING):
         return True
     return effects.of(key, VALUES.get(key, ())) in ("changed", "read", "refused")

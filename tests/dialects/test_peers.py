@@ -1,8 +1,10 @@
-"""Keys that the systems' own example files have and their documentation does not, with the values that stand there.
+"""Keys that the systems' own example files have and their documentation does not, with the values that stand
+there.
 
-The tables were written from files of RLinf (examples/reasoning/config/math, tests/e2e_tests/reasoning), of ROLL (RLVR examples) and of SkyRL
-(base configs of skyrl-train 0.1 to 0.4, GSM8K and DAPO scripts). Each is laid over the documentation's file of its system. ROLL's RLVR
-examples, which combine five domains with every strategy, are composed below, one of each kind.
+The tables were written from files of RLinf (examples/reasoning/config/math, tests/e2e_tests/reasoning), of
+ROLL (RLVR examples) and of SkyRL (base configs of skyrl-train 0.1 to 0.4, GSM8K and DAPO scripts). Each is
+laid over the documentation's file of its system. ROLL's RLVR examples, which combine five domains with every
+strategy, are composed below, one of each kind.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ def test_the_pages_math_file_runs_grpo_on_sglang_and_megatron(path: Path) -> Non
 
 
 def test_both_pages_files_give_the_same_run_except_for_keys_of_only_one() -> None:
-    """Page 000 has the older names, one device for each node and the inference group; page 003 has FSDP's options."""
+    """Page 000 has the older names, one device for each node and the inference group; page 003 has FSDP's
+    options."""
     older, newer = (here(path=path).loaded.config for path in (MATH_000, MATH_003))
     assert older.model_copy(update={"report": newer.report}) == newer
 

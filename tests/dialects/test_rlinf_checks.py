@@ -26,11 +26,13 @@ def problems(*overrides: str) -> list[str]:
     [
         (
             ["runner.enable_dynamic_batch_size=true", "runner.max_tokens_per_mbs=1000"],
-            "runner.max_tokens_per_mbs: 1000 is below runner.seq_length=2048, the length of the longest row; raise it to at least 2048",
+            "runner.max_tokens_per_mbs: 1000 is below runner.seq_length=2048, the length of the longest "
+            "row; raise it to at least 2048",
         ),
         (
             ["algorithm.n_minibatches=5"],
-            "algorithm.n_minibatches: 128 rows per round cannot be split into 5 equal mini-batches; set it to a divisor of 128",
+            "algorithm.n_minibatches: 128 rows per round cannot be split into 5 equal mini-batches; set it "
+            "to a divisor of 128",
         ),
         (
             ["algorithm.training_batch_size_per_gpu=5"],
@@ -48,11 +50,13 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             ["rollout.recompute_logprobs=false", "rollout.return_logprobs=false"],
-            "rollout.return_logprobs: false, like rollout.recompute_logprobs, so there are no log-probs; set one of them to true",
+            "rollout.return_logprobs: false, like rollout.recompute_logprobs, so there are no log-probs; "
+            "set one of them to true",
         ),
         (
             ["algorithm.importance_sampling_fix=true", "rollout.recompute_logprobs=false"],
-            "algorithm.importance_sampling_fix: needs recomputed log-probs; set rollout.recompute_logprobs to true",
+            "algorithm.importance_sampling_fix: needs recomputed log-probs; set rollout.recompute_logprobs "
+            "to true",
         ),
         (
             ["runner.val_check_interval=20"],
@@ -99,7 +103,8 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             ["actor.model.precision=fp32", "actor.optim.fp16=false"],
-            "actor.model.precision: Megatron needs 16 bits; set it to fp16 or bf16, or set actor.training_backend=fsdp",
+            "actor.model.precision: Megatron needs 16 bits; set it to fp16 or bf16, or set "
+            "actor.training_backend=fsdp",
         ),
         (
             ["actor.model.precision=bf16"],

@@ -105,7 +105,8 @@ def test_another_preset_is_another_simulator() -> None:
 @pytest.mark.parametrize(
     ("overrides", "prompts", "steps"),
     [
-        # null: one optimizer batch of 160 chunks; episodes of 10 steps are one chunk of 8 each, so 160 simulators
+        # null: one optimizer batch of 160 chunks; episodes of 10 steps are one chunk of 8 each, so 160
+        # simulators
         ([], 80, 1),
         ([*LONG], 8, 1),
         # 64 simulators * 80 // 8 chunks = 640 = 4 batches of 160
@@ -224,7 +225,8 @@ def test_old_log_probs_are_the_rollouts_by_default(tmp_path: Path) -> None:
         ),
         (
             ["actor.model.model_type=gr00t"],
-            "is not supported: use one of openvla, openvla_oft, openpi, mlp_policy, cnn_policy with runner.task_type=embodied",
+            "is not supported: use one of openvla, openvla_oft, openpi, mlp_policy, cnn_policy with "
+            "runner.task_type=embodied",
         ),
         (
             ["env.eval.max_episode_steps=20"],
@@ -274,7 +276,8 @@ def test_evaluations_that_differ_without_an_effect_on_success_say_how(override: 
 def test_evaluations_have_a_temperature_of_their_own_or_the_likeliest_actions(
     model: str, overrides: list[str], temperature: float | None
 ) -> None:
-    """pi0 and small policies always have the likeliest; the file's actor.model.do_sample=false counts otherwise."""
+    """pi0 and small policies always have the likeliest; the file's actor.model.do_sample=false counts
+    otherwise."""
     sampling = config(f"actor.model.model_type={model}", *overrides).eval_sampling
     assert sampling.greedy == (temperature is None)
     assert temperature in (None, sampling.temperature)

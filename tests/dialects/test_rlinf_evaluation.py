@@ -1,4 +1,5 @@
-"""RLinf's evaluations of robot policies: the policy is that of `rollout.model`, the simulator that of `env.eval`."""
+"""RLinf's evaluations of robot policies: the policy is that of `rollout.model`, the simulator that of
+`env.eval`."""
 
 from __future__ import annotations
 

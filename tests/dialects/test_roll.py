@@ -1,4 +1,5 @@
-"""ROLL's dialect: native values of the documentation's file, batch arithmetic, constraints, defaults and aliases."""
+"""ROLL's dialect: native values of the documentation's file, batch arithmetic, constraints, defaults and
+aliases."""
 
 from __future__ import annotations
 
@@ -279,8 +280,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
                 },
             }
         },
-        "virtual_pipeline_model_parallel_size: needs actor_train.training_args.gradient_accumulation_steps to be a "
-        "multiple of pipeline_model_parallel_size=2",
+        "virtual_pipeline_model_parallel_size: needs actor_train.training_args.gradient_accumulation_steps "
+        "to be a multiple of pipeline_model_parallel_size=2",
     ),
     (
         {"profiler_timeline": False, "use_kl_loss": True, "kl_loss_coef": 0.1, "add_token_level_kl": True},

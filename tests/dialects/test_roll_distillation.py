@@ -1,4 +1,5 @@
-"""ROLL's mixed distillation (use_opd): translated to the same advantages as in ROLL, or refused with the reason."""
+"""ROLL's mixed distillation (use_opd): translated to the same advantages as in ROLL, or refused with the
+reason."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def _logprobs() -> dict[str, np.ndarray]:
 
 
 def roll_advantages(roll: dict[str, Any], made: dict[str, np.ndarray]) -> np.ndarray:
-    """compute_advantage and what comes before it in ROLL's RLVR pipeline, of one domain, in its order, in float64 [B, T]."""
+    """compute_advantage and what comes before it in ROLL's RLVR pipeline, of one domain, in its order, in
+    float64 [B, T]."""
     mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
     if roll.get("max_len_mask"):
         mask &= ~IS_CUT[:, None]

@@ -115,7 +115,8 @@ ReadSame = Callable[..., Read]
 
 @pytest.fixture
 def read_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReadSame:
-    """`read_same("roll")` reads the settings in one of the languages, from a folder with their model and data."""
+    """`read_same("roll")` reads the settings in one of the languages, from a folder with their model and
+    data."""
     monkeypatch.chdir(tmp_path)
     rows = [
         f'{{"prompt": "{letter}{other}", "answer": "{letter}"}}\n' for letter in "abcd" for other in "efgh"

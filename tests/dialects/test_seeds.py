@@ -1,4 +1,5 @@
-"""Every file of the documentation loads unchanged, and all its keys, including those named in prose, are accounted for.
+"""Every file of the documentation loads unchanged, and all its keys, including those named in prose, are
+accounted for.
 
 `python -m tests.dialects.test_seeds` prints how many keys became what; docs/dialects.md has that table.
 """

@@ -69,7 +69,8 @@ def problems(path: Path, *overrides: str, **options: Any) -> list[str]:
     return [f"{problem.key}: {problem.message}" for problem in caught.value.problems]
 
 
-# --- the page's file -----------------------------------------------------------------------------------------------
+# --- the page's file
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,8 @@ def test_in_one_process_devices_and_engines_have_no_effect(file: Path) -> None:
         assert row(found, path).note
 
 
-# --- batch arithmetic ----------------------------------------------------------------------------------------------
+# --- batch arithmetic
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,8 @@ def test_token_budgets_replace_sample_counts(file: Path) -> None:
     assert (train.micro_batch_tokens, train.micro_batch_rows, train.infer_batch_tokens) == (4096, None, 4096)
 
 
-# --- algorithms ----------------------------------------------------------------------------------------------------
+# --- algorithms
+# ----------------------------------------------------------------------------------------------------
 
 _A = "trainer.algorithm"
 
@@ -338,7 +341,8 @@ def test_values_not_rewards_are_normalised(file: Path) -> None:
     assert not read(file, *GAE, f"{_A}.normalize_reward=false").loaded.config.critic.normalize_values
 
 
-# --- environment, sampling, places ---------------------------------------------------------------------------------
+# --- environment, sampling, places
+# ---------------------------------------------------------------------------------
 
 
 def test_gsm8k_answers_are_the_number_after_the_marks(seed: Read) -> None:
@@ -478,7 +482,8 @@ def test_each_backend_reads_its_own_section(file: Path) -> None:
     assert found["megatron"].train.megatron.sequence_parallel
 
 
-# --- other spellings -----------------------------------------------------------------------------------------------
+# --- other spellings
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("alias", "name"), SKYRL.aliases.items())
@@ -520,7 +525,8 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
     )
 
 
-# --- what is refused -----------------------------------------------------------------------------------------------
+# --- what is refused
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -531,7 +537,8 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         (("trainer.train_batch_size=128",), "trainer.policy_mini_batch_size: 256 is above trainer.train_batch_size=128; lower it"),
         (
             ("trainer.train_batch_size=1000", "trainer.policy_mini_batch_size=300"),
-            "trainer.policy_mini_batch_size: trainer.train_batch_size=1000 is not divisible by 300; set it to 250 or 500",
+            "trainer.policy_mini_batch_size: trainer.train_batch_size=1000 is not divisible by 300; set it "
+            "to 250 or 500",
         ),
         (
             ("trainer.policy_mini_batch_size=1", "generator.n_samples_per_prompt=2"),
@@ -550,7 +557,8 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             ("generator.max_input_length=600",),
-            "generator.max_input_length: for a single turn it must equal trainer.max_prompt_length=512, not 600",
+            "generator.max_input_length: for a single turn it must equal trainer.max_prompt_length=512, "
+            "not 600",
         ),
         (
             ("generator.max_turns=2", "generator.max_input_length=100"),
@@ -558,7 +566,8 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             ("generator.run_engines_locally=false", "generator.num_inference_engines=2"),
-            "generator.num_inference_engines: 2 differs from the number of generator.remote_inference_engine_urls, 1",
+            "generator.num_inference_engines: 2 differs from the number of "
+            "generator.remote_inference_engine_urls, 1",
         ),
         (
             ("generator.async_engine=false", "generator.batched=false"),
@@ -566,11 +575,13 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             (f"{_A}.advantage_estimator=gae",),
-            "trainer.critic.model.path: advantage_estimator=gae needs a critic; set its path, for example to the policy's",
+            "trainer.critic.model.path: advantage_estimator=gae needs a critic; set its path, for example "
+            "to the policy's",
         ),
         (
             (f"{_A}.use_kl_in_reward=true",),
-            f"{_A}.use_kl_in_reward: use_kl_in_reward and use_kl_loss are mutually exclusive; set one of them to false",
+            f"{_A}.use_kl_in_reward: use_kl_in_reward and use_kl_loss are mutually exclusive; set one of "
+            "them to false",
         ),
         (
             ("trainer.strategy=fsdp", "trainer.policy.fsdp_config.cpu_offload=true"),
@@ -588,15 +599,18 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             ("trainer.max_ckpts_to_keep=0",),
-            "trainer.max_ckpts_to_keep: 0 would keep no checkpoint; set it to -1 to keep all, or to the number of checkpoints to keep",
+            "trainer.max_ckpts_to_keep: 0 would keep no checkpoint; set it to -1 to keep all, or to the "
+            "number of checkpoints to keep",
         ),
         (
             ("trainer.resume_mode=from_path",),
-            "trainer.resume_path: resume_mode=from_path needs the folder of a checkpoint; set it, or use latest",
+            "trainer.resume_path: resume_mode=from_path needs the folder of a checkpoint; set it, or use "
+            "latest",
         ),
         (
             ("trainer.resume_mode=from_path", "trainer.resume_path=a/b"),
-            "trainer.resume_path: a/b is not a checkpoint: the folder's name must be step_N (or global_step_N)",
+            "trainer.resume_path: a/b is not a checkpoint: the folder's name must be step_N (or "
+            "global_step_N)",
         ),
         (
             ("trainer.placement.policy_num_gpus_per_node=8",),
@@ -606,17 +620,20 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             ("trainer.placement.ref_num_gpus_per_node=2",),
-            "trainer.placement.ref_num_gpus_per_node: with colocate_all the ref uses the policy's 4 GPUs, not 2; make them "
-            "equal, or set trainer.placement.colocate_all=false",
+            "trainer.placement.ref_num_gpus_per_node: with colocate_all the ref uses the policy's 4 GPUs, "
+            "not 2; make them equal, or set trainer.placement.colocate_all=false",
         ),
         (
             ("trainer.placement.colocate_all=false", "trainer.placement.ref_num_gpus_per_node=2"),
-            ("trainer.placement.ref_num_gpus_per_node: with colocate_policy_ref the ref uses the policy's 4 GPUs, not 2; "
-"make them equal, or set trainer.placement.colocate_policy_ref=false"),
+            (
+                "trainer.placement.ref_num_gpus_per_node: with colocate_policy_ref the ref uses the "
+                "policy's 4 GPUs, not 2; make them equal, or set "
+                "trainer.placement.colocate_policy_ref=false"),
         ),
         (
             ("trainer.policy.sequence_parallel_size=2", "trainer.use_sample_packing=false"),
-            "trainer.policy.sequence_parallel_size: sequence parallelism needs trainer.use_sample_packing=true",
+            "trainer.policy.sequence_parallel_size: sequence parallelism needs "
+            "trainer.use_sample_packing=true",
         ),
         (
             ("trainer.policy.sequence_parallel_size=3",),
@@ -625,7 +642,8 @@ def test_warmup_of_one_model_or_of_both(file: Path) -> None:
         ),
         (
             (f"{_A}.use_tis=true",),
-            f"{_A}.tis_imp_ratio_cap: use_tis needs a cap above 0; set it, or use off_policy_correction.tis_ratio_type",
+            f"{_A}.tis_imp_ratio_cap: use_tis needs a cap above 0; set it, or use "
+            "off_policy_correction.tis_ratio_type",
         ),
         (
             (f"{_A}.off_policy_correction.{name}" for name in ("sequence_mask_metric=geometric", "geo_mask_high=0.5")),
@@ -666,8 +684,12 @@ def test_fully_asynchronous_training_is_the_pipelined_loop(file: Path) -> None:
         ("trainer.logger=mlflow", ("trainer.logger: 'mlflow' is not supported: use tensorboard, wandb or "
 "swanlab, or read metrics.jsonl; to ignore it: --allow-unsupported "
 "trainer.logger")),
-        ("trainer.polcy_mini_batch_size=4", "trainer.polcy_mini_batch_size: unknown key of SkyRL, did you mean 'trainer.policy_mini_batch_size'?"),
-        (f"{_A}.temperature=0.5", f"{_A}.temperature: log-probs always use the sampling temperature; set it to sampling_params.temperature, or to null"),
+        ("trainer.polcy_mini_batch_size=4",
+            "trainer.polcy_mini_batch_size: unknown key of SkyRL, did you mean "
+            "'trainer.policy_mini_batch_size'?"),
+        (f"{_A}.temperature=0.5",
+            f"{_A}.temperature: log-probs always use the sampling temperature; set it to "
+            "sampling_params.temperature, or to null"),
     ],
 )  # fmt: skip
 def test_values_and_keys_that_are_refused(file: Path, override: str, expected: str) -> None:

@@ -52,7 +52,8 @@ def test_names_in_a_document_exist(path: Path) -> None:
 
 
 def unknown_names(text: str) -> Iterator[str]:
-    """The names in backticks, such as `a_name`, `a.key` or `a_function()`, with a word that occurs nowhere."""
+    """The names in backticks, such as `a_name`, `a.key` or `a_function()`, with a word that occurs
+    nowhere."""
     for name in re.findall(r"`([\w.]+)(?:\(\))?`", text):
         words = re.findall(r"[^\W\d]\w*", PLACEHOLDER.sub("", name))
         if not all(word in known() or SYMBOL.fullmatch(word) for word in words):

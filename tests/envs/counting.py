@@ -14,8 +14,8 @@ HOT = -0.75
 
 
 class Counting(gymnasium.Env[Any, Any]):
-    """Observes the seed of its reset (-1: none) and the number of steps since; ends after `length` steps, truncated with an
-    even seed. The reward is the action, which fails if it is HOT."""
+    """Observes the seed of its reset (-1: none) and the number of steps since; ends after `length` steps,
+    truncated with an even seed. The reward is the action, which fails if it is HOT."""
 
     observation_space = spaces.Box(-1, np.inf, (2,), np.float32)
     action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)

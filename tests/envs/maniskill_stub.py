@@ -1,4 +1,5 @@
-"""ManiSkill's physics without a renderer: its tasks make a material for every shape, which needs a Vulkan device."""
+"""ManiSkill's physics without a renderer: its tasks make a material for every shape, which needs a Vulkan
+device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Values and exceptions that users' code may come up with where a number, a truth value, messages or a record is due."""
+"""Values and exceptions that users' code may come up with where a number, a truth value, messages or a record
+is due."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def _throw(kind: type[BaseException]) -> Any:
 
 
 class OddEnv:
-    """An environment of which `at` ("start" or "step") returns or raises what `what` names; `is_async` as its methods."""
+    """An environment of which `at` ("start" or "step") returns or raises what `what` names; `is_async` as its
+    methods."""
 
     def __init__(self, at: str, what: str) -> None:
         self._at, self._what = at, what

@@ -107,7 +107,8 @@ def test_an_environment_that_cannot_be_created_is_a_config_problem(
 
 
 class Wrong(gymnasium.Env):
-    """Its first observation, its last one, or the result of a method is not what its space or Gymnasium says."""
+    """Its first observation, its last one, or the result of a method is not what its space or Gymnasium
+    says."""
 
     observation_space = gymnasium.spaces.Dict(
         {

@@ -1,4 +1,5 @@
-"""Environments run on the event loop, in threads and in processes alike; a bad one costs only its own episode."""
+"""Environments run on the event loop, in threads and in processes alike; a bad one costs only its own
+episode."""
 
 from __future__ import annotations
 

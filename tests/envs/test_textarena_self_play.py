@@ -189,9 +189,9 @@ def _heard(seed: int) -> dict[str, list[str]]:
 def test_the_policy_trains_on_the_seats_that_it_plays(
     load_tiny: LoadTiny, earlier: bool, nothing_is_left: None
 ) -> None:
-    """A move is one token. Untrained, most are none, and the second of these loses the game. Who has
-    had no turn by then has no row, and the sum of rewards is that of the loser. Against an opponent that loses before the first
-    turn of the player there is nothing to learn: such episodes are invalid."""
+    """A move is one token. Untrained, most are none, and the second of these loses the game. Who has had no
+    turn by then has no row, and the sum of rewards is that of the loser. Against an opponent that loses
+    before the first turn of the player there is nothing to learn: such episodes are invalid."""
     kwargs = {"id": "KuhnPoker-v0", "earlier_opponents": earlier, "seat": 0 if earlier else None}
     of = {"kind": "agent", "name": "textarena_self_play", "kwargs": kwargs, "max_turns": 4, "tasks": 64}
     env = {
@@ -207,7 +207,8 @@ def test_the_policy_trains_on_the_seats_that_it_plays(
             f"model.build={json.dumps(build)}",
             "data={}",
             "reward={}",
-            "rollout={prompts_per_round: 4, group_size: 8, max_invalid_fraction: 1.0, sampling: {max_new_tokens: 1}}",
+            "rollout={prompts_per_round: 4, group_size: 8, max_invalid_fraction: 1.0, sampling: "
+            "{max_new_tokens: 1}}",
             "run.max_rounds=4",
             "eval={at_end: false}",
             "report={samples_every_rounds: 4}",

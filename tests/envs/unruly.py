@@ -19,8 +19,8 @@ GO_ON, HANG, EXIT, CRASH, SPAWN, RAISE, INTERRUPT = range(7)
 
 
 class Unruly(gymnasium.Env):
-    """Six steps an episode. The first reset of all copies removes the file `first`, and does `act`. Each `close` adds a
-    line to the file `closed`, or hangs without one if `act` says so."""
+    """Six steps an episode. The first reset of all copies removes the file `first`, and does `act`. Each
+    `close` adds a line to the file `closed`, or hangs without one if `act` says so."""
 
     observation_space = gymnasium.spaces.Box(0, 99, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(7)

@@ -1,24 +1,27 @@
 """A CUDA device without a GPU, on which the code for GPUs runs in tests.
 
-device.cpp registers a device in a CPU build of PyTorch; its operators run on the CPU, over the same memory. torch_cuda.py
-replaces the functions of torch.cuda, kernels.py has kernels that only CUDA has, storages.py CUDA's IPC, nccl.py a process group
-"nccl" over gloo. build.py compiles the library once per version of PyTorch; `environment` is that of a process with the device.
+device.cpp registers a device in a CPU build of PyTorch; its operators run on the CPU, over the same memory.
+torch_cuda.py replaces the functions of torch.cuda, kernels.py has kernels that only CUDA has, storages.py
+CUDA's IPC, nccl.py a process group "nccl" over gloo. build.py compiles the library once per version of
+PyTorch; `environment` is that of a process with the device.
 
-It raises what CUDA raises: for tensors on different devices, operators without a CUDA kernel, products of integers, and, while a
-graph is captured, for anything that waits for the device, copies of pageable memory, and allocations of other threads
-(capture_error_mode "global"). A replayed graph runs on the same memory, so stale addresses and shapes show as wrong numbers; new
-memory holds 0xFF. `waits` counts each time that the host waits for the device, with the line of code.
+It raises what CUDA raises: for tensors on different devices, operators without a CUDA kernel, products of
+integers, and, while a graph is captured, for anything that waits for the device, copies of pageable memory,
+and allocations of other threads (capture_error_mode "global"). A replayed graph runs on the same memory, so
+stale addresses and shapes show as wrong numbers; new memory holds 0xFF. `waits` counts each time that the
+host waits for the device, with the line of code.
 
-It does not show speed, the numbers of CUDA's kernels and of its generator, streams that run at the same time, reads beyond
-a tensor's end, fragmentation, memory of other processes, torch.compile, NCCL's hangs, or other versions of PyTorch.
+It does not show speed, the numbers of CUDA's kernels and of its generator, streams that run at the same time,
+reads beyond a tensor's end, fragmentation, memory of other processes, torch.compile, NCCL's hangs, or other
+versions of PyTorch.
 
     eval $(python -m tests.fake_cuda)         # sets the environment of this shell
     pytest tests/gpu
     python tests/gpu/machine.py --device cuda --tiny
 
-FAKE_CUDA_DEVICES and FAKE_CUDA_BYTES are the number of devices (1) and the memory of each (8 GiB); a capture takes
-FAKE_CUDA_CAPTURE_S (0), while other threads run; with FAKE_CUDA_OWN_IPC=1 a process opens its own IPC handles, where threads stand
-in for processes.
+FAKE_CUDA_DEVICES and FAKE_CUDA_BYTES are the number of devices (1) and the memory of each (8 GiB); a capture
+takes FAKE_CUDA_CAPTURE_S (0), while other threads run; with FAKE_CUDA_OWN_IPC=1 a process opens its own IPC
+handles, where threads stand in for processes.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ waits: Counter[tuple[str, str]] = Counter()
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Environment variables of a process whose torch has the device; its child processes have it too. Skips the test where the
-    library cannot be built."""
+    """Environment variables of a process whose torch has the device; its child processes have it too. Skips
+    the test where the library cannot be built."""
     import pytest
 
     from .build import BuildError, built

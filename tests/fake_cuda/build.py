@@ -1,4 +1,5 @@
-"""The library of the device: compiled on first use, kept in ~/.cache/braid/tests by version of PyTorch and source."""
+"""The library of the device: compiled on first use, kept in ~/.cache/braid/tests by version of PyTorch and
+source."""
 
 from __future__ import annotations
 

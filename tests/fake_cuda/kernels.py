@@ -1,4 +1,5 @@
-"""Kernels that only CUDA has, in float32 by operators that a graph can record, with the checks of the real ones."""
+"""Kernels that only CUDA has, in float32 by operators that a graph can record, with the checks of the real
+ones."""
 
 # ruff: noqa: PT018  # each assertion is one check of the real kernel
 from __future__ import annotations
@@ -25,8 +26,9 @@ def _attention(
     q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, used_k: Tensor | None, *, is_causal: bool, scale: float | None,
     left: int | None, right: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Probabilities of all queries over all keys [H, Tq, Tk], and the logarithms of their sums [H, Tq]. `cu_q` and `cu_k` are
-    the ends of the sequences, `used_k` the keys in use of each, `left` and `right` the window."""
+    """Probabilities of all queries over all keys [H, Tq, Tk], and the logarithms of their sums [H, Tq].
+    `cu_q` and `cu_k` are the ends of the sequences, `used_k` the keys in use of each, `left` and `right` the
+    window."""
     num = len(cu_q) - 1
     lengths_q, lengths_k = cu_q.diff(), cu_k.diff() if used_k is None else used_k
     sequence_q, sequence_k = (
@@ -120,7 +122,8 @@ def _grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Products by group. In bf16 all is on the device (sm90); for other types the real one reads `offs` on the host."""
+    """Products by group. In bf16 all is on the device (sm90); for other types the real one reads `offs` on
+    the host."""
     assert bias is None and out_dtype in (None, a.dtype) and a.dtype == b.dtype
     if a.dtype != torch.bfloat16:
         _ops.wait(f"_grouped_mm of {a.dtype}: offs.cpu()")

@@ -1,4 +1,5 @@
-"""GPU tests, live runs, runs on Ray and the steps of `make gpu` pass on the fake device, each in a separate process."""
+"""GPU tests, live runs, runs on Ray and the steps of `make gpu` pass on the fake device, each in a separate
+process."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
 }
 """Files with tests, and what they need in the environment beside the device."""
 STEPS = [s.__name__ for s in machine.STEPS if s.__name__ not in ("tests", "engines", "offloading")]
-"""Steps of `make gpu` but that of the tests above, that of engines, which are not built for the device, and one that asks another
-process for the device's free memory, of which each process has its own count."""
+"""Steps of `make gpu` but that of the tests above, that of engines, which are not built for the device, and
+one that asks another process for the device's free memory, of which each process has its own count."""
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ Address = tuple[str, int]
 NUM_FRAMES = 10_000
 """For each socket."""
 AT_ONCE, PER_CONNECTION = 4, 100
-"""A connection gets four frames at a time until the peer drops it. It is not for more than a hundred, since a socket
-that is not accepted from for a while has room for 128 connections."""
+"""A connection gets four frames at a time until the peer drops it. It is not for more than a hundred, since a
+socket that is not accepted from for a while has room for 128 connections."""
 _FRAMES = [
     b'{"word":[]}\n',
     b'{"level": 30, "text": "x"}\n',

@@ -1,7 +1,8 @@
-"""Runs whose processes are killed, stopped or interrupted continue, or end and name the process, and leave nothing behind.
+"""Runs whose processes are killed, stopped or interrupted continue, or end and name the process, and leave
+nothing behind.
 
-Every signal goes to a process that descends from the one that the test itself has started. Some kinds of worker are killed in some
-phases; with BRAID_SOAK=1 each kind in each, which takes a quarter of an hour.
+Every signal goes to a process that descends from the one that the test itself has started. Some kinds of
+worker are killed in some phases; with BRAID_SOAK=1 each kind in each, which takes a quarter of an hour.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Unbroken:
-    """The policy's weights after each round of a run whose driver is killed in a later one, and the processes that it had
-    started."""
+    """The policy's weights after each round of a run whose driver is killed in a later one, and the processes
+    that it had started."""
 
     weights: list[dict[str, torch.Tensor]]
     processes: list[psutil.Process]
@@ -67,8 +68,8 @@ _ENGINE_KILLS = [
 
 
 def run_config(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A run of two policy ranks, a critic apart from them, a rollout worker and a reference: on the ranks or, with BRAID_SOAK=1,
-    in a separate process."""
+    """A run of two policy ranks, a critic apart from them, a rollout worker and a reference: on the ranks or,
+    with BRAID_SOAK=1, in a separate process."""
     task = {
         "kind": "procedural", "generator": "chain_sum", "size": 16,
         "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
@@ -116,8 +117,8 @@ def _workers(of: int, role: str) -> list[psutil.Process]:
 
 
 class _Signals:
-    """Sends a signal to the last worker of a role, or to the driver, when a phase begins for the nth time since the signal before; in
-    the build as soon as there is one."""
+    """Sends a signal to the last worker of a role, or to the driver, when a phase begins for the nth time
+    since the signal before; in the build as soon as there is one."""
 
     def __init__(self, number: int, *when: tuple[str, int, str]) -> None:
         self.number, self._left = number, list(when)
@@ -157,8 +158,8 @@ class _Signals:
 
 @contextmanager
 def driven(path: Path, step: int) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """A driver that has saved that step, and the processes that it has started. It has a session of its own, as in a
-    terminal, where Ctrl-C reaches every process of the group."""
+    """A driver that has saved that step, and the processes that it has started. It has a session of its own,
+    as in a terminal, where Ctrl-C reaches every process of the group."""
     command = [sys.executable, "-m", "braid.cli.main", "train", str(path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as driver:
         try:
@@ -193,8 +194,8 @@ def test_a_killed_driver_leaves_no_process(unbroken: Unbroken) -> None:
 def test_a_run_that_is_interrupted_and_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
     unbroken: Unbroken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ctrl-C reaches the driver and its workers while a round runs, which is given up. The rounds after it lose a worker of each
-    kind."""
+    """Ctrl-C reaches the driver and its workers while a round runs, which is given up. The rounds after it
+    lose a worker of each kind."""
     monkeypatch.setattr(commands, "_LONGEST_PAUSE_S", 0.1)
     path = run_config(tmp_path, run={"stop_within_s": 1e-3, "max_rounds": 1000})
     with driven(path, 1) as (driver, started):

@@ -75,7 +75,8 @@ def test_weights_equal_hand_computed_values():
         ([[1.0, 2.0, 3.0], [4.0, 6.0]], "token_mean", 3.2),  # 16 / 5
         ([[1.0, 2.0, 3.0], [4.0, 6.0]], "sequence_mean_token_sum", 8.0),  # 16 / 2
         ([[1.0, 2.0, 3.0], [4.0, 6.0]], "sequence_mean_token_mean", 3.5),  # (2 + 5) / 2
-        # ROLL's seq-mean-token-sum-norm, 16 / 4, is over the longest row only; here it is over the rows as well
+        # ROLL's seq-mean-token-sum-norm, 16 / 4, is over the longest row only; here it is over the rows as
+        # well
         ([[1.0, 2.0, 3.0], [4.0, 6.0]], "token_sum_constant", 2.0),  # 16 / (2 * 4)
         ([[1.0, 2.0], [4.0, 5.0, 6.0]], "token_mean", 3.6),  # 18 / 5
         ([[1.0, 2.0], [3.0]], "sequence_mean_token_mean", 2.25),  # (1.5 + 3) / 2
@@ -130,8 +131,8 @@ def test_rows_of_several_agents_share_the_weight_of_their_trajectory(mode, count
     ],
 )
 def test_weights_of_tokens_are_those_of_rlinfs_loss_scales(levels, mode, counts_turns):
-    """RLinf's rows are turns, of which it takes the mean over tokens, then over all K = 5 turns. It scales a turn by K / B
-    (group_level), 1 / (A K_agent) (agent_level) and K_agent n / n_agent (turn_level)."""
+    """RLinf's rows are turns, of which it takes the mean over tokens, then over all K = 5 turns. It scales a
+    turn by K / B (group_level), 1 / (A K_agent) (agent_level) and K_agent n / n_agent (turn_level)."""
     counts = [len(turns) if counts_turns else sum(turns) for turns in TURNS]
     weights = row_weights(counts, [0] * 5, mode=mode, constant=None, agents=OF_AGENTS)
     agents = {(0, 0): (2, 3, 6), (0, 1): (2, 1, 2), (1, 0): (1, 1, 3)}  # A, K_agent, n_agent

@@ -78,7 +78,8 @@ def test_cispo_equals_hand_computed_values():
 
 
 def test_cispo_with_a_mask_drops_the_tokens_that_ppo_would_clip():
-    # A = -1 at weight 0.5 < 0.8 and A = 4 at weight 10 > 1.2 are masked; a bound on the other side masks nothing
+    # A = -1 at weight 0.5 < 0.8 and A = 4 at weight 10 > 1.2 are masked; a bound on the other side masks
+    # nothing
     ratio = importance_ratio(NEW, OLD, None)
     loss, diagnostics = cispo(ratio, NEW, -A, clip_low=0.2, clip_high=0.2, mask=True)
     torch.testing.assert_close(loss, torch.tensor([0.0, 1.0, 0.0]), **CLOSE)
@@ -145,8 +146,8 @@ def test_kl_cov_adds_the_distance_of_the_chosen_tokens_to_an_unclipped_surrogate
     ],
 )
 def test_dppo_masks_tokens_that_leave_the_trust_region(divergence, bound, is_left_out):
-    # a good token that rose; a bad one that rose and comes back; a rare good one that trebled, and so moved little;
-    # a bad one that rose; a bad one that fell
+    # a good token that rose; a bad one that rose and comes back; a rare good one that trebled, and so moved
+    # little; a bad one that rose; a bad one that fell
     old, new = torch.tensor([0.3, 0.3, 0.01, 0.5, 0.8]), torch.tensor([0.5, 0.5, 0.03, 0.8, 0.5])
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0])
     loss, diagnostics = dppo(
@@ -183,7 +184,8 @@ def test_cross_entropy_is_the_negative_log_prob():
     assert loss.tolist() == [0.5, 2.0]
 
 
-# Two rows of a prompt token and answers; the second row has two turns, with one token of the environment between.
+# Two rows of a prompt token and answers; the second row has two turns, with one token of the environment
+# between.
 #   row              0     0     0     1      1      1     1     1
 #   mask             -     x     x     -      x      x     -     x
 #   log-ratio        9    0.1   0.3    9    -0.2   -0.4    9    0.9

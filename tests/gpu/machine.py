@@ -1,11 +1,12 @@
-"""Proves a machine with a CUDA GPU: ten steps, each in a separate process, and one JSON with the result or the
-traceback of each, in less than nine minutes. Steps that measure run first and by themselves, others side by side.
+"""Proves a machine with a CUDA GPU: ten steps, each in a separate process, and one JSON with the result or
+the traceback of each, in less than nine minutes. Steps that measure run first and by themselves, others side
+by side.
 
     PYTHONPATH=src:. python tests/gpu/machine.py --output gpu.json
     PYTHONPATH=src:. python tests/gpu/machine.py --device cpu --tiny      # the same code, small, without a GPU
 
-Runs from a checkout with the packages of one process alone: requirements/gpu.lock lists those that a machine with
-PyTorch and transformers lacks. Ray, datasets, gymnasium and the scorers' libraries are not needed.
+Runs from a checkout with the packages of one process alone: requirements/gpu.lock lists those that a machine
+with PyTorch and transformers lacks. Ray, datasets, gymnasium and the scorers' libraries are not needed.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class Machine:
         return time.perf_counter() - start
 
     def profile(self, call: Callable[[], object]) -> dict[str, Any]:
-        """Share of a call's time in which the GPU computes, and its kernels by their share of the GPU's time."""
+        """Share of a call's time in which the GPU computes, and its kernels by their share of the GPU's
+        time."""
         if torch.profiler.ProfilerActivity.CUDA not in torch.profiler.supported_activities():
             return {}
         call()
@@ -172,8 +174,8 @@ MICRO_BATCHES = {"tiny": (80,), "0.5B": (8192, 32_768), "1.5B": (8192, 16_384)}
 
 
 def ragged_rows(vocab_size: int, num_tokens: int, longest: int) -> list[Row]:
-    """Rows of `longest` / 8 to `longest` tokens, `num_tokens` or a little less in all; a quarter of each is its
-    prompt."""
+    """Rows of `longest` / 8 to `longest` tokens, `num_tokens` or a little less in all; a quarter of each is
+    its prompt."""
     rng, rows, left = np.random.default_rng(0), list[Row](), num_tokens
     while left > longest:
         length = int(rng.integers(longest // 8, longest + 1))
@@ -288,7 +290,8 @@ def _other_process(machine: Machine, out: Any, back: Any, errors: Any) -> None:
 
 
 def transfers(machine: Machine) -> dict[str, Any]:
-    """Weights between two processes on one device, in both directions, damage noticed; a group of one rank."""
+    """Weights between two processes on one device, in both directions, damage noticed; a group of one
+    rank."""
     context = multiprocessing.get_context("spawn")
     out, back, errors = context.Queue(), context.Queue(), context.Queue()
     other = context.Process(target=_other_process, args=(machine, out, back, errors))
@@ -323,7 +326,8 @@ FSDP: dict[str, dict[str, Any]] = {
 
 
 def fsdp(machine: Machine) -> dict[str, Any]:
-    """Both versions of FSDP on one rank: train, offload and back, save and restore; losses against one process."""
+    """Both versions of FSDP on one rank: train, offload and back, save and restore; losses against one
+    process."""
     shape, found = "tiny", {}
     rows = ragged_rows(SHAPES[shape]["vocab_size"], 600, 80)
     weights, loss = token_weights(rows), policy_loss(RECIPES["grpo"])
@@ -377,7 +381,8 @@ def fsdp(machine: Machine) -> dict[str, Any]:
 
 
 def learning(machine: Machine) -> dict[str, Any]:
-    """Thirty GRPO rounds of a small model in fp32 and bf16: the reward rises, and sampler and trainer agree."""
+    """Thirty GRPO rounds of a small model in fp32 and bf16: the reward rises, and sampler and trainer
+    agree."""
     rounds = 3 if machine.is_tiny else 30
     return {dtype: _train(machine, {"model": {"dtype": dtype}}, rounds) for dtype in ("fp32", "bf16")}
 
@@ -581,7 +586,8 @@ def engines(machine: Machine) -> dict[str, Any]:
 
 
 def simulators(machine: Machine) -> dict[str, Any]:
-    """Episodes of a batched simulator on the device: the policy gets tensors there, and acts as for one on the host."""
+    """Episodes of a batched simulator on the device: the policy gets tensors there, and acts as for one on
+    the host."""
     try:
         vector = importlib.import_module("braid.envs.simulators.vector")
         base = importlib.import_module("braid.envs.simulators.base")

@@ -1,4 +1,5 @@
-"""The Triton kernels against chains of PyTorch's operations: on a GPU, or without one by Triton's interpreter (TRITON_INTERPRET=1)."""
+"""The Triton kernels against chains of PyTorch's operations: on a GPU, or without one by Triton's interpreter
+(TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training on CUDA: offloaded states, fp16 with a loss scale, compiled log-probs, flash attention, memory snapshots."""
+"""Training on CUDA: offloaded states, fp16 with a loss scale, compiled log-probs, flash attention, memory
+snapshots."""
 
 from __future__ import annotations
 

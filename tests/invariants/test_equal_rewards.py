@@ -1,4 +1,5 @@
-"""Equal rewards stay equal, however they were split over turns and parts: no number depends on the last bit of a sum."""
+"""Equal rewards stay equal, however they were split over turns and parts: no number depends on the last bit
+of a sum."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Every policy loss, ratio level and correction gives one update, however its rows are cut, ordered and packed.
+"""Every policy loss, ratio level and correction gives one update, however its rows are cut, ordered and
+packed.
 
-One optimizer step of a language model on conversations of two turns whose prompts are shared within a group. What acts on
-chosen tokens chooses them over the whole step. The runs differ in the order of fp32 sums only.
+One optimizer step of a language model on conversations of two turns whose prompts are shared within a group.
+What acts on chosen tokens chooses them over the whole step. The runs differ in the order of fp32 sums only.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from braid.training.step_fields import write_step_fields
 from braid.types import CorrectionLevel, CorrectionMode, RatioLevel, Row
 
 TOLERANCE = rounding(105)
-"""Of a tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and gradients
-are sums over the 105 positions of all rows, in an order that changes."""
+"""Of a tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and
+gradients are sums over the 105 positions of all rows, in an order that changes."""
 
 CPU = torch.device("cpu")
 BASE = replace(

@@ -1,7 +1,7 @@
 """No number of an update depends on how a trajectory was cut into segments.
 
-The same episodes are trained on twice: each in one segment; and with a segment for every turn, which reads again all that
-came before it. The runs differ in the order of fp32 sums only.
+The same episodes are trained on twice: each in one segment; and with a segment for every turn, which reads
+again all that came before it. The runs differ in the order of fp32 sums only.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ def _cut(trajectory: Trajectory) -> Trajectory:
 WHOLE = rows_of(_groups())
 CUT = rows_of([replace(g, trajectories=[_cut(t) for t in g.trajectories]) for g in _groups()])
 TOLERANCE = rounding(sum(len(row) for row in CUT))
-"""Of a tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and gradients
-are sums over the positions of all rows, in an order that changes."""
+"""Of a tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and
+gradients are sums over the positions of all rows, in an order that changes."""
 
 
 class Update(NamedTuple):

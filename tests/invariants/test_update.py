@@ -1,8 +1,9 @@
-"""No number of an update depends on how its rows are cut, ordered, packed or padded, nor on the chunk of the log-probs.
+"""No number of an update depends on how its rows are cut, ordered, packed or padded, nor on the chunk of the
+log-probs.
 
-Every case is one optimizer step of a backend: its loss, gradient norm, every gradient, and every metric are compared, in
-fp32, with those of one whole micro-batch; and with a plain computation on padded rows through the Hugging Face forward,
-which shares no code with the update.
+Every case is one optimizer step of a backend: its loss, gradient norm, every gradient, and every metric are
+compared, in fp32, with those of one whole micro-batch; and with a plain computation on padded rows through
+the Hugging Face forward, which shares no code with the update.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from braid.types import ActionSpace, Aggregation, Row, Spaces
 VOCAB, CONSTANT, TEMPERATURE = 64, 40.0, 0.8
 LENGTHS = (9, 23, 4, 17, 2, 31, 12, 12, 6, 20)
 TOLERANCE = rounding(sum(LENGTHS))
-"""Of each tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and gradients
-are sums over the positions of all rows, in an order that changes."""
+"""Of each tensor's own norm, or of the number's own size or 1 where that is larger: losses, metrics and
+gradients are sums over the positions of all rows, in an order that changes."""
 GROUPS = (0, 0, 0, 1, 1, 2, 2, 2, 3, 3)
 MODES: tuple[Aggregation, ...] = get_args(Aggregation)
 
@@ -98,7 +99,8 @@ def _critic(policy: CausalLM) -> ValueModel:
 
 
 def _text_rows() -> list[Row]:
-    """Ragged rows with a prompt and, in some, a reply of the environment between two turns; one has nothing to learn."""
+    """Ragged rows with a prompt and, in some, a reply of the environment between two turns; one has nothing
+    to learn."""
     rng = np.random.default_rng(0)
     rows = []
     for number, (length, group) in enumerate(zip(LENGTHS, GROUPS, strict=True)):
@@ -120,7 +122,8 @@ def _fields(mask: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]
 
 
 def _with_logprobs(rows: list[Row], model: TrainableModel) -> list[Row]:
-    """Old, behaviour and reference log-probs near enough to the current ones that some ratios are clipped, some not."""
+    """Old, behaviour and reference log-probs near enough to the current ones that some ratios are clipped,
+    some not."""
     rng = np.random.default_rng(1)
     backend = SingleBackend(model, TrainConfig(), total_steps=0, device=torch.device("cpu"))
     for row, result in zip(rows, backend.infer(rows, frozenset({"logprobs"})), strict=True):

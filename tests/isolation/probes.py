@@ -1,8 +1,9 @@
 """Programs that try to change or watch what is outside of their sandbox.
 
-FILE, FOLDER and VICTIM are a file, a folder and a process of the user who runs the sandbox, KEY that of a System V queue; READABLE is a file that
-the sandbox shows. A probe prints `reached` if a call that it must not make has succeeded; what it changed is
-compared outside. A program's process number may mean another process inside.
+FILE, FOLDER and VICTIM are a file, a folder and a process of the user who runs the sandbox, KEY that of a
+System V queue; READABLE is a file that the sandbox shows. A probe prints `reached` if a call that it must not
+make has succeeded; what it changed is compared outside. A program's process number may mean another process
+inside.
 """
 
 from __future__ import annotations

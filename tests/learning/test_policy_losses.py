@@ -1,7 +1,8 @@
-"""Expected gradients of the policy losses, by enumeration; each of them, composed as in training, solves a bandit.
+"""Expected gradients of the policy losses, by enumeration; each of them, composed as in training, solves a
+bandit.
 
-The policy is a softmax over four answers of one token. Expectations are sums over everything that can be sampled, so
-float64 rounding is the only error there.
+The policy is a softmax over four answers of one token. Expectations are sums over everything that can be
+sampled, so float64 rounding is the only error there.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ PAIR_ADVANTAGES = (REWARDS[PAIRS[:, 0]] - 0.5 * REWARDS[PAIRS[:, 1]]).repeat_int
 
 
 def test_the_ratio_of_a_sequence_has_the_gradient_of_its_geometric_mean() -> None:
-    """The straight-through form and the plain one have one gradient: A and weight are the same over a sequence."""
+    """The straight-through form and the plain one have one gradient: A and weight are the same over a
+    sequence."""
     over = segments(torch.ones(32, dtype=torch.bool), PAIR_ROWS)
     old = OLD.log_softmax(0)[PAIRS.flatten()]
     weight = old.view(16, 2).sum(1).exp().repeat_interleave(2) / 2
@@ -205,7 +207,8 @@ NUM_SAMPLES, NUM_ROUNDS, STEPS_PER_ROUND = 64, 60, 2
 
 
 def _learn(recipe: Recipe, sampler_shift: Tensor | None = None) -> Tensor:
-    """The policy's probabilities after some rounds of sampled answers, two steps each, by plain gradient descent."""
+    """The policy's probabilities after some rounds of sampled answers, two steps each, by plain gradient
+    descent."""
     logits, generator = torch.zeros(4, requires_grad=True), torch.Generator().manual_seed(0)
     shift = torch.zeros(4) if sampler_shift is None else sampler_shift
     mask = np.array([False, True])

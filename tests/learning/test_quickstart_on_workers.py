@@ -1,7 +1,7 @@
 """The quickstart learns on workers: two FSDP2 ranks train, and vLLM samples in a separate process.
 
-It is the file itself, made shorter: sums of three numbers, a warm-up whose answers at once are guesses, which takes no time to
-learn, and six rounds.
+It is the file itself, made shorter: sums of three numbers, a warm-up whose answers at once are guesses, which
+takes no time to learn, and six rounds.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Robot policies learn through the whole loop: an arm by PPO, a vision-language-action policy by imitation and GRPO."""
+"""Robot policies learn through the whole loop: an arm by PPO, a vision-language-action policy by imitation
+and GRPO."""
 
 from __future__ import annotations
 
@@ -102,8 +103,8 @@ def test_a_vla_policy_surpasses_its_demonstrator(tmp_path: Path, monkeypatch: py
     _demonstrate(tmp_path / "demonstrations", 2000)
     Path("spot.yaml").write_text(yaml.safe_dump(SPOT))
     first, last = _evaluations(Path("spot.yaml"), [])
-    # The demonstrator succeeds with probability erf(0.2 / 0.35 / sqrt(2)) = 0.43; chance is at most 0.2, the optimum 1.
-    # The standard error of 500 episodes is 0.022.
+    # The demonstrator succeeds with probability erf(0.2 / 0.35 / sqrt(2)) = 0.43; chance is at most 0.2, the
+    # optimum 1. The standard error of 500 episodes is 0.022.
     assert 0.3 < first["pass@1"] < 0.55
     assert last["pass@1"] > first["pass@1"] + 0.25
 

@@ -1,7 +1,9 @@
-"""Python runs this at its start where this folder is on PYTHONPATH: Megatron-core, once imported, takes the CPU for its GPU.
+"""Python runs this at its start where this folder is on PYTHONPATH: Megatron-core, once imported, takes the
+CPU for its GPU.
 
-Megatron-core names CUDA devices and CUDA's random state outright. Here those calls answer with the CPU, so that
-tests on gloo processes run its own schedules, layers, gradient buffers and optimizers. Nothing in the package knows of this.
+Megatron-core names CUDA devices and CUDA's random state outright. Here those calls answer with the CPU, so
+that tests on gloo processes run its own schedules, layers, gradient buffers and optimizers. Nothing in the
+package knows of this.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python tests/models/architectures.py
 
-writes the table of docs/models.md (a minute or two). A model is built from its architecture's default config, made tiny, with
-windows switched on; it is refused with a sentence, or its packed log-probs and gradients and the native engine's greedy tokens
-and log-probs are those of plain transformers, for ragged rows beyond every window.
+writes the table of docs/models.md (a minute or two). A model is built from its architecture's default config,
+made tiny, with windows switched on; it is refused with a sentence, or its packed log-probs and gradients and
+the native engine's greedy tokens and log-probs are those of plain transformers, for ragged rows beyond every
+window.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ def _compare_training(lm: CausalLM, plain: PreTrainedModel) -> None:
     mine, theirs = _gradient(lm.module, ours @ weights), _gradient(plain, line @ weights)
     largest = max(g.norm() for g in theirs.values())
     for name, expected_grad in theirs.items():
-        # Some hundred roundings, of terms that cancel; a wrong mask or position changes gradients by a tenth and more.
+        # Some hundred roundings, of terms that cancel; a wrong mask or position changes gradients by a tenth
+        # and more.
         error = (mine[name] - expected_grad).norm()
         assert error <= (1e-3 + 100 * rounding) * largest, f"gradient of {name}"
 

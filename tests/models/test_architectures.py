@@ -1,4 +1,5 @@
-"""Every causal language model of the installed transformers runs as plain transformers does, or is refused."""
+"""Every causal language model of the installed transformers runs as plain transformers does, or is
+refused."""
 
 from __future__ import annotations
 

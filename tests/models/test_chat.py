@@ -1,6 +1,7 @@
 # ruff: noqa: RUF001  # DeepSeek's tokens contain wide signs
-"""Chat formats over the templates of published models, which TRL's wheel contains. An independent oracle: rendering the
-whole conversation at once. Tokens are characters here, but for control tokens, so that equal texts are equal tokens."""
+"""Chat formats over the templates of published models, which TRL's wheel contains. An independent oracle:
+rendering the whole conversation at once. Tokens are characters here, but for control tokens, so that equal
+texts are equal tokens."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tokens of conversations compared with those of the package renderers, which writes the formats of published models in
-Python, without their templates."""
+"""Tokens of conversations compared with those of the package renderers, which writes the formats of published
+models in Python, without their templates."""
 
 from __future__ import annotations
 

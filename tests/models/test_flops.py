@@ -21,7 +21,8 @@ LENGTH = 13
 
 
 def _counted(model: PreTrainedModel, *, trains: bool) -> tuple[int, int]:
-    """(linear layers, attention) that torch counts for one row through the authors' own forward: full squares."""
+    """(linear layers, attention) that torch counts for one row through the authors' own forward: full
+    squares."""
     with FlopCounterMode(display=False) as counter:
         logits = model(input_ids=torch.arange(LENGTH)[None], use_cache=False).logits
         if trains:

@@ -1,5 +1,6 @@
 # ruff: noqa: RUF001  # DeepSeek's tokens contain wide signs
-"""Whatever a policy, a judge or a tool writes is read: a status or a score, in time proportional to the text."""
+"""Whatever a policy, a judge or a tool writes is read: a status or a score, in time proportional to the
+text."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from braid.rewards.scorer import Scorer, build_scorer
 from braid.types import CallStatus, Trajectory
 
 MAX_CPU_S = 20.0
-"""Limit per text, to detect time that grows with the square of its length; a megabyte takes up to two seconds."""
+"""Limit per text, to detect time that grows with the square of its length; a megabyte takes up to two
+seconds."""
 PIECES = (
     "<tool_call>", "</tool_call>", "<function=add>", "<function=", "</function>", "<parameter=a>", "<parameter=", "</parameter>",
     "<arg_key>", "</arg_key>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "add\n", "add", "<add>", "</add>",

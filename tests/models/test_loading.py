@@ -137,8 +137,8 @@ def test_a_folder_that_is_not_a_model_lists_what_it_lacks(tmp_path: Path) -> Non
     with pytest.raises(ModelError) as caught:
         _load(tmp_path)
     assert str(caught.value) == (
-        f"model.path={tmp_path} is not a Hugging Face model folder: it lacks config.json and weights (model.safetensors); "
-        "it contains notes.txt"
+        f"model.path={tmp_path} is not a Hugging Face model folder: it lacks config.json and weights "
+        "(model.safetensors); it contains notes.txt"
     )
 
 
@@ -170,8 +170,9 @@ def test_a_weights_file_that_lacks_some(folder: Path) -> None:
     with pytest.raises(ModelError) as caught:
         _load(folder)
     assert str(caught.value) == (
-        f"model.path={folder} is not a complete causal language model: it lacks 1 of the weights of Qwen3ForCausalLM, among "
-        "them model.layers.1.mlp.up_proj.weight, which would be initialized randomly; choose a folder that has them"
+        f"model.path={folder} is not a complete causal language model: it lacks 1 of the weights of "
+        "Qwen3ForCausalLM, among them model.layers.1.mlp.up_proj.weight, which would be initialized "
+        "randomly; choose a folder that has them"
     )
 
 
@@ -245,8 +246,8 @@ def test_a_folder_without_a_tokenizer(folder: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load_tokenizer(ModelConfig(path=str(folder)))
     assert str(caught.value) == (
-        f"model.path={folder} has no tokenizer (none of tokenizer.json, tokenizer.model, vocab.json, tokenizer_config.json); "
-        "set model.tokenizer to a folder or hub name"
+        f"model.path={folder} has no tokenizer (none of tokenizer.json, tokenizer.model, vocab.json, "
+        "tokenizer_config.json); set model.tokenizer to a folder or hub name"
     )
 
 

@@ -1,4 +1,5 @@
-"""Adapters: they start at zero, are the only trained weights, merge on export, and load from peft's folders."""
+"""Adapters: they start at zero, are the only trained weights, merge on export, and load from peft's
+folders."""
 
 from __future__ import annotations
 

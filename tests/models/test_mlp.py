@@ -283,7 +283,8 @@ LEVELS: tuple[DecisionLevel, ...] = ("token", "action", "chunk")
 def test_entropies_may_be_those_of_another_level_than_log_probs(
     level: DecisionLevel, entropy_level: DecisionLevel
 ) -> None:
-    """The mean over positions is that of what entropy_level names: of 3 x 2 components, 3 actions or a chunk."""
+    """The mean over positions is that of what entropy_level names: of 3 x 2 components, 3 actions or a
+    chunk."""
     spec, spaces = MlpSpec(hidden_sizes=(16,), num_action_chunks=3, num_bins=5), Spaces(2, KINDS[1])
     seen = {"state": np.random.default_rng(0).normal(size=(2, 2)).astype(np.float32)}
 

@@ -147,7 +147,8 @@ def _images(num: int = 2, size: int = 24) -> list[Tensor]:
 @pytest.mark.parametrize(("fused", "num_images"), [(True, 2), (False, 1)])
 @pytest.mark.parametrize("form", ["openvla", "rlinf", "official"])
 def test_forward_pass_is_that_of_the_weights(tmp_path: Path, fused: bool, num_images: int, form: str) -> None:
-    """Attention is causal for OpenVLA, and bidirectional for both forms of OFT; only `official` has an end token."""
+    """Attention is causal for OpenVLA, and bidirectional for both forms of OFT; only `official` has an end
+    token."""
     tiny_openvla(tmp_path, fused=fused)
     model = load_openvla(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
     images, bins = _images(num_images), torch.tensor([[3, 255, 0, 77], [9, 8, 1, 2]])

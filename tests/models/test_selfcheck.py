@@ -131,7 +131,8 @@ def test_a_window_only_in_the_mask_is_refused_for_longer_rows() -> None:
     check_against_plain(lm, 50)
     with pytest.raises(
         ModelError,
-        match="PhimoeForCausalLM is computed incorrectly with packed rows for rows longer than its sliding_window of 50 tok",
+        match="PhimoeForCausalLM is computed incorrectly with packed rows for rows longer than its "
+        "sliding_window of 50 tok",
     ):
         check_against_plain(lm, 51)
 
@@ -145,7 +146,8 @@ def test_what_the_native_engine_cannot_decode_is_refused_with_another_engine() -
 
 
 def test_a_copy_under_the_wider_type_leaves_the_memo_alone() -> None:
-    """Else each tensor's copy casts all tensors that were copied before it: minutes for a model of many layers."""
+    """Else each tensor's copy casts all tensors that were copied before it: minutes for a model of many
+    layers."""
     tensor, memo = torch.zeros(2), {}
     with _Wider(torch.float32):
         copy = tensor.__deepcopy__(memo)
@@ -245,7 +247,8 @@ def test_an_overflow_of_finite_weights_is_named(tiny_model: Make) -> None:
 
 
 def test_a_tiny_config_keeps_settings_of_single_layers_and_can_be_read_again(tmp_path: Path) -> None:
-    """Gemma 4's layers with full attention have larger heads: transformers' per_layer_config, by number of the layer."""
+    """Gemma 4's layers with full attention have larger heads: transformers' per_layer_config, by number of
+    the layer."""
     config = AutoConfig.for_model("gemma4_text")
     tiny_config(config, frozenset()).save_pretrained(tmp_path)
     tiny = AutoConfig.from_pretrained(tmp_path)

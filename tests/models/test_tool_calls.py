@@ -56,7 +56,8 @@ def _calls(text: str, of: ToolFormat = "hermes") -> tuple[str, list[tuple[str, d
         ("pythonic", "<|tool_call_start|>[add(a=1, note='7')]<|tool_call_end|>"),
         (
             "harmony",
-            '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "note": "7"}<|call|>',
+            '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "note": '
+            '"7"}<|call|>',
         ),
         ("tag", '<add>{"a": 1, "note": "7"}</add>'),
     ],

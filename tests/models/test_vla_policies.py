@@ -135,8 +135,8 @@ def test_training_computes_the_log_probs_of_acting(tmp_path: Path, kind: dict[st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_of_all_layers_act_and_train_as_merged_weights(tmp_path: Path, kind: dict[str, Any]) -> None:
-    """peft merges them, and saves the weight of an adapted head too, here another than the policy's. A rollout
-    worker's copy gets them by name."""
+    """peft merges them, and saves the weight of an adapted head too, here another than the policy's. A
+    rollout worker's copy gets them by name."""
     kind = kind | {"train_expert_only": False}
     targets = PI0_TARGETS if kind["kind"] == "pi0" else RLINF_TARGETS
     merged = make(tmp_path / "model", kind, "chunk", temperature=1.6)
@@ -219,8 +219,8 @@ def test_actions_do_not_depend_on_the_rest_of_the_call(tmp_path: Path, kind: dic
 
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_sampled_tokens_follow_the_distribution(tmp_path: Path, kind: dict[str, Any]) -> None:
-    """At a high temperature bins are nearly uniform; at a low one sampling is greedy. Evaluation may have its own, with
-    the same actions and log-probs as if it were that of training."""
+    """At a high temperature bins are nearly uniform; at a low one sampling is greedy. Evaluation may have its
+    own, with the same actions and log-probs as if it were that of training."""
     cold, hot = (make(tmp_path, kind, "token", temperature=t) for t in (1e-4, 1e4))
     seen = stacked(observations(cold, 2))
     uniforms = np.random.default_rng(1).random((2, cold.num_uniforms))
@@ -237,7 +237,8 @@ def test_sampled_tokens_follow_the_distribution(tmp_path: Path, kind: dict[str, 
 
 
 def test_flow_sde_has_one_stochastic_step(tmp_path: Path) -> None:
-    """The step and its noise come from the uniform numbers; the log-prob is that of the documented normal distribution."""
+    """The step and its noise come from the uniform numbers; the log-prob is that of the documented normal
+    distribution."""
     policy = make(tmp_path, KINDS[3] | {"denoise_steps": 4, "noise_level": 0.7}, "chunk")
     assert isinstance(policy, Pi0Policy)
     seen = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 1)).items()}
@@ -347,7 +348,8 @@ def test_evaluation_of_pi0_is_that_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("noise", ["flow_sde", "flow_noise"])
 def test_demonstrations_of_pi0_lie_on_the_straight_way_to_the_actions(noise: Any) -> None:
-    """Denoising with the velocity that leads from the noise to the actions passes through the chain, and ends at them."""
+    """Denoising with the velocity that leads from the noise to the actions passes through the chain, and ends
+    at them."""
     config = VlaConfig(kind="pi0", noise=noise, denoise_steps=4)
     actions = torch.randn(2000, 3, 2, generator=torch.Generator().manual_seed(1))
     inputs = demonstrated(config, actions, torch.Generator().manual_seed(0))

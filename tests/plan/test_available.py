@@ -205,8 +205,9 @@ def test_a_round_that_does_not_fit_into_memory_is_refused_and_a_large_one_warned
         found = [f"{key}: {why}" for key, why in machine_problems(huge, plan)]
         assert len(found) == is_refused
         assert all(
-            text.startswith("rollout.prompts_per_round: a round of 6,400,000 trajectories takes at least 34 GiB, but this "
-            "machine has 16 GiB of memory; lower it") for text in found
+            text.startswith(
+                "rollout.prompts_per_round: a round of 6,400,000 trajectories takes at least 34 GiB, but "
+                "this machine has 16 GiB of memory; lower it") for text in found
         )  # fmt: skip
         told = [w.message for w in plan.warnings if "GiB of memory" in w.message]
         assert len(told) == warns

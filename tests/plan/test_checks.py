@@ -57,13 +57,13 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
     [
         (
             ["train.steps_per_pass=64"],
-            "train.steps_per_pass: 32 prompts per round cannot be split into 64 mini-batches of whole prompts; "
-            "lower it to 32, or raise rollout.prompts_per_round to 64",
+            "train.steps_per_pass: 32 prompts per round cannot be split into 64 mini-batches of whole "
+            "prompts; lower it to 32, or raise rollout.prompts_per_round to 64",
         ),
         (
             ["algorithm.recipe=ppo", "critic.train.steps_per_pass=64"],
-            "critic.train.steps_per_pass: 32 prompts per round cannot be split into 64 mini-batches of whole prompts; "
-            "lower it to 32, or raise rollout.prompts_per_round to 64",
+            "critic.train.steps_per_pass: 32 prompts per round cannot be split into 64 mini-batches of "
+            "whole prompts; lower it to 32, or raise rollout.prompts_per_round to 64",
         ),
         (
             ["rollout.max_sequence_tokens=1024"],
@@ -91,8 +91,8 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         ),
         (
             ["rollout.group_size=1"],
-            "rollout.group_size: grpo compares the answers of a group, so with group_size=1 every advantage is 0; "
-            "raise it to 2 or more, or set algorithm.recipe=ppo",
+            "rollout.group_size: grpo compares the answers of a group, so with group_size=1 every "
+            "advantage is 0; raise it to 2 or more, or set algorithm.recipe=ppo",
         ),
         (
             ["algorithm.old_logprobs=current", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
@@ -106,15 +106,18 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         ),
         (
             [*FULL_KL, "cluster.placement={policy: 0, reference: 1}"],
-            f"algorithm.kl_estimator: full compares all logits of policy (single on 0) and reference (single on 1), {SAME}",
+            "algorithm.kl_estimator: full compares all logits of policy (single on 0) and reference "
+            f"(single on 1), {SAME}",
         ),
         (
             [*FULL_KL, "train.backend=fsdp2", "reference.train={backend: single}"],
-            f"algorithm.kl_estimator: full compares all logits of policy (fsdp2 on 0) and reference (single on 0), {SAME}",
+            "algorithm.kl_estimator: full compares all logits of policy (fsdp2 on 0) and reference (single "
+            f"on 0), {SAME}",
         ),
         (
             [*FULL_KL, "train.backend=megatron", "algorithm.kl_in=reward"],
-            f"algorithm.kl_estimator: full compares all logits of policy (megatron on 0) and reference (megatron on 0), {SAME}",
+            "algorithm.kl_estimator: full compares all logits of policy (megatron on 0) and reference "
+            f"(megatron on 0), {SAME}",
         ),
         (
             ["algorithm.old_logprobs=current", "algorithm.recipe=kl_cov"],
@@ -133,8 +136,9 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         ),
         (
             ["model.build.max_positions=1200"],
-            "rollout.sampling.max_new_tokens: data.max_prompt_tokens=1024 + rollout.sampling.max_new_tokens=256 = "
-            "1280 tokens, but the model accepts 1200; lower one of them",
+            "rollout.sampling.max_new_tokens: data.max_prompt_tokens=1024 + "
+            "rollout.sampling.max_new_tokens=256 = 1280 tokens, but the model accepts 1200; lower one of "
+            "them",
         ),
         (
             ["model.build.max_positions=1300", "eval.sampling.max_new_tokens=300"],
@@ -143,8 +147,9 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         ),
         (
             ["rollout.native.kv_budget_tokens=1000"],
-            "rollout.native.kv_budget_tokens: data.max_prompt_tokens=1024 + rollout.sampling.max_new_tokens=256 = "
-            "1280 tokens, which never fits in a KV cache of 1000 tokens; raise it to at least 1280",
+            "rollout.native.kv_budget_tokens: data.max_prompt_tokens=1024 + "
+            "rollout.sampling.max_new_tokens=256 = 1280 tokens, which never fits in a KV cache of 1000 "
+            "tokens; raise it to at least 1280",
         ),
         (
             ["env={kind: tools, max_context_tokens: 1024}"],
@@ -153,8 +158,8 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         ),
         (
             ["env={kind: tools, max_context_tokens: 4096}"],
-            "env.max_context_tokens: a trajectory has up to 4096 tokens (env.max_context_tokens), but the model accepts "
-            "2048; lower one of them",
+            "env.max_context_tokens: a trajectory has up to 4096 tokens (env.max_context_tokens), but the "
+            "model accepts 2048; lower one of them",
         ),
         (
             ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.old_logprobs=interpolated"],
@@ -164,8 +169,8 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         (
             ["algorithm.recipe=gspo", "algorithm.logprob_level=chunk"],
             (
-                "algorithm.policy_loss.ratio_level: algorithm.logprob_level=chunk already makes ratios turn-level; set "
-                "it to token, or logprob_level to token"
+                "algorithm.policy_loss.ratio_level: algorithm.logprob_level=chunk already makes ratios "
+                "turn-level; set it to token, or logprob_level to token"
             ),
         ),
         (
@@ -182,12 +187,13 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         ),
         (
             ["eval.target.min_gain=0.5", "eval.before=false"],
-            "eval.target.min_gain: the gain is relative to the evaluation before training; set eval.before=true",
+            "eval.target.min_gain: the gain is relative to the evaluation before training; set "
+            "eval.before=true",
         ),
         (
             ["eval={samples_per_prompt: 4, pass_at: [1, 2], target: {metric: pass@4, min_final: 0.5}}"],
-            "eval.target.metric: evaluations do not compute 'pass@4'; use mean@4 or pass@1 or pass@2, or change "
-            "eval.samples_per_prompt or eval.pass_at",
+            "eval.target.metric: evaluations do not compute 'pass@4'; use mean@4 or pass@1 or pass@2, or "
+            "change eval.samples_per_prompt or eval.pass_at",
         ),
         (
             ["sft.data=[]"],
@@ -199,7 +205,8 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
         ),
         (
             ["algorithm.recipe=ppo", "critic.warmup_rounds=10"],
-            "critic.warmup_rounds: the policy is never updated: the run has 10 rounds, all of them critic warm-up (10)",
+            "critic.warmup_rounds: the policy is never updated: the run has 10 rounds, all of them critic "
+            "warm-up (10)",
         ),
     ],
 )
@@ -225,7 +232,8 @@ def test_an_impossible_config_is_refused_with_the_arithmetic(overrides: list[str
         ),
         (
             ["sft.data=[{kind: file, path: x, response_key: y}]"],
-            "sft: supervised fine-tuning for a simulator needs a vision-language-action policy (model.vla); remove it",
+            "sft: supervised fine-tuning for a simulator needs a vision-language-action policy "
+            "(model.vla); remove it",
         ),
         (
             ["algorithm.kl_coef=0.1"],
@@ -280,15 +288,18 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["algorithm.old_logprobs=current", "train.passes_per_round=2"],
-            "algorithm.old_logprobs: with current all ratios are 1, so there is no clipping over the 2 steps of a round",
+            "algorithm.old_logprobs: with current all ratios are 1, so there is no clipping over the 2 "
+            "steps of a round",
         ),
         (
             ["rollout.prompts_per_round=200"],
-            "rollout.prompts_per_round: a round takes 200 prompts, but there are only 100, so prompts repeat within a round",
+            "rollout.prompts_per_round: a round takes 200 prompts, but there are only 100, so prompts "
+            "repeat within a round",
         ),
         (
             ["rollout.sampling.top_p=0.9"],
-            "rollout.sampling.top_p: tokens are sampled from a different distribution than the one that is trained",
+            "rollout.sampling.top_p: tokens are sampled from a different distribution than the one that is "
+            "trained",
         ),
         (
             ["rollout.sampling.min_p=0.1", "algorithm.old_logprobs=behavior"],
@@ -301,7 +312,8 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["train.optimizer.schedule.warmup_steps=10"],
-            "train.optimizer.schedule.warmup_steps: the run ends after 10 steps, before the warm-up of 10 steps",
+            "train.optimizer.schedule.warmup_steps: the run ends after 10 steps, before the warm-up of 10 "
+            "steps",
         ),
         (
             ["model.dtype=fp16"],
@@ -313,7 +325,8 @@ def test_each_verb_needs_its_own_parts() -> None:
         (["eval.target.metric=pass@1"], "eval.target.metric: has no effect: there are no targets"),
         (
             ["algorithm.old_logprobs=behavior", "algorithm.corrections=[{high: 3}]"],
-            "algorithm.corrections: has no effect: with algorithm.old_logprobs=behavior there is nothing to correct",
+            "algorithm.corrections: has no effect: with algorithm.old_logprobs=behavior there is nothing "
+            "to correct",
         ),
         (
             ["algorithm.early_stop_ratio=2"],
@@ -337,7 +350,8 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["rollout.max_sequence_tokens=1280"],
-            "rollout.max_sequence_tokens: has no effect: the limits of prompt and answer do not add up to more than that",
+            "rollout.max_sequence_tokens: has no effect: the limits of prompt and answer do not add up to "
+            "more than that",
         ),
         (
             ["rollout.request_batch=32"],
@@ -345,8 +359,8 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["algorithm.old_logprobs=interpolated", "algorithm.corrections=[{}]"],
-            "algorithm.corrections: has no effect: rounds are sampled with the weights that they start from, so "
-            "interpolated log-probs are the engine's",
+            "algorithm.corrections: has no effect: rounds are sampled with the weights that they start "
+            "from, so interpolated log-probs are the engine's",
         ),
         (
             ["algorithm.entropy_level=chunk"],
@@ -379,7 +393,8 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["run.max_restarts=3"],
-            "run.max_restarts: no checkpoints are saved, so a restart starts from scratch; set checkpoint.every_rounds",
+            "run.max_restarts: no checkpoints are saved, so a restart starts from scratch; set "
+            "checkpoint.every_rounds",
         ),
         (
             ["data.eval=[]", "eval.every_rounds=5"],
@@ -453,9 +468,10 @@ def test_rows_beyond_the_length_of_a_models_rotary_frequencies_are_refused_befor
         (tmp_path / "config.json").write_text(json.dumps(nested))
         base = [*TEXT, "model.build=null", f"model.path={tmp_path}", "data.max_prompt_tokens=60"]
         assert complaints(base, "rollout.sampling.max_new_tokens=5") == [
-            f"model.path: llama with {kind} rotary embeddings is computed incorrectly for rows longer than its "
-            f"{key}position_embeddings of 64 tokens, since frequencies then depend on the longest row of a batch, and rows of "
-            "this run may have 65 tokens; keep prompt and answer together within 64 tokens"
+            f"model.path: llama with {kind} rotary embeddings is computed incorrectly for rows longer than "
+            f"its {key}position_embeddings of 64 tokens, since frequencies then depend on the longest row "
+            "of a batch, and rows of this run may have 65 tokens; keep prompt and answer together within "
+            "64 tokens"
         ]
         assert warnings(base, "rollout.sampling.max_new_tokens=4") == []
     served = ["rollout.engine=vllm", "rollout.vllm.servers=[http://localhost:1]"]
@@ -477,8 +493,8 @@ def test_the_full_kl_needs_no_other_log_probs_of_policy_or_reference(backend: st
 def test_a_rollout_holds_a_chunk_and_compared_episodes_begin_in_the_same_state() -> None:
     chunks = ["model.mlp.num_action_chunks=4", "env.max_steps_per_rollout=3"]
     assert complaints(SIMULATOR, *chunks) == [
-        "env.max_steps_per_rollout: a rollout of 3 env steps ends before the first chunk of 4 actions; raise it to 4 or "
-        "more"
+        "env.max_steps_per_rollout: a rollout of 3 env steps ends before the first chunk of 4 actions; "
+        "raise it to 4 or more"
     ]
     (warned,) = warnings(SIMULATOR, "algorithm.recipe=grpo", "env.fixed_reset_states=false")
     assert "compared although they begin in different states; set it to true" in warned
@@ -490,8 +506,8 @@ def test_a_rollout_holds_a_chunk_and_compared_episodes_begin_in_the_same_state()
 
 def test_stages_need_processes_and_environments() -> None:
     assert complaints(SIMULATOR, "env.pipeline_stages=2", "env.processes=0") == [
-        "env.pipeline_stages: environments in the run's own process are not stepped while the policy acts; set "
-        "env.processes to 1 or more, or this to 1"
+        "env.pipeline_stages: environments in the run's own process are not stepped while the policy acts; "
+        "set env.processes to 1 or more, or this to 1"
     ]
     assert complaints(SIMULATOR, "env.pipeline_stages=9") == [
         "env.pipeline_stages: there are only 8 environments (env.num_envs); lower it"

@@ -10,8 +10,8 @@ from .test_checks import SIMULATOR, TEXT, complaints, warnings
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "raft", "maxrl", "gigpo"])
 def test_advantages_that_compare_need_a_group(advantage: str) -> None:
     assert complaints(TEXT, f"algorithm.advantage={advantage}", "rollout.group_size=1") == [
-        f"rollout.group_size: {advantage} compares the answers of a group, so with group_size=1 every advantage is 0; "
-        "raise it to 2 or more, or set algorithm.recipe=ppo"
+        f"rollout.group_size: {advantage} compares the answers of a group, so with group_size=1 every "
+        "advantage is 0; raise it to 2 or more, or set algorithm.recipe=ppo"
     ]
 
 
@@ -25,13 +25,13 @@ def test_other_advantages_take_single_answers(recipe: str) -> None:
     [
         (
             ["algorithm.recipe=reinforce_pp_baseline", "rollout.group_size=1"],
-            "rollout.group_size: algorithm.reward_mean=group subtracts the group's mean, so with group_size=1 every reward is "
-            "0; raise it to 2 or more, or set algorithm.reward_mean=batch",
+            "rollout.group_size: algorithm.reward_mean=group subtracts the group's mean, so with "
+            "group_size=1 every reward is 0; raise it to 2 or more, or set algorithm.reward_mean=batch",
         ),
         (
             ["algorithm.recipe=remax", "rollout.sampling.greedy=true"],
-            "rollout.sampling.greedy: remax compares sampled answers with the greedy one, so sampling must not be greedy; set it to "
-            "false",
+            "rollout.sampling.greedy: remax compares sampled answers with the greedy one, so sampling must "
+            "not be greedy; set it to false",
         ),
         (
             ["algorithm.recipe=remax", "algorithm.whiten_rewards=true"],
@@ -40,7 +40,8 @@ def test_other_advantages_take_single_answers(recipe: str) -> None:
         ),
         (
             ["algorithm.recipe=maxrl", "algorithm.reward_mean=group"],
-            "algorithm.reward_mean: maxrl divides by the group's mean reward, which reward_mean=group subtracts; set it to none",
+            "algorithm.reward_mean: maxrl divides by the group's mean reward, which reward_mean=group "
+            "subtracts; set it to none",
         ),
         (
             ["rollout.filter={min_mean: 0.8, max_mean: 0.2}"],
@@ -58,7 +59,8 @@ def test_settings_without_a_learning_signal_are_refused(overrides: list[str], co
     [
         (
             ["algorithm.recipe=maxrl", "reward.shift=-1"],
-            "reward.shift: makes rewards negative, but maxrl learns nothing from groups with a mean of 0 or less",
+            "reward.shift: makes rewards negative, but maxrl learns nothing from groups with a mean of 0 "
+            "or less",
         ),
         (
             ["algorithm.recipe=decoupled_ppo", "algorithm.old_logprobs=behavior"],
@@ -72,7 +74,8 @@ def test_settings_without_a_learning_signal_are_refused(overrides: list[str], co
         ),
         (
             ["rollout.filter.then=replace"],
-            "rollout.filter.then: only groups without a valid answer are dropped, as none of min_std, min_mean, max_mean is set",
+            "rollout.filter.then: only groups without a valid answer are dropped, as none of min_std, "
+            "min_mean, max_mean is set",
         ),
     ],
 )

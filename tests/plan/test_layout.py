@@ -1,4 +1,5 @@
-"""The layout of a run: placement of every role, modes, parallel groups, and refusals whose suggestions work."""
+"""The layout of a run: placement of every role, modes, parallel groups, and refusals whose suggestions
+work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Unsupported options of Megatron-core are refused by key; options without effect cause warnings with the reason."""
+"""Unsupported options of Megatron-core are refused by key; options without effect cause warnings with the
+reason."""
 
 from __future__ import annotations
 

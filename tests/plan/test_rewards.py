@@ -34,14 +34,15 @@ def complaints(parts: str, *overrides: str) -> list[str]:
 def test_sources_that_parts_name_are_those_of_the_data() -> None:
     plan_of("[{kind: exact, sources: [chain_sum]}, {kind: math, sources: [gsm8k, aime]}]")
     assert complaints("[{kind: exact}, {kind: math, sources: [gsm8k, gsm8]}]") == [
-        "reward.parts[1].sources[1]: unknown data source 'gsm8', did you mean 'gsm8k'?; the sources are aime, chain_sum, "
-        "gsm8k"
+        "reward.parts[1].sources[1]: unknown data source 'gsm8', did you mean 'gsm8k'?; the sources are "
+        "aime, chain_sum, gsm8k"
     ]
 
 
 def test_every_source_is_scored_by_a_part() -> None:
     assert complaints("[{kind: exact, sources: [chain_sum]}, {kind: math, sources: [gsm8k]}]") == [
-        "reward.parts: no part scores the source 'aime'; add it to the sources of a part, or add a part without sources"
+        "reward.parts: no part scores the source 'aime'; add it to the sources of a part, or add a part "
+        "without sources"
     ]
 
 

@@ -1,5 +1,5 @@
-"""A run killed in the middle of episodes and resumed ends with the same bits as an uninterrupted one: every random number of
-an episode follows from its place in the run, wherever its environment or program runs."""
+"""A run killed in the middle of episodes and resumed ends with the same bits as an uninterrupted one: every
+random number of an episode follows from its place in the run, wherever its environment or program runs."""
 
 from __future__ import annotations
 

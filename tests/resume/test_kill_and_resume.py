@@ -1,8 +1,9 @@
 """A run killed at any moment and resumed ends with the same bits as an uninterrupted one.
 
-Real processes, real SIGKILL: at random moments, and at moments when a checkpoint is being written. The processes are
-forked from one that has imported torch, so that each starts at once. Equal means: the same metrics in every round (times
-and memory aside), the same final evaluation, and the same SHA-256 of every weight.
+Real processes, real SIGKILL: at random moments, and at moments when a checkpoint is being written. The
+processes are forked from one that has imported torch, so that each starts at once. Equal means: the same
+metrics in every round (times and memory aside), the same final evaluation, and the same SHA-256 of every
+weight.
 """
 
 from __future__ import annotations

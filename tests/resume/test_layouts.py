@@ -1,8 +1,8 @@
-"""Every layout of ranks resumes from checkpoints of the others: FSDP, FSDP2, replicas of shards, host memory, DeepSpeed,
-Megatron's tensor and pipeline parallelism, one process.
+"""Every layout of ranks resumes from checkpoints of the others: FSDP, FSDP2, replicas of shards, host memory,
+DeepSpeed, Megatron's tensor and pipeline parallelism, one process.
 
-Two processes run all layouts in turn, by what a training group's workers call. Megatron's have two of their own, with the CPU
-in place of its GPU.
+Two processes run all layouts in turn, by what a training group's workers call. Megatron's have two of their
+own, with the CPU in place of its GPU.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def _assert_close(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor])
 
 
 def _assert_loss_scale_goes_on(name: str, build: str, folder: Path) -> None:
-    """Steps that overflow are left out, on all ranks alike, until the scale is low enough; a checkpoint goes on with it, and
-    with what is left until it rises."""
+    """Steps that overflow are left out, on all ranks alike, until the scale is low enough; a checkpoint goes
+    on with it, and with what is left until it rises."""
     layout = (LAYOUTS | MEGATRON)[name]
     megatron = {**layout.get("megatron", {}), "dynamic_loss_scale_window": 2}
     scaler = {"init_scale": 2.0**24, "growth_interval": 2}
@@ -175,7 +175,8 @@ def _join(rank: int, folder: Path) -> None:
 
 
 def _go_round(rank: int, folder: Path, lora: dict[str, Any] | None) -> None:
-    """Go on from one process' second step in each layout, save the third, and go on from that in the same and the next."""
+    """Go on from one process' second step in each layout, save the third, and go on from that in the same and
+    the next."""
     _join(rank, folder)
     course: Course = pickle.loads((folder / "course").read_bytes())
     report = course.report

@@ -1,4 +1,5 @@
-"""A run stopped by signals in any phase saves its state, and ends after its resumes like an uninterrupted one."""
+"""A run stopped by signals in any phase saves its state, and ends after its resumes like an uninterrupted
+one."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Programs that try to get a reward without solving the task, or to escape their sandbox.
 
-SECRET is what a test expects, a file outside of the sandbox holds, and an environment variable of the trainer is set to: a program
-that finds it anywhere has passed its test. MARK names what an attack would leave: a file, a process. Values in capitals are
-filled in by the tests.
+SECRET is what a test expects, a file outside of the sandbox holds, and an environment variable of the trainer
+is set to: a program that finds it anywhere has passed its test. MARK names what an attack would leave: a
+file, a process. Values in capitals are filled in by the tests.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def isolation() -> str:
 
 @pytest.fixture
 def answered() -> Callable[..., Trajectory]:
-    """Makes the trajectory of an answer to a prompt with the given columns. `sampled` is the whole last turn, with
-    `reasoning`, which the context begins with `prefill`."""
+    """Makes the trajectory of an answer to a prompt with the given columns. `sampled` is the whole last turn,
+    with `reasoning`, which the context begins with `prefill`."""
 
     def answered(
         text: str, *, sampled: str = "", prefill: str = "", reasoning: str = "", **fields: Any

@@ -14,7 +14,8 @@ from typing import Any
 
 @dataclass
 class Answer:
-    """What the server does with one request: after `wait` is set, the body with the status; cut: half of the body."""
+    """What the server does with one request: after `wait` is set, the body with the status; cut: half of the
+    body."""
 
     body: str = ""
     status: int = 200

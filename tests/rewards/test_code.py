@@ -290,8 +290,8 @@ def test_a_time_limit_that_passes_is_named_by_its_own_key(
         [answer], {"kind": "code", "test_timeout_s": 0.02}, code=PROCESS, timeout_s=30, retries=0
     )
     assert scored.reason == (
-        "reward code: no result within 0.03 s: 0.02 s (reward.parts[0].test_timeout_s) and 0.01 s to start, for each "
-        "of 1 tests"
+        "reward code: no result within 0.03 s: 0.02 s (reward.parts[0].test_timeout_s) and 0.01 s to "
+        "start, for each of 1 tests"
     )
 
 

@@ -377,7 +377,8 @@ def test_the_policy_judges_by_its_own_engine(answered: Answered, tmp_path: Path)
     assert messages[0] == '[{"role": "user", "content": "Is 42 good?"}]'
     assert set(max_tokens) == {8}
     assert set(temperature) == {0.5}
-    # The question and the number of the try seed the draws: another try draws anew, the same question draws the same.
+    # The question and the number of the try seed the draws: another try draws anew, the same question draws
+    # the same.
     assert keys[1] == (keys[0][0], 1)
     assert keys[2] == keys[0]
     assert keys[3][0] != keys[0][0]

@@ -59,8 +59,8 @@ def test_notations_of_the_same_value_are_equal(answered: Answered, score: Score)
 
 @pytest.mark.parametrize(("kind", "right", "wrong"), [("math", "5", "4"), ("choice", "B", "A")])
 def test_reasoning_is_cut_once(answered: Answered, score: Score, kind: str, right: str, wrong: str) -> None:
-    """Where the model's format has found it, a model's marker in the answer is one that the answer speaks of; tags that a
-    prompt asks for are cut as well."""
+    """Where the model's format has found it, a model's marker in the answer is one that the answer speaks of;
+    tags that a prompt asks for are cut as well."""
     marker, tags = f"[THINK] is a marker. Answer: {right}", f"<reasoning>{wrong}</reasoning> Answer: {right}"
     scored = score([answered(text, reasoning="Hm.", answer=right) for text in (marker, tags)], {"kind": kind})
     assert [trajectory.reward for trajectory in scored] == [1.0, 1.0]

@@ -128,8 +128,8 @@ def test_a_judges_api_key_is_not_stored(load: Load, monkeypatch: pytest.MonkeyPa
 
     with serving(answer) as server:
         part = (
-            f"reward.parts=[{{kind: judge, url: '{server.url}', model: m, prompt: '{{response}}', backoff_s: 0.001, "
-            "api_key_env: TINY_JUDGE_KEY, retries: 1}]"
+            f"reward.parts=[{{kind: judge, url: '{server.url}', model: m, prompt: '{{response}}', "
+            "backoff_s: 0.001, api_key_env: TINY_JUDGE_KEY, retries: 1}]"
         )
         run = commands.train(load(part, "report.samples_every_rounds=1", "report.tensorboard=true")).run_dir
     assert all(headers["authorization"] == f"Bearer {secret}" for _, headers, _ in server.requests)

@@ -186,7 +186,8 @@ def test_prompts_of_a_group_are_prefilled_once(tiny_lm: TinyLM, run_all: Run) ->
 
 
 def test_the_prompt_of_a_group_is_stored_once(tiny_lm: TinyLM, run_all: Run) -> None:
-    """With room for 400 tokens, six sequences of 80 + 20 tokens run at once, not three; all are as if they ran alone."""
+    """With room for 400 tokens, six sequences of 80 + 20 tokens run at once, not three; all are as if they
+    ran alone."""
     prompt = (*range(3, 60), *range(3, 26))
     group = [Request(prompt, Sampling(max_new_tokens=20), (i,)) for i in range(6)]
     others = [Request((5, i), Sampling(max_new_tokens=4 + i), (i,)) for i in range(20)]
@@ -360,7 +361,8 @@ def test_under_autocast_the_engine_has_the_arithmetic_of_training(
     lm = tiny_lm(architecture, tie_word_embeddings=True)
     engine = make_engine(lm, autocast=torch.bfloat16)
     assert not engine.shares_weights
-    # Products of the same numbers; a sum in another order may round to the next number of bf16, but seldom does.
+    # Products of the same numbers; a sum in another order may round to the next number of bf16, but seldom
+    # does.
     for version in (1, 2):
         assert gap(lm, engine, run_all) < gap(lm, make_engine(lm), run_all) / 4
         with torch.no_grad():
@@ -764,8 +766,8 @@ def test_longer_requests_after_shorter_ones_get_room(tiny_lm: TinyLM, run_all: R
 def _talk(
     lm: CausalLM, num: int, *, only: Sequence[int] | None = None, **limits: Any
 ) -> tuple[dict[int, list[Completion]], Counting, NativeEngine]:
-    """Conversations of three turns, in lock step or out of it: turn t of number i reads 3 + i + t more tokens. Compiled
-    layers are not counted."""
+    """Conversations of three turns, in lock step or out of it: turn t of number i reads 3 + i + t more
+    tokens. Compiled layers are not counted."""
     counting = Counting(lm.model, temperature=lm.temperature)
     engine = make_engine(lm if limits.get("compile") else counting, **limits)
     assert engine._cache.shares_prompts == limits.get("compile", False)
@@ -802,7 +804,8 @@ def test_a_conversation_continues_from_its_cache(architecture: str, tiny_lm: Tin
     for i, turns in kept.items():
         for turn, other in zip(turns, anew[i], strict=True):
             assert turn.token_ids == other.token_ids
-            # 2 layers: sums over 32 and 48 features and up to 60 positions; then over 64 tokens of the vocabulary
+            # 2 layers: sums over 32 and 48 features and up to 60 positions; then over 64 tokens of the
+            # vocabulary
             torch.testing.assert_close(
                 torch.tensor(turn.logprobs), torch.tensor(other.logprobs), atol=2e-5, rtol=0.0
             )

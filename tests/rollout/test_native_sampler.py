@@ -191,7 +191,8 @@ PIECES = ["a", "b", "ab", "<", "/", ">", "</", " a", "a ", "", "\n", "é", "User
 
 
 def sentence(token_ids: Sequence[int]) -> str:
-    """Like a sentencepiece tokenizer, the first space of a text is dropped; two tokens are halves of one character."""
+    """Like a sentencepiece tokenizer, the first space of a text is dropped; two tokens are halves of one
+    character."""
     text = b"".join({16: b"\xc3", 17: b"\xa9"}.get(t) or PIECES[t].encode() for t in token_ids)
     return text.decode(errors="replace").removeprefix(" ")
 

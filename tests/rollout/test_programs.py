@@ -1,4 +1,5 @@
-"""User's programs: functions in threads, commands in processes, and what becomes of them at their deadline."""
+"""User's programs: functions in threads, commands in processes, and what becomes of them at their
+deadline."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ import pytest
 from braid.rollout.random import absorb, stream, uniforms, unit_interval
 
 CHI_SQUARE_255_1E6 = 370.0
-"""A chi-square variable of 255 degrees of freedom exceeds 370 with probability below 1e-5; the keys here are fixed."""
+"""A chi-square variable of 255 degrees of freedom exceeds 370 with probability below 1e-5; the keys here are
+fixed."""
 
 
 def grid(*sizes: int) -> np.ndarray:

@@ -60,8 +60,8 @@ Script = Callable[[str], str | BaseException]
 
 @dataclass
 class ScriptedEngine:
-    """Answers what the script says to the text of a prompt, once `gate` is open. An answer that ends with `~` was cut by
-    the limit."""
+    """Answers what the script says to the text of a prompt, once `gate` is open. An answer that ends with `~`
+    was cut by the limit."""
 
     script: Script = lambda _: "ok"
     requests: list[Request] = field(default_factory=list)
@@ -501,7 +501,8 @@ def test_a_call_that_runs_at_the_end_is_cancelled_and_refused() -> None:
 
 
 def test_a_retry_shares_the_answer_and_a_new_call_with_the_same_messages_gets_its_own() -> None:
-    """OpenAI's clients say which is which; without that, a repetition of a running call or of the last one is a retry."""
+    """OpenAI's clients say which is which; without that, a repetition of a running call or of the last one is
+    a retry."""
     engine = ScriptedEngine(gate=asyncio.Event())
     gate, turns = engine.gate, Sampling(max_new_tokens=50, stop_token_ids=(EOS,))
     assert gate is not None
@@ -731,8 +732,8 @@ def test_only_so_many_episodes_run_at_a_time() -> None:
 
 
 def test_64_clients_that_disconnect_and_retry_lose_nothing_and_record_nothing_twice() -> None:
-    """With a real model: each answer that a program kept is one turn, with the tokens and log-probs that the engine
-    sampled; conversations whose answers all arrived are one segment."""
+    """With a real model: each answer that a program kept is one turn, with the tokens and log-probs that the
+    engine sampled; conversations whose answers all arrived are one segment."""
     model = ModelConfig(
         build=BuildSpec(
             hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16,

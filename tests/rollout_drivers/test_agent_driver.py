@@ -61,9 +61,9 @@ def _ids(text: str) -> list[int]:
 
 @dataclass
 class ScriptedEngine:
-    """An engine whose model is a script: from a request to a text and a stop reason ("stop" adds the end token unless a
-    stop string ends the text). Requests take a number of event loop iterations that depends on their key, so that they
-    end in a different order."""
+    """An engine whose model is a script: from a request to a text and a stop reason ("stop" adds the end
+    token unless a stop string ends the text). Requests take a number of event loop iterations that depends on
+    their key, so that they end in a different order."""
 
     script: Script
     requests: list[Request] = field(default_factory=list)

@@ -1,4 +1,5 @@
-"""Conversations of a small real model: the native engine, the driver, rows and the trainer's forward together."""
+"""Conversations of a small real model: the native engine, the driver, rows and the trainer's forward
+together."""
 
 from __future__ import annotations
 

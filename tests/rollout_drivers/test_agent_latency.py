@@ -1,4 +1,5 @@
-"""Throughput with slow environments, by a simulated clock: sleeping takes no time, and everything else none of the clock's."""
+"""Throughput with slow environments, by a simulated clock: sleeping takes no time, and everything else none
+of the clock's."""
 
 from __future__ import annotations
 

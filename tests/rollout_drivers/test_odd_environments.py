@@ -1,4 +1,5 @@
-"""Whatever an environment returns or raises, wherever it runs, makes its trajectory invalid, and says where."""
+"""Whatever an environment returns or raises, wherever it runs, makes its trajectory invalid, and says
+where."""
 
 from __future__ import annotations
 

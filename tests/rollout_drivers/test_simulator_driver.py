@@ -149,7 +149,8 @@ def test_greedy_episodes_take_the_likeliest_actions() -> None:
 
 
 class Faulty(gymnasium.Env):
-    """Four steps an episode. The first reset of all raises, and the first episode's last reward is not a number."""
+    """Four steps an episode. The first reset of all raises, and the first episode's last reward is not a
+    number."""
 
     observation_space = gymnasium.spaces.Box(0, 9, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)

@@ -1,5 +1,5 @@
-"""Episodes by the rules of robots' simulators: what ends them, what they are paid, where they begin, and how many there
-are in a rollout."""
+"""Episodes by the rules of robots' simulators: what ends them, what they are paid, where they begin, and how
+many there are in a rollout."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ LENGTH = 5
 
 
 class Counter(gymnasium.Env):
-    """Terminates after LENGTH steps, or fails in them if `fails`; goes on when it is stepped further. The observation is
-    (seed, number of the step), the reward of step t is t^2. Only step LENGTH is a success."""
+    """Terminates after LENGTH steps, or fails in them if `fails`; goes on when it is stepped further. The
+    observation is (seed, number of the step), the reward of step t is t^2. Only step LENGTH is a success."""
 
     observation_space = gymnasium.spaces.Box(0, np.inf, (2,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -116,7 +116,8 @@ def test_results_do_not_depend_on_the_number_of_environments() -> None:
 
 
 def test_after_an_end_inside_a_chunk_nothing_of_the_next_episode_is_trained_on() -> None:
-    """Chunks of 3 actions, episodes of 5: the second chunk's last action is not executed, and belongs to no row."""
+    """Chunks of 3 actions, episodes of 5: the second chunk's last action is not executed, and belongs to no
+    row."""
     groups = collect(chunk=3, max_decisions=5, auto_reset=True, group_size=1)
     assert [len(group.trajectories) for group in groups] == [3, 3]
     for trajectory, steps in _steps(groups):

@@ -1,4 +1,5 @@
-"""A tiny run that needs no files: a model of a few thousand parameters and a reward that it can learn in seconds."""
+"""A tiny run that needs no files: a model of a few thousand parameters and a reward that it can learn in
+seconds."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ LoadTiny = Callable[..., Loaded]
 
 @pytest.fixture
 def load_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadTiny:
-    """`load_tiny("key=value", ...)` loads the tiny config from a separate folder, with `rewards.py` next to it."""
+    """`load_tiny("key=value", ...)` loads the tiny config from a separate folder, with `rewards.py` next to
+    it."""
     monkeypatch.chdir(tmp_path)
     rows = [f'{{"prompt": "{letter}", "answer": "{letter}"}}\n' for letter in "abcd"]
     (tmp_path / "letters.jsonl").write_text("".join(rows))

@@ -1,8 +1,8 @@
 """Simulated runs of the pipelined loop's control plane.
 
-A schedule is a run in virtual time: slow workers, groups that fail, are rejected or cancelled, stops, and crashes (also
-those of a worker), after which the run restarts from its last saved state. Everything in it follows from its seed.
-`Schedule` keeps its own account of every draw and checks each decision against it.
+A schedule is a run in virtual time: slow workers, groups that fail, are rejected or cancelled, stops, and
+crashes (also those of a worker), after which the run restarts from its last saved state. Everything in it
+follows from its seed. `Schedule` keeps its own account of every draw and checks each decision against it.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def test_returns_are_those_of_actions() -> None:
 
 
 def _in_components(row: Row, size: int = 2) -> Row:
-    """The same row with a position for each of `size` components of an action, the last of which has the reward."""
+    """The same row with a position for each of `size` components of an action, the last of which has the
+    reward."""
     counts = np.where(row.mask, size, 1)
     is_last = np.ones(int(counts.sum()), np.bool_)
     is_last[:-1] = (

@@ -86,8 +86,8 @@ class Duel:
         pass
 """
 AGENT = (
-    "env={kind: agent, name: 'own.py:Guess', max_turns: 2, max_context_tokens: 16, cut_turns: continue, tasks: 64, "
-    "eval_episodes: 20}",
+    "env={kind: agent, name: 'own.py:Guess', max_turns: 2, max_context_tokens: 16, cut_turns: continue, "
+    "tasks: 64, eval_episodes: 20}",
     "model.build.characters='123hl?'",
     "data={}",
     "reward={}",

@@ -167,7 +167,8 @@ def test_a_run_on_two_machines_matches_one_process_and_cleans_up_the_cluster(
     }
     spread = commands.train(load_config(run_config(tmp_path / "spread", over_both))).run_dir
     for mine, other in zip(metrics(spread), metrics(alone), strict=True):
-        # Sums of losses and log-probs differ by their order; sampled tokens do not while weights agree to float32's rounding.
+        # Sums of losses and log-probs differ by their order; sampled tokens do not while weights agree to
+        # float32's rounding.
         assert mine == pytest.approx(other, rel=1e-3, abs=1e-4, nan_ok=True)
     _assert_as_before(cluster)
 

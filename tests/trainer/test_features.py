@@ -473,7 +473,8 @@ FLAKY = (
 
 
 def test_a_run_restarts_from_its_newest_checkpoint_bit_exactly(load_tiny: LoadTiny) -> None:
-    """The service fails in the second round, for one call of each trajectory: the round is lost, the run is not."""
+    """The service fails in the second round, for one call of each trajectory: the round is lost, the run is
+    not."""
     common = (
         *FLAKY,
         "checkpoint.every_rounds=1",

@@ -243,7 +243,8 @@ def test_an_empty_round_trains_nothing_and_is_reported(
         record.getMessage() for record in caplog.records if "has nothing to train on" in record.getMessage()
     ]
     assert told[0] == (
-        "round 1 has nothing to train on: of 4 groups 4 have a reward standard deviation <= rollout.filter.min_std=0.0"
+        "round 1 has nothing to train on: of 4 groups 4 have a reward standard deviation <= "
+        "rollout.filter.min_std=0.0"
     )
     assert len(told) == 3
 

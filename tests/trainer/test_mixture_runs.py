@@ -1,4 +1,5 @@
-"""Whole PPO runs with adapters on a mixture of experts, whose experts transformers keeps in fused parameters."""
+"""Whole PPO runs with adapters on a mixture of experts, whose experts transformers keeps in fused
+parameters."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def _mixture(folder: Path) -> Path:
 def test_ppo_with_adapters_of_experts_trains_policy_critic_and_engine(
     load_tiny: LoadTiny, engine: str, tmp_path: Path
 ) -> None:
-    """The engine's log-probs are those of the trainer in every round, so it samples from the merged experts."""
+    """The engine's log-probs are those of the trainer in every round, so it samples from the merged
+    experts."""
     folder = _mixture(tmp_path / "mixture")
     run = commands.train(
         load_tiny(

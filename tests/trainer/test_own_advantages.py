@@ -1,4 +1,5 @@
-"""Advantages of a user's own: the example of docs/algorithms.md, a function passed to braid.train, and what is refused."""
+"""Advantages of a user's own: the example of docs/algorithms.md, a function passed to braid.train, and what
+is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The pipelined loop, run for real: at lag 0 it is the on-policy loop, above it sampling and training overlap."""
+"""The pipelined loop, run for real: at lag 0 it is the on-policy loop, above it sampling and training
+overlap."""
 
 from __future__ import annotations
 

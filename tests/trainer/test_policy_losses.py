@@ -64,7 +64,8 @@ def test_a_recipe_trains_and_reports_its_metrics(load_tiny: LoadTiny, recipe: st
             [
                 "policy_loss={kind: importance_sampling, ratio_level: sequence_product}",
                 "mask_long_failures=1000",
-                "corrections=[{mode: mask_sequence, high: off}, {mode: mask, measure: difference, low: -0.5, high: 0.5}]",
+                "corrections=[{mode: mask_sequence, high: off}, {mode: mask, measure: difference, low: "
+                "-0.5, high: 0.5}]",
             ],
             {"policy/correction_masked_fraction", "rollout/masked_trajectories"},
         ),

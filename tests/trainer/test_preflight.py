@@ -1,4 +1,5 @@
-"""Problems found before a run builds anything, by `braid show --check` and by the run: no folder, exit code 2."""
+"""Problems found before a run builds anything, by `braid show --check` and by the run: no folder, exit code
+2."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ def test_a_failing_reward_invalidates_its_trajectories_and_the_run_continues(
     # once, although every evaluation and every round has them
     (warned,) = [r.getMessage() for r in caplog.records if "invalid" in r.getMessage()]
     assert warned == (
-        "1 of 4 trajectories of the evaluation on 'letters' after round 0 are invalid, and in no mean; most common: "
-        "1 x reward moody: ValueError: not today (rewards.py:3)"
+        "1 of 4 trajectories of the evaluation on 'letters' after round 0 are invalid, and in no mean; "
+        "most common: 1 x reward moody: ValueError: not today (rewards.py:3)"
     )
 
 

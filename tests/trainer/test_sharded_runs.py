@@ -124,8 +124,8 @@ def _is_of_machine(name: str) -> bool:
 
 
 def _assert_alike(mine: list[dict[str, float]], other: list[dict[str, float]]) -> None:
-    """Every metric but those of clock and machine. Sampled tokens are the same as long as weights agree to about float32's
-    rounding; sums of losses and log-probs then differ by their order alone."""
+    """Every metric but those of clock and machine. Sampled tokens are the same as long as weights agree to
+    about float32's rounding; sums of losses and log-probs then differ by their order alone."""
     for one, two in zip(mine, other, strict=True):
         one, two = ({name: x for name, x in of.items() if not _is_of_machine(name)} for of in (one, two))
         assert one == pytest.approx(two, rel=1e-3, abs=1e-4, nan_ok=True)

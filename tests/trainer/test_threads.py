@@ -1,4 +1,5 @@
-"""CPU threads of a run in this process and of its engines, and the line that says how processes divide the cores."""
+"""CPU threads of a run in this process and of its engines, and the line that says how processes divide the
+cores."""
 
 from __future__ import annotations
 

@@ -205,7 +205,8 @@ def test_compiling_changes_weights_only_by_rounding(load_tiny: LoadTiny) -> None
 
 
 def test_a_half_precision_policy_starts_from_what_its_warm_up_has_learned(load_tiny: LoadTiny) -> None:
-    """Both train the same tensors, each through master weights of its own. The policy's rate changes no weight of bf16."""
+    """Both train the same tensors, each through master weights of its own. The policy's rate changes no
+    weight of bf16."""
     data = "data: [{kind: file, path: letters.jsonl, response_key: answer}]"
     sft = f"sft={{{data}, steps: 5, rows_per_step: 4, optimizer: {{lr: 3.0e-3}}}}"
     keys = ("model.dtype=bf16", "train.optimizer.lr=1e-9", "run.max_rounds=2", sft)

@@ -94,8 +94,8 @@ class _Workers(Cluster):
 def test_an_engine_on_the_trainers_device_sleeps_before_any_model_is_built(
     load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch, is_here: bool, pipeline: str
 ) -> None:
-    """vLLM and SGLang size their caches by the memory that they find free, and fail if it changes meanwhile. With a
-    pipeline they never sleep."""
+    """vLLM and SGLang size their caches by the memory that they find free, and fail if it changes meanwhile.
+    With a pipeline they never sleep."""
     calls: list[str] = []
     engine = SimpleNamespace(sleep=lambda: calls.append("sleep"), close=lambda: calls.append("close"))
 

@@ -130,8 +130,8 @@ _LEVELS += [("action", "token", "token"), ("action", "token", "chunk"), ("action
 
 @pytest.mark.parametrize(("reward", "logprob", "entropy"), _LEVELS)
 def test_ppo_and_grpo_train_at_every_level(tmp_path: Path, reward: str, logprob: str, entropy: str) -> None:
-    """Two mini-batches a round: the second step's ratios are not 1, its clipped loss is finite, and the policy's entropy is that
-    of the level: 2 x 3 tokens, 2 actions or a chunk of nearly uniform bins."""
+    """Two mini-batches a round: the second step's ratios are not 1, its clipped loss is finite, and the
+    policy's entropy is that of the level: 2 x 3 tokens, 2 actions or a chunk of nearly uniform bins."""
     levels = {
         "logprob_level": logprob,
         "entropy_level": entropy,
@@ -218,8 +218,8 @@ def test_a_policy_with_a_value_head_is_its_own_critic(tmp_path: Path, vla: dict[
 
 
 def test_training_episodes_are_filmed_every_so_many_rounds(tmp_path: Path) -> None:
-    """An episode has a frame before its five steps and one after each; two of 24 x 24 pixels, enlarged eightfold, side by
-    side above their text."""
+    """An episode has a frame before its five steps and one after each; two of 24 x 24 pixels, enlarged
+    eightfold, side by side above their text."""
     path = write_config(tmp_path, OFT)
     video = "env.video={train_every_rounds: 2, num_episodes: 2}"
     outcome = commands.train(load_config(path, ["run.max_rounds=3", video]))
@@ -272,7 +272,8 @@ def test_imitation_then_export(tmp_path: Path) -> None:
 def test_experts_of_metaworld_succeed_and_are_imitated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their actions, repeated in the environment of the policy, meet the observations of the folder, and end in success."""
+    """Their actions, repeated in the environment of the policy, meet the observations of the folder, and end
+    in success."""
     options = {"task": "reach-v3", "cameras": {"image": "corner4"}, "image_size": 24}
     try:
         env = MetaWorld(**options)

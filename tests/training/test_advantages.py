@@ -1,4 +1,5 @@
-"""From rewards to advantages over whole rounds: order of operations, turns, statistics, and dependencies of a row."""
+"""From rewards to advantages over whole rounds: order of operations, turns, statistics, and dependencies of a
+row."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _NUMBERS = itertools.count()
 
 
 def text(*turns: tuple[str, float], group: int = 0, prompt: int = 0, tokens: int = 2, **more: object) -> Row:
-    """A trajectory in one row of turns (what the environment said before it, its reward), each of `tokens` tokens that the policy wrote."""
+    """A trajectory in one row of turns (what the environment said before it, its reward), each of `tokens`
+    tokens that the policy wrote."""
     ids: list[int] = []
     decision: list[int] = []
     rewards: list[float] = []
@@ -119,7 +121,8 @@ def test_gae_writes_returns_and_reports_explained_variance() -> None:
 
 
 def test_gae_of_turns_has_one_value_and_one_reward_per_turn() -> None:
-    """Values 1 and 2 at the first tokens, rewards 1 and 4, gamma lambda 1/4: deltas 1 + 2/2 - 1 = 1 and 4 - 2 = 2."""
+    """Values 1 and 2 at the first tokens, rewards 1 and 4, gamma lambda 1/4: deltas 1 + 2/2 - 1 = 1 and 4 - 2
+    = 2."""
     row = text(("", 1.0), ("ok", 4.0))
     row.fields["values"] = np.array([9.0, 1.0, 8.0, 9.0, 9.0, 2.0, 7.0], np.float32)
     recipe = replace(GRPO, advantage=advantage_of("gae", level="turn", gamma=0.5, gae_lambda=0.5))
@@ -174,8 +177,8 @@ GIGPO = replace(
 def test_gigpo_compares_turns_that_start_from_the_same_state() -> None:
     """Worked by hand. Rewards (1, 4), (0, 2), (0, 0): returns 1 + 4/2 = 3 and 4; 0 + 2/2 = 1 and 2; 0 and 0.
 
-    Episodes: 5, 2, 0, mean 7/3. First turns start from the prompt: 3, 1, 0, mean 4/3. The second ones of the first two
-    follow "hot": 4, 2, mean 3; that of the third follows "cold" and is alone.
+    Episodes: 5, 2, 0, mean 7/3. First turns start from the prompt: 3, 1, 0, mean 4/3. The second ones of the
+    first two follow "hot": 4, 2, mean 3; that of the third follows "cold" and is alone.
     """
     rows = [
         text(("", 1.0), ("hot", 4.0)),
@@ -212,7 +215,8 @@ def test_gigpo_finds_states_that_come_back_within_one_trajectory() -> None:
 
 
 def test_gigpos_turn_returns_are_rolls_agentic_ones() -> None:
-    """[0, 2, 2, 0, 0, 2, 2, 0] for rewards 1 and 2, gamma 1/2: against a turn-alike of no reward, less their mean."""
+    """[0, 2, 2, 0, 0, 2, 2, 0] for rewards 1 and 2, gamma 1/2: against a turn-alike of no reward, less their
+    mean."""
     mine, other = text(("", 1.0), ("o", 2.0)), text(("", 0.0), ("o", 0.0))
     compute_advantages([mine, other], replace(GIGPO, advantage=changed(GIGPO.advantage, episode_weight=0.0)))
     close(per_turn(mine), [1.0, 1.0])  # 2 - 1, 2 - 1
@@ -232,7 +236,8 @@ def simulated(states: list[float], rewards: list[float], group: int = 0) -> Row:
 def test_an_env_step_is_a_turn_and_its_observation_the_state() -> None:
     rows = [simulated([0.0, 1.0, 9.0], [0.0, 1.0]), simulated([-0.0, 2.0, 1.0], [0.0, 0.0])]
     compute_advantages(rows, replace(GIGPO, advantage=changed(GIGPO.advantage, episode_weight=0.0)))
-    # both start from 0 (of either sign): returns 1/2 and 0; the later states come up once, a last one is no turn's
+    # both start from 0 (of either sign): returns 1/2 and 0; the later states come up once, a last one is no
+    # turn's
     close(rows[0].fields["advantages"].tolist(), [0.25, 0.0, 0.0])
     close(rows[1].fields["advantages"].tolist(), [-0.25, 0.0, 0.0])
 
@@ -284,7 +289,8 @@ def test_gigpo_compares_a_turn_after_a_cut_by_what_was_new_in_its_context() -> N
 
 
 def test_rewards_of_turns_are_centred_and_scaled() -> None:
-    """Sums 5 and 1, mean 3, deviation sqrt(8) = 2.828427: every reward over that, the centre off at the last position."""
+    """Sums 5 and 1, mean 3, deviation sqrt(8) = 2.828427: every reward over that, the centre off at the last
+    position."""
     rows = [text(("", 1.0), ("a", 4.0)), text(("", 1.0), ("b", 0.0))]
     compute_advantages(
         rows,
@@ -313,8 +319,8 @@ def test_a_terminal_reward_is_normalised_before_kl_is_subtracted() -> None:
 
 @pytest.mark.parametrize(("place", "advantages"), [("reward", [0.7, 0.9]), ("advantage", [0.8, 0.9])])
 def test_kl_in_the_advantage_is_not_credited_to_earlier_tokens(place: str, advantages: list[float]) -> None:
-    """On-policy distillation with a task: the return of 1, less 0.2 KL of 1 at the first token, 0.5 at the second: from
-    the reward, 1 - 0.2 (1 + 0.5) and 1 - 0.2 * 0.5."""
+    """On-policy distillation with a task: the return of 1, less 0.2 KL of 1 at the first token, 0.5 at the
+    second: from the reward, 1 - 0.2 (1 + 0.5) and 1 - 0.2 * 0.5."""
     (row,) = answers(1.0)
     row.fields |= {"old_logprobs": np.float32([0, 1.0, 0.5]), "ref_logprobs": np.float32([9, 0.0, 0.0])}
     recipe = replace(RECIPES["reinforce_pp"], whiten_advantages=False, kl_coef=0.2, kl_in=place)
@@ -387,7 +393,8 @@ def test_advantages_are_clipped_after_whitening() -> None:
     compute_advantages(
         rows, replace(GRPO, advantage=advantage_of("reinforce"), whiten_advantages=True, advantage_clip=1.0)
     )
-    # whitened over two tokens each: mean 2.5, variance 2 * (56.25 + 18.75) / 7, std 4.629100: 1.620185 and -0.540062
+    # whitened over two tokens each: mean 2.5, variance 2 * (56.25 + 18.75) / 7, std 4.629100: 1.620185 and
+    # -0.540062
     close(per_row(rows), [1.0, -0.540062, -0.540062, -0.540062])
 
 

@@ -1,5 +1,5 @@
-"""Options of DeepSpeed, Megatron-core and vLLM in the library's own settings. (Those of FSDP: test_fsdp_settings; that no option is
-without effect: dialects/test_liveness.)
+"""Options of DeepSpeed, Megatron-core and vLLM in the library's own settings. (Those of FSDP:
+test_fsdp_settings; that no option is without effect: dialects/test_liveness.)
 
 A table for each library: option -> what is in the settings then.
 """

@@ -126,8 +126,8 @@ TURNS = torch.tensor([-1, 0, 0, -1, 1], dtype=torch.int32)
 def _of_turns(
     recipe: Recipe, weight: float, advantages: list[float], moved: list[float]
 ) -> tuple[float, list[float], list[float]]:
-    """The loss and its gradients by log-probs and entropies. `moved` is log pi - log old of the three tokens, `weight` that
-    of a token or turn; the entropies are 0.3, 0.5 and 0.2."""
+    """The loss and its gradients by log-probs and entropies. `moved` is log pi - log old of the three tokens,
+    `weight` that of a token or turn; the entropies are 0.3, 0.5 and 0.2."""
     logprobs = torch.tensor([9.0, -1.0, -2.0, 9.0, -0.5], requires_grad=True)
     entropy = torch.tensor([9.0, 0.3, 0.5, 9.0, 0.2], requires_grad=True)
     away = torch.tensor([0.0, *moved[:2], 0.0, moved[2]])
@@ -146,7 +146,8 @@ def test_log_probs_of_decisions_are_clipped_as_one_and_each_counts_once(
     level: Literal["action", "chunk"],
 ) -> None:
     recipe = replace(GRPO, logprob_level=level)
-    # ratios e^0.2 = 1.221403, beyond 1.2, and e^-0.3 = 0.740818; neither token of the first is beyond 1.2 by itself
+    # ratios e^0.2 = 1.221403, beyond 1.2, and e^-0.3 = 0.740818; neither token of the first is beyond 1.2 by
+    # itself
     loss, gradient, _ = _of_turns(recipe, 0.5, [1.0, 1.0, 1.0], [0.1, 0.1, -0.3])
     assert loss == pytest.approx(-(1.2 + 0.740818) / 2, **CLOSE)
     assert gradient == pytest.approx([0.0, 0.0, -0.370409], **CLOSE)
@@ -166,7 +167,8 @@ def test_equally_weighted_turns_have_the_mean_over_their_tokens() -> None:
 
 def test_losses_without_a_ratio_take_the_log_prob_of_a_decision_too() -> None:
     kimi = replace(GRPO, policy_loss=Kimi(tau=0.5), logprob_level="chunk")
-    # -A log pi: 3 and 0.5; 0.5 / 2 times the square of 0.1 + 0.3, and of -0.2; gradients -1 + 0.5 * 0.4, -1 - 0.5 * 0.2
+    # -A log pi: 3 and 0.5; 0.5 / 2 times the square of 0.1 + 0.3, and of -0.2; gradients -1 + 0.5 * 0.4, -1 -
+    # 0.5 * 0.2
     loss, gradient, _ = _of_turns(kimi, 0.5, [1.0, 1.0, 1.0], [0.1, 0.3, -0.2])
     assert loss == pytest.approx((3.0 + 0.5 + 0.25 * (0.16 + 0.04)) / 2, **CLOSE)
     assert gradient == pytest.approx([-0.4, -0.4, -0.55], **CLOSE)
@@ -363,8 +365,8 @@ def test_a_critic_with_normalized_values_is_clipped_in_units_of_its_deviation() 
 
 
 def test_a_geometric_mask_after_a_token_mask_is_over_the_tokens_that_it_kept() -> None:
-    """The first token's ratio is e^1, the second's 1: their geometric mean e^0.5 is outside [0.9, 1.1], that of the second alone
-    is not."""
+    """The first token's ratio is e^1, the second's 1: their geometric mean e^0.5 is outside [0.9, 1.1], that
+    of the second alone is not."""
     masks = (
         Correction(level="token", mode="mask", low=0.0, high=2.0),
         Correction(level="geometric", mode="mask", low=0.9, high=1.1),

@@ -1,7 +1,7 @@
 """Half-precision weights are trained through float32 master weights, by every backend.
 
-bf16 has 8 bits of precision: at a rate of 1e-6, weights of 0.02 (built models') that are updated in bf16 themselves stay
-where they are, since an update must be half of their last bit, 4e-5, to change them.
+bf16 has 8 bits of precision: at a rate of 1e-6, weights of 0.02 (built models') that are updated in bf16
+themselves stay where they are, since an update must be half of their last bit, 4e-5, to change them.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
     whole, cut = _backend(micro_batch_tokens=10_000), _backend(micro_batch_tokens=1)
     assert {g.dtype for g in _gradients(whole)} == {torch.float32}
     one, other = (torch.cat([g.flatten() for g in _gradients(b)]) for b in (whole, cut))
-    # in both, activations and the products of a micro-batch are rounded to bf16, by 2^-9 relative, some ten times in a row
+    # in both, activations and the products of a micro-batch are rounded to bf16, by 2^-9 relative, some ten
+    # times in a row
     assert float((one - other).norm() / one.norm()) < 10 * 2**-9
 
 
@@ -198,8 +199,8 @@ def _sharded(name: str, lr: float, **keys: Any) -> SingleBackend:
 
 
 def _go_on(rank: int, folder: Path, names: list[str], lora: dict[str, Any] | None) -> None:
-    """From one process's state after 10 steps 10 more, through a checkpoint of this layout after 8 of them, at
-    the lower of the rates: it is where weights without masters stand still."""
+    """From one process's state after 10 steps 10 more, through a checkpoint of this layout after 8 of them,
+    at the lower of the rates: it is where weights without masters stand still."""
     if names[0] in MEGATRON:
         use_megatron_on_cpu()
     os.environ["DS_ACCELERATOR"] = "cpu"

@@ -1,4 +1,5 @@
-"""Models that Megatron cannot build or partition are refused before anything is built, with an alternative."""
+"""Models that Megatron cannot build or partition are refused before anything is built, with an
+alternative."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::Warning")]
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Laid out as that of Transformer Engine and Apex: moments in the state, the number of steps in the group."""
+    """Laid out as that of Transformer Engine and Apex: moments in the state, the number of steps in the
+    group."""
 
     def __init__(self, parameters: list[Tensor]) -> None:
         super().__init__(parameters, {})

@@ -1,4 +1,5 @@
-"""Waiting for NCCL, whose peer has failed: for a group that is never made, and a collective that never completes."""
+"""Waiting for NCCL, whose peer has failed: for a group that is never made, and a collective that never
+completes."""
 
 from __future__ import annotations
 

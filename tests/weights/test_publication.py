@@ -39,7 +39,8 @@ LINKED = ("shared_memory", "gloo")
 
 
 def _weights(version: int) -> dict[str, Tensor]:
-    """Tensors of every sort: large, larger than a bucket, small, of no element, of no dimension, not contiguous, of odd sizes."""
+    """Tensors of every sort: large, larger than a bucket, small, of no element, of no dimension, not
+    contiguous, of odd sizes."""
     generator = torch.Generator().manual_seed(version)
     grid = torch.randn(300, 701, generator=generator)
     return {

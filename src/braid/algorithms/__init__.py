@@ -1,4 +1,5 @@
-"""The mathematics of reinforcement learning as functions on tensors: advantages, losses, KL estimates, weights.
+"""The mathematics of reinforcement learning as functions on tensors: advantages, losses, KL estimates,
+weights.
 
 They can be imported from here, but for three that are named like their module: aggregate.aggregate,
 segments.segments and value_loss.value_loss. torch is imported with the first function that needs it.

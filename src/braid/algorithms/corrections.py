@@ -6,9 +6,9 @@ expectation under pi_old (importance sampling); bounding w, or masking tokens wh
 a little bias for much less variance. With a separately clipped ratio pi / pi_old, this is decoupled PPO
 (Hilton et al. 2021, arXiv 2110.00641).
 
-Owns the factor, and the interpolation of log-probs. The caller (training/losses.py) multiplies only the surrogate by it: KL, entropy and
-supervised terms keep all their tokens. Masked tokens still count in every denominator, so the weight of the
-other tokens does not depend on how many were masked.
+Owns the factor, and the interpolation of log-probs. The caller (training/losses.py) multiplies only the
+surrogate by it: KL, entropy and supervised terms keep all their tokens. Masked tokens still count in every
+denominator, so the weight of the other tokens does not depend on how many were masked.
 """
 
 from __future__ import annotations

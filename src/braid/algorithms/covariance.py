@@ -2,8 +2,9 @@
 
 Cui et al. 2025 (arXiv 2505.22617): a policy-gradient step changes the entropy by about minus the covariance
 of log-probs and advantages, and a few tokens account for most of it. Owns the selection among the tokens of
-one optimizer step; policy_losses/clip_cov.py and kl_cov.py apply it. Tokens are selected before the step's first forward pass, from
-the old log-probs, so the selection does not depend on micro-batch size, packing or number of ranks.
+one optimizer step; policy_losses/clip_cov.py and kl_cov.py apply it. Tokens are selected before the step's
+first forward pass, from the old log-probs, so the selection does not depend on micro-batch size, packing or
+number of ranks.
 """
 
 from __future__ import annotations

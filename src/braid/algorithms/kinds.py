@@ -1,6 +1,7 @@
 """What the kinds of a family, such as policy losses, have in common.
 
-A kind is a class: its fields are its config keys, its methods its formula, its class variables what it declares.
+A kind is a class: its fields are its config keys, its methods its formula, its class variables what it
+declares.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class Kind(Section):
         return named
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A user's own is loaded again in the process that receives it, where its module has not been imported."""
+        """A user's own is loaded again in the process that receives it, where its module has not been
+        imported."""
         if self._base_dir is None:
             return super().__reduce_ex__(protocol)
         family = next(base for base in type(self).__mro__ if base.__dict__.get("config_key"))

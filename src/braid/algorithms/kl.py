@@ -1,8 +1,9 @@
 """KL divergence from the reference policy, estimated per token from the log-probs of sampled tokens.
 
-Owns the estimators, except for `full`, which models.logprobs computes from all logits. `Recipe.kl_in` decides whether the estimate enters the loss or the reward, and it
-matters: an unbiased estimator of the value need not have the right gradient. With x sampled from the current
-policy pi, d = log pi(x) - log ref(x), S = grad log pi(x), and sg() the stop-gradient:
+Owns the estimators, except for `full`, which models.logprobs computes from all logits. `Recipe.kl_in` decides
+whether the estimate enters the loss or the reward, and it matters: an unbiased estimator of the value need
+not have the right gradient. With x sampled from the current policy pi, d = log pi(x) - log ref(x), S = grad
+log pi(x), and sg() the stop-gradient:
 
          value            its mean         in the loss: E[grad value]     in the reward: E[sg(value) S]
     k1   d                KL(pi|ref)       0: only noise                  grad KL(pi|ref)
@@ -11,10 +12,11 @@ policy pi, d = log pi(x) - log ref(x), S = grad log pi(x), and sg() the stop-gra
     abs  |d|              not KL           grad sum_x |pi(x) - ref(x)|    E[|d| S], of no divergence
     full sum_x pi(x) d(x) KL(pi|ref)       grad KL(pi|ref)                0: the same for every token x
 
-To regularise by KL(pi|ref), use k1 in the reward, or k2 or full in the loss. full has no sampling noise. k3 in the loss, as in the published GRPO,
-has the gradient of the forward KL, which agrees with that of the reverse KL to first order in d; in the
-reward, the gradient of k3 cancels to first order. A loss term acts only on its own token, a reward term also
-on the tokens before it, so over a sequence only the latter gives the gradient of the sequence's KL.
+To regularise by KL(pi|ref), use k1 in the reward, or k2 or full in the loss. full has no sampling noise. k3
+in the loss, as in the published GRPO, has the gradient of the forward KL, which agrees with that of the
+reverse KL to first order in d; in the reward, the gradient of k3 cancels to first order. A loss term acts
+only on its own token, a reward term also on the tokens before it, so over a sequence only the latter gives
+the gradient of the sequence's KL.
 
 Sources: Schulman 2020, joschu.net/blog/kl-approx.html, for the values of k1, k2 and k3; Tang & Munos 2025
 (arXiv 2506.09477) and Liu et al. 2025 (arXiv 2510.01555) for the gradients.

@@ -24,8 +24,8 @@ def is_path(kind: object) -> bool:
 def own_kind(family: type[K], path: str, settings: Mapping[str, Any], *, base_dir: Path) -> K:
     """The user's class or function at `path` as one of `family`, with `settings` as its fields.
 
-    File paths are relative to `base_dir`. Raises ValueError if there is none, if it is not of the family, or for settings
-    that it does not have.
+    File paths are relative to `base_dir`. Raises ValueError if there is none, if it is not of the family, or
+    for settings that it does not have.
     """
     try:
         loaded = load_function(path, base_dir=base_dir, key=family.config_key, allows_class=True)
@@ -36,8 +36,8 @@ def own_kind(family: type[K], path: str, settings: Mapping[str, Any], *, base_di
     if not isinstance(loaded, type):
         if settings:
             raise ValueError(
-                f"{path!r} is a function, which has no settings such as {next(iter(settings))!r}; remove them, or write "
-                f"a class of {family.__name__} with these fields"
+                f"{path!r} is a function, which has no settings such as {next(iter(settings))!r}; remove "
+                f"them, or write a class of {family.__name__} with these fields"
             )
         made = family.of_function(loaded)
     elif not issubclass(loaded, family):

@@ -66,9 +66,9 @@ class Recipe:
 
     None means off, except for `aggregation_constant`: there it means that the plan derives the value.
 
-    The defaults are GRPO (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300): group baseline and standard deviation,
-    k3 in the loss. Tokens are averaged over the step, not per answer, and the KL term is off, as in DAPO (arXiv
-    2503.14476). The bound of 10 on k3 is common practice.
+    The defaults are GRPO (Shao et al. 2024, DeepSeekMath, arXiv 2402.03300): group baseline and standard
+    deviation, k3 in the loss. Tokens are averaged over the step, not per answer, and the KL term is off, as
+    in DAPO (arXiv 2503.14476). The bound of 10 on k3 is common practice.
     """
 
     reward_mean: RewardStatistics = "none"

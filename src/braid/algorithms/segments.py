@@ -1,8 +1,8 @@
 """Segments of a packed batch, for log-probs, ratios and weights of decisions or sequences.
 
 Owns sums and means over segments. A decision lies within a row, and rows are never split; a loss that reads
-whole trajectories is given them in one micro-batch (Loss.whole_trajectories). So neither sums nor means depend on
-packing or micro-batches.
+whole trajectories is given them in one micro-batch (Loss.whole_trajectories). So neither sums nor means
+depend on packing or micro-batches.
 """
 
 from __future__ import annotations

@@ -15,14 +15,16 @@ LOG_RATIO_BOUND = 20.0
 
 PerToken = Float[Tensor, "T"]
 Surrogate = tuple[PerToken, dict[str, PerToken]]
-"""Per-token loss to be minimised, and diagnostics by name: detached [T] tensors, to be averaged over the mask."""
+"""Per-token loss to be minimised, and diagnostics by name: detached [T] tensors, to be averaged over the
+mask."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Inputs of a policy loss, each [T]. With algorithm.logprob_level above token, log-probs are those of decisions,
-    repeated at each of their tokens. `advantages` are those before the weights of the reduction are applied.
-    `is_chosen` is 1 at the tokens that a loss with `selects_tokens` selected for the step, else 0."""
+    """Inputs of a policy loss, each [T]. With algorithm.logprob_level above token, log-probs are those of
+    decisions, repeated at each of their tokens. `advantages` are those before the weights of the reduction
+    are applied. `is_chosen` is 1 at the tokens that a loss with `selects_tokens` selected for the step, else
+    0."""
 
     logprobs: PerToken
     old_logprobs: PerToken

@@ -1,4 +1,5 @@
-"""Tries a policy loss or an advantage of a user's own on a few numbers, before a run that would fail in its first round."""
+"""Tries a policy loss or an advantage of a user's own on a few numbers, before a run that would fail in its
+first round."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _ADVANTAGES = (1.0, -1.0, 0.5, 0.0)
 
 
 def problem_of_advantage(advantage: Advantage) -> str:
-    """Why a user's function of rewards and groups is no advantage, empty if it is one. Classes are not tried."""
+    """Why a user's function of rewards and groups is no advantage, empty if it is one. Classes are not
+    tried."""
     if not isinstance(advantage, FunctionAdvantage):
         return ""
     rewards, groups = torch.tensor(_ADVANTAGES, dtype=torch.float64), torch.tensor([0, 0, 1, 1])
@@ -40,7 +42,8 @@ def problem_of_advantage(advantage: Advantage) -> str:
 
 
 def problem_of(loss: PolicyLoss, reserved: Collection[str] = ()) -> str:
-    """Why the loss cannot train, empty if it can. `reserved` are the names of metrics that every policy loss reports."""
+    """Why the loss cannot train, empty if it can. `reserved` are the names of metrics that every policy loss
+    reports."""
     if taken := sorted(loss.metrics.keys() & set(reserved)):
         return f"its metric {taken[0]!r} is one that every policy loss reports; give it another name"
     try:

@@ -1,5 +1,5 @@
-"""Checkpoints of a run (docs/run_directory.md): written atomically, verified before loading, and pruned to the
-newest.
+"""Checkpoints of a run (docs/run_directory.md): written atomically, verified before loading, and pruned to
+the newest.
 
 A folder named step_N is complete: it is written as .saving_step_N, synced to disk with all of its files, then
 renamed. If the process is killed at any moment, each step_N is either the old or the new checkpoint. Names
@@ -125,8 +125,8 @@ class CheckpointStore:
         return self.path(step)
 
     def locate(self, which: str | Path = "latest") -> tuple[Path, int, dict[str, Any]]:
-        """Return (folder, step, state) of the newest complete checkpoint, or of the one in the folder `which`.
-        Files written by workers are not read.
+        """Return (folder, step, state) of the newest complete checkpoint, or of the one in the folder
+        `which`. Files written by workers are not read.
 
         Raises CheckpointError when there is none. `latest` skips a damaged checkpoint with a warning; a
         damaged one given by path is an error.
@@ -147,7 +147,8 @@ class CheckpointStore:
             listed = "\n  - ".join(["all checkpoints are damaged:", *problems])
             raise CheckpointError(f"{listed}\nStart a new run with run.resume=none")
         raise CheckpointError(
-            f"no checkpoint in {self.folder}; start a new run with run.resume=none, or set run.resume to the path of a checkpoint"
+            f"no checkpoint in {self.folder}; start a new run with run.resume=none, or set run.resume to "
+            "the path of a checkpoint"
         )
 
     def about(self, which: str | Path = "latest") -> tuple[Path, dict[str, str]] | None:
@@ -259,7 +260,8 @@ def _manifest_of(path: Path) -> dict[str, Any]:
         inside = CheckpointStore(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
         if steps := inside.steps():
             raise CheckpointError(
-                f"{path} is a folder of checkpoints, not a checkpoint; choose one, for example {inside.path(steps[-1])}"
+                f"{path} is a folder of checkpoints, not a checkpoint; choose one, for example "
+                f"{inside.path(steps[-1])}"
             ) from None
         raise _damaged(path, f"{MANIFEST} is missing") from None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -268,7 +270,8 @@ def _manifest_of(path: Path) -> dict[str, Any]:
         raise _damaged(path, f"{MANIFEST} has invalid entries")
     if version != FORMAT:
         raise CheckpointError(
-            f"the checkpoint {path} has format {version}, but this version of braid reads {FORMAT}; use the version that wrote it"
+            f"the checkpoint {path} has format {version}, but this version of braid reads {FORMAT}; use the "
+            "version that wrote it"
         )
     return manifest
 
@@ -299,8 +302,8 @@ def _check_written(saving: Path, files: Files) -> None:
     for name, line in files.items():
         if not (saving / name).is_file() or (saving / name).stat().st_size != line["bytes"]:
             raise CheckpointError(
-                f"the driver does not find {name}, which workers wrote, in {saving}; set checkpoint.dir (or run.output_dir) to a "
-                "folder that all machines share"
+                f"the driver does not find {name}, which workers wrote, in {saving}; set checkpoint.dir (or "
+                "run.output_dir) to a folder that all machines share"
             )
 
 

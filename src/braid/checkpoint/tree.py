@@ -121,6 +121,7 @@ class _Tensors:
 
 def _cannot(path: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"the state at {path.removeprefix('/') or 'its root'} contains {what}, which checkpoints do not support; allowed are "
-        "dict, list, tuple, str, int, float, bool, None, bytes, numeric numpy arrays, and dense tensors"
+        f"the state at {path.removeprefix('/') or 'its root'} contains {what}, which checkpoints do not "
+        "support; allowed are dict, list, tuple, str, int, float, bool, None, bytes, numeric numpy arrays, "
+        "and dense tensors"
     )

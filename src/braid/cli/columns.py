@@ -1,5 +1,5 @@
-"""Columns of text whose values stay whole: a path or a list that does not fit in its column goes on beyond it, and beyond the
-terminal's width, where the terminal itself breaks it, so that it can be copied."""
+"""Columns of text whose values stay whole: a path or a list that does not fit in its column goes on beyond
+it, and beyond the terminal's width, where the terminal itself breaks it, so that it can be copied."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _GAP, _LEAST_NOTE, _LEAST_VALUE = 2, 24, 12
 
 
 def print_rows(console: Console, rows: Sequence[Row], *, indent: int) -> None:
-    """Print rows as columns. Names and values are never broken; notes wrap at spaces, and are below values that reach into
-    their column."""
+    """Print rows as columns. Names and values are never broken; notes wrap at spaces, and are below values
+    that reach into their column."""
     name_width, value_width, note_width = (max((len(row[i]) for row in rows), default=0) for i in range(3))
     start = indent + name_width + _GAP
     room = console.width - start - _GAP
@@ -42,7 +42,8 @@ def print_rows(console: Console, rows: Sequence[Row], *, indent: int) -> None:
 
 
 def print_beside(console: Console, head: Text, body: Text, *, least: int, indent: int) -> None:
-    """Print `body` beside `head`, or below it with an indent if less than `least` characters or its longest word would fit."""
+    """Print `body` beside `head`, or below it with an indent if less than `least` characters or its longest
+    word would fit."""
     room = console.width - len(head)
     if room < max(least, max(map(len, body.plain.split()), default=0)):
         head.rstrip()

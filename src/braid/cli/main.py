@@ -187,7 +187,8 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _planned(args: argparse.Namespace, verb: Verb | None = None) -> tuple[Loaded, Plan]:
-    """The config and its plan, for the command that the config is for unless `verb` names one. Raises ConfigError."""
+    """The config and its plan, for the command that the config is for unless `verb` names one. Raises
+    ConfigError."""
     from braid.plan import default_verb, resolve
 
     loaded, read = _read(args)
@@ -196,7 +197,8 @@ def _planned(args: argparse.Namespace, verb: Verb | None = None) -> tuple[Loaded
 
 
 def _explain(args: argparse.Namespace) -> int:
-    """Print the ledger, and whether the plan that `braid show` prints can be made: the exit code is that of `show`."""
+    """Print the ledger, and whether the plan that `braid show` prints can be made: the exit code is that of
+    `show`."""
     from braid.cli.explain import print_key, print_ledger
     from braid_dialects.load import Refused, ledger_text
 
@@ -351,8 +353,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     show.add_argument(
         "--check",
         action="store_true",
-        help="also read the data, call each reward on an example, and check that models and packages exist, as train "
-        "does before it starts",
+        help="also read the data, call each reward on an example, and check that models and packages exist, "
+        "as train does before it starts",
     )
     show.add_argument("--for", dest="verb", choices=_RUNS, help="plan for this command")
     for verb in (show, explain):
@@ -395,13 +397,15 @@ def _add_config(verb: argparse.ArgumentParser, *, is_optional: bool) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="overrides in the keys of the config, for example run.seed=1 data.train.0.size=5; with an RLinf, ROLL or "
-        "SkyRL config, braid.KEY=VALUE sets a native key, for example braid.run.max_rounds=2",
+        help="overrides in the keys of the config, for example run.seed=1 data.train.0.size=5; with an "
+        "RLinf, ROLL or SkyRL config, braid.KEY=VALUE sets a native key, for example "
+        "braid.run.max_rounds=2",
     )
     verb.add_argument(
         "--dialect",
         metavar="{native,rlinf,roll,skyrl,skyrl@VERSION}",
-        help="format of the config, and for SkyRL the version whose defaults apply; detected from its keys by default",
+        help="format of the config, and for SkyRL the version whose defaults apply; detected from its keys "
+        "by default",
     )
     verb.add_argument("--backend", metavar="NAME", help="override the training backend; single: one process")
     verb.add_argument("--engine", metavar="NAME", help="override the rollout engine; native: braid's own")

@@ -182,7 +182,8 @@ def _algorithm(loaded: Loaded, plan: Plan) -> list[Row]:
 
 
 def _parts(recipe: Recipe) -> dict[tuple[str, str], Any]:
-    """The recipe's parts, and after a kind its settings: (part, setting, or empty for the part itself) -> value."""
+    """The recipe's parts, and after a kind its settings: (part, setting, or empty for the part itself) ->
+    value."""
     parts: dict[tuple[str, str], Any] = {}
     for field in fields(recipe):
         value = getattr(recipe, field.name)

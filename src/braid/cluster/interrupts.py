@@ -34,8 +34,8 @@ class StopSignals:
     shuts down, further signals are ignored. Within `graceful` the first signal only sets `is_requested`, and
     the next one raises.
 
-    A handler may interrupt the main thread anywhere, even within another handler, so it neither blocks nor starts
-    threads: `_watch`, in a separate thread, logs the request and enforces the time limit."""
+    A handler may interrupt the main thread anywhere, even within another handler, so it neither blocks nor
+    starts threads: `_watch`, in a separate thread, logs the request and enforces the time limit."""
 
     def __init__(self) -> None:
         self.is_requested = False
@@ -51,8 +51,8 @@ class StopSignals:
         self._cuttable = 0
         self._finishing = 0
         self._to_watch: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        """The number of the signal that asks for a stop; None ends `_watch`. Its `put` may be interrupted by a handler that
-        calls it."""
+        """The number of the signal that asks for a stop; None ends `_watch`. Its `put` may be interrupted by
+        a handler that calls it."""
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Handle a signal that interrupted `frame`."""
@@ -79,7 +79,8 @@ class StopSignals:
 
     @property
     def must_end_since_s(self) -> float | None:
-        """When (time.monotonic) the run had to end, or its time was over; None if neither is so, and in `finishing`."""
+        """When (time.monotonic) the run had to end, or its time was over; None if neither is so, and in
+        `finishing`."""
         if self._ending_since_s is not None:
             return self._ending_since_s
         return None if self._finishing else self._late_since_s
@@ -140,13 +141,14 @@ class StopSignals:
             raise RoundCut
 
     def _watch(self, within_s: float, thread: int) -> None:
-        """Wait for the first signal, log what it leads to, and interrupt `thread` `within_s` seconds later, also
-        in a blocking call. The signal is sent until the handler has cut the round: one that comes just before such a call
-        does not interrupt it, and a context manager must not be interrupted."""
+        """Wait for the first signal, log what it leads to, and interrupt `thread` `within_s` seconds later,
+        also in a blocking call. The signal is sent until the handler has cut the round: one that comes just
+        before such a call does not interrupt it, and a context manager must not be interrupted."""
         if (number := self._to_watch.get()) is None:
             return
         logger.warning(
-            "%s: stopping with a checkpoint within %g s, or after the update in progress; send it again to stop immediately",
+            "%s: stopping with a checkpoint within %g s, or after the update in progress; send it again to "
+            "stop immediately",
             signal.Signals(number).name,
             within_s,
         )
@@ -180,7 +182,8 @@ _listening: list[StopSignals] = []
 def stop_signals(*, ends_process: bool = False) -> Iterator[StopSignals]:
     """Handle signals of this process within the block; nested blocks share one object. Signals that were
     ignored before, as under nohup, stay ignored. Outside the main thread, the only one that handles signals,
-    the object has no effect. With `ends_process` the process is ended where it does not end by itself (see last_resort)."""
+    the object has no effect. With `ends_process` the process is ended where it does not end by itself (see
+    last_resort)."""
     if _listening:
         yield _listening[0]
         return

@@ -1,5 +1,5 @@
-"""Ends a process that a signal has asked to end, and that does not: its main thread may be in a call that nothing
-interrupts, or may take minutes to release what it holds."""
+"""Ends a process that a signal has asked to end, and that does not: its main thread may be in a call that
+nothing interrupts, or may take minutes to release what it holds."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ _TICK_S = 0.1
 
 @contextmanager
 def last_resort(stop: StopSignals, numbers: Collection[int], *, same_s: float) -> Iterator[None]:
-    """Within the block, end the process with EXIT_CODE, ENDS_WITHIN_S seconds after it had to end according to `stop`; or
-    after a signal of `numbers`, the second one where the first leaves time for a checkpoint, that the main thread has not
-    handled. Signals within `same_s` seconds count as one. In the main thread only.
+    """Within the block, end the process with EXIT_CODE, ENDS_WITHIN_S seconds after it had to end according
+    to `stop`; or after a signal of `numbers`, the second one where the first leaves time for a checkpoint,
+    that the main thread has not handled. Signals within `same_s` seconds count as one. In the main thread
+    only.
 
-    The C-level handler writes each signal's number to a socket (signal.set_wakeup_fd), whatever the main thread does."""
+    The C-level handler writes each signal's number to a socket (signal.set_wakeup_fd), whatever the main
+    thread does."""
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
     before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)

@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Loop:
-    """An event loop that persists between calls. It runs while a call waits; with `in_background` all the time,
-    in a thread, and so it does if a loop is already running here, as in a notebook, since Python allows one
-    running loop per thread."""
+    """An event loop that persists between calls. It runs while a call waits; with `in_background` all the
+    time, in a thread, and so it does if a loop is already running here, as in a notebook, since Python allows
+    one running loop per thread."""
 
     def __init__(self, *, in_background: bool = False) -> None:
         self._loop = asyncio.new_event_loop()
@@ -83,8 +83,8 @@ _TICK_S = 0.05
 
 
 async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently and return their results in order. If one fails, or the caller is cancelled,
-    the others are cancelled and awaited before the exception is raised."""
+    """Run coroutines concurrently and return their results in order. If one fails, or the caller is
+    cancelled, the others are cancelled and awaited before the exception is raised."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)

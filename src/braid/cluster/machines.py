@@ -102,8 +102,8 @@ def leave() -> None:
 
 _SECRET, _MODE = "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"  # environment variables
 _added: set[str] = set()
-"""Which of the two variables this process's cluster has added. Ray adds the second, and another cluster without
-a secret could not be started or joined while it is set."""
+"""Which of the two variables this process's cluster has added. Ray adds the second, and another cluster
+without a secret could not be started or joined while it is set."""
 
 
 def _read_secret() -> None:
@@ -134,8 +134,8 @@ def _start(num_processes: int, timeout_s: float, caught: Sequence[int]) -> None:
                 folder = os.environ.get("RAY_TMPDIR", "unset")
                 raise _problem(
                     "cluster",
-                    f"cannot start Ray on this machine ({why}). Its files are in RAY_TMPDIR ({folder}), by default /tmp; set it "
-                    "to a writable folder with free space and a short path",
+                    f"cannot start Ray on this machine ({why}). Its files are in RAY_TMPDIR ({folder}), by "
+                    "default /tmp; set it to a writable folder with free space and a short path",
                 ) from error
             if caught:
                 return  # the caller raises the signal again
@@ -145,8 +145,8 @@ def _start(num_processes: int, timeout_s: float, caught: Sequence[int]) -> None:
                 raise WorkerError(
                     f"Ray did not start on this machine in {attempt} attempts over {spent:.0f} s ({why})",
                     "the machine may be overloaded or short of memory; stop other work on it, or raise "
-                    f"cluster.start_timeout_s ({timeout_s:g}) if Ray needs more time. Ray's logs are in RAY_TMPDIR, by "
-                    "default /tmp/ray",
+                    f"cluster.start_timeout_s ({timeout_s:g}) if Ray needs more time. Ray's logs are in "
+                    "RAY_TMPDIR, by default /tmp/ray",
                 ) from error
             logger.warning("Ray did not start (%s); retrying", why)
 
@@ -165,7 +165,8 @@ def _init(num_processes: int) -> None:
 
 
 def _remove_old_sessions(session: Path) -> None:
-    """Remove the folders of sessions that other runs started, of which no process is left; Ray never removes them."""
+    """Remove the folders of sessions that other runs started, of which no process is left; Ray never removes
+    them."""
     with suppress(OSError):
         (session / _STARTED_BY_RUN).touch()
     marked = [mark.parent for mark in session.parent.glob(f"session_*/{_STARTED_BY_RUN}")]
@@ -197,8 +198,8 @@ def _end_processes(error: Exception) -> None:
 _STARTED_BY_RUN = "started_by_braid"
 """A file in the folder of a Ray session that a run has started."""
 _ALONE = (
-    "a cluster started by a run has only this machine. Run `ray start --head` here and `ray start --address=HOST:6379` on "
-    "the other machines, then set cluster.address=auto; or set cluster.num_nodes=1"
+    "a cluster started by a run has only this machine. Run `ray start --head` here and `ray start "
+    "--address=HOST:6379` on the other machines, then set cluster.address=auto; or set cluster.num_nodes=1"
 )
 
 
@@ -216,8 +217,8 @@ def _join(address: str) -> None:
     except (OSError, ValueError) as error:  # none was found, its name or form is wrong, or it does not answer
         raise _cannot_join(
             address,
-            f"no cluster answers there ({error}). Run `ray start --head` on its first machine and set the address to "
-            "HOST:6379, or remove it to start a cluster on this machine",
+            f"no cluster answers there ({error}). Run `ray start --head` on its first machine and set the "
+            "address to HOST:6379, or remove it to start a cluster on this machine",
         ) from None
     try:
         ray.init(address=bootstrap, log_to_driver=False, logging_level=logging.ERROR)
@@ -271,10 +272,10 @@ class Machines:
         *,
         is_restart: bool = False,
     ) -> None:
-        """Reserves a machine for each of `num_gpus`, with at least that many GPUs (none for a run on CPUs). On a
-        restart it waits for machines that have left the cluster. Raises ConfigError if the cluster lacks such
-        machines or they have another version of braid, WorkerError if they are not free in time, and MachineError
-        if one does not come back or does not answer in time."""
+        """Reserves a machine for each of `num_gpus`, with at least that many GPUs (none for a run on CPUs).
+        On a restart it waits for machines that have left the cluster. Raises ConfigError if the cluster lacks
+        such machines or they have another version of braid, WorkerError if they are not free in time, and
+        MachineError if one does not come back or does not answer in time."""
         self._devices_per_node = devices_per_node
         self._holders: list[Any] = []
         try:
@@ -314,8 +315,9 @@ class Machines:
             advice = f"`ray start --address={ray.get_runtime_context().gcs_address}` there adds it again"
             if time.monotonic() >= deadline:
                 raise MachineError(
-                    f"{what} did not join the Ray cluster within {timeout_s:g} s (cluster.start_timeout_s): the placement needs "
-                    f"{len(num_gpus)} machines, and the cluster has {len(there)} ({', '.join(addresses)}); {advice}"
+                    f"{what} did not join the Ray cluster within {timeout_s:g} s (cluster.start_timeout_s): "
+                    f"the placement needs {len(num_gpus)} machines, and the cluster has {len(there)} "
+                    f"({', '.join(addresses)}); {advice}"
                 )
             if not is_told:
                 logger.warning(
@@ -368,8 +370,8 @@ class Machines:
         if late:
             names = ", ".join(machines[telling.index(call)].address for call in late)
             raise WorkerError(
-                f"no process started on {names} within {timeout_s:g} s (cluster.start_timeout_s): their GPUs are in use, or the "
-                "machines have failed; check with `ray status`"
+                f"no process started on {names} within {timeout_s:g} s (cluster.start_timeout_s): their "
+                "GPUs are in use, or the machines have failed; check with `ray status`"
             )
         return [_checked(machine, call) for machine, call in zip(machines, telling, strict=True)]
 
@@ -381,8 +383,8 @@ _reserved: list[str] = []
 
 
 def _alive() -> list[Mapping[str, Any]]:
-    """The machines that Ray takes for alive, the driver's first. One that has lost its power is among them until Ray
-    notices, after a minute at most."""
+    """The machines that Ray takes for alive, the driver's first. One that has lost its power is among them
+    until Ray notices, after a minute at most."""
     here = ray.get_runtime_context().get_node_id()
     return sorted(
         (node for node in ray.nodes() if node["Alive"]),
@@ -403,8 +405,8 @@ def _too_few(
         advice = _ALONE if len(there) < num_nodes else fewer
     return _problem(
         "cluster.num_nodes",
-        f"the placement needs {num_nodes} machine{'s' * (num_nodes > 1)}{of_each}, but the Ray cluster has {len(there)}: {has}; "
-        + advice,
+        f"the placement needs {num_nodes} machine{'s' * (num_nodes > 1)}{of_each}, but the Ray cluster has "
+        f"{len(there)}: {has}; " + advice,
     )
 
 
@@ -435,12 +437,14 @@ def _checked(machine: Machine, call: Any) -> Machine | None:
         last = str(error).strip().splitlines()[-1]
         raise _problem(
             "cluster.address",
-            f"the machine {machine.address} cannot run braid {braid.__version__}: {last}; install the same version on all machines",
+            f"the machine {machine.address} cannot run braid {braid.__version__}: {last}; install the same "
+            "version on all machines",
         ) from error
     if version != braid.__version__:
         raise _problem(
             "cluster.address",
-            f"the machine {machine.address} has braid {version}, but this one {braid.__version__}; install the same version on all machines",
+            f"the machine {machine.address} has braid {version}, but this one {braid.__version__}; install "
+            "the same version on all machines",
         )
     return Machine(machine.node_id, machine.address, gpus, interface)
 

@@ -61,8 +61,8 @@ _GRACE_S = 1.0
 """When a rank dies, other ranks may report a lost connection first. This is the time, in seconds, to wait for
 the actual loss."""
 _LISTEN_S = 0.5
-"""Interval, in seconds, at which kills for lack of memory are counted: how close to a worker's death one must be
-to count as its cause."""
+"""Interval, in seconds, at which kills for lack of memory are counted: how close to a worker's death one must
+be to count as its cause."""
 _NUM_LAST_LINES = 3
 _ENDED = "its process was killed or crashed"
 _LESS_MEMORY = (
@@ -128,8 +128,8 @@ class _Host:
     """The Ray actor of one worker."""
 
     def __init__(self, env: Mapping[str, str | None], is_local: bool, num_sharing: int = 1) -> None:
-        """With `is_local` all workers are on this machine, and communicate over loopback. Unless `env` sets the number of
-        threads, it is this machine's cores divided by `num_sharing`."""
+        """With `is_local` all workers are on this machine, and communicate over loopback. Unless `env` sets
+        the number of threads, it is this machine's cores divided by `num_sharing`."""
         for name, value in env.items():
             os.environ.pop(name, None)  # Ray sets OMP_NUM_THREADS itself
             if value is not None:
@@ -148,8 +148,8 @@ class _Host:
         return host, self._listener.getsockname()[1]
 
     def process(self, log: Path | None, is_own: bool) -> _Process:
-        """Redirect output to `log`, if any, and start the watchdog. With `is_own` the cluster was started by the
-        driver. Raises ConfigError if the log's folder does not exist on this machine."""
+        """Redirect output to `log`, if any, and start the watchdog. With `is_own` the cluster was started by
+        the driver. Raises ConfigError if the log's folder does not exist on this machine."""
         node = ray.util.get_node_ip_address()
         if log is not None:
             if not log.parent.is_dir():
@@ -222,8 +222,9 @@ class Peer:
     timeout_s: float
 
     def start(self, method: Callable[..., R], *args: Any) -> Callable[[], R]:
-        """Call a method of the worker's class, after earlier calls; the function that is returned waits for the value. It
-        raises what the method raises, and EngineError if the worker dies or does not answer in time."""
+        """Call a method of the worker's class, after earlier calls; the function that is returned waits for
+        the value. It raises what the method raises, and EngineError if the worker dies or does not answer in
+        time."""
         run = self.host.run.options(name=f"{self.name}: {method.__name__}")
         called = run.remote(_MAIN, method.__name__, {}, *args)
         return partial(self._value_of, called, method.__name__)
@@ -255,10 +256,10 @@ class RayGroup(WorkerGroup[W]):
         env: Mapping[str, str | None] = THREADS,
         sharing: Sequence[int] | None = None,
     ) -> None:
-        """Start a process for each of the `placements` on `machines` (an int: that many, anywhere), and import the
-        modules `reads` in each, without waiting. `make` has to follow. `env` are environment variables that
-        `cluster.env` does not set; None removes one. `sharing` is, by rank, the number of processes with which a worker shares
-        its machine's cores, unless OMP_NUM_THREADS is set."""
+        """Start a process for each of the `placements` on `machines` (an int: that many, anywhere), and
+        import the modules `reads` in each, without waiting. `make` has to follow. `env` are environment
+        variables that `cluster.env` does not set; None removes one. `sharing` is, by rank, the number of
+        processes with which a worker shares its machine's cores, unless OMP_NUM_THREADS is set."""
         assert isinstance(placements, int) == (machines is None), (
             "pass machines if and only if placements are given"
         )
@@ -430,9 +431,9 @@ class RayGroup(WorkerGroup[W]):
         is_any: bool = False,
         until: float | None = None,
     ) -> list[Any]:
-        """Wait for calls, or until one has finished, or `until` then; returns the others. The first failure closes the group,
-        whose other ranks may be waiting for the failed one. So does the loss of a worker of any group, since the
-        run needs all groups."""
+        """Wait for calls, or until one has finished, or `until` then; returns the others. The first failure
+        closes the group, whose other ranks may be waiting for the failed one. So does the loss of a worker of
+        any group, since the run needs all groups."""
         pending = list(rank_of)
         ends = deadline if until is None else until
         while pending and not (is_any and len(pending) < len(rank_of)):
@@ -447,7 +448,8 @@ class RayGroup(WorkerGroup[W]):
                 where = "; ".join(self._where(rank) for rank in late)
                 self.close()
                 raise WorkerError(
-                    f"{self.role} workers {', '.join(map(str, late))} of {self.size} did not answer in time while {doing}",
+                    f"{self.role} workers {', '.join(map(str, late))} of {self.size} did not answer in time "
+                    f"while {doing}",
                     f"{where}; raise cluster.call_timeout_s if they need more time",
                 )
         return pending
@@ -471,8 +473,8 @@ class RayGroup(WorkerGroup[W]):
             self.close()
             raise WorkerError(
                 f"Ray's raylet died while {group._name(rank)} was {doing}",
-                f"{raylet}, and the workers on that machine ended with it; its logs are in the folder logs of Ray's session "
-                "(/tmp/ray/session_latest)",
+                f"{raylet}, and the workers on that machine ended with it; its logs are in the folder logs "
+                "of Ray's session (/tmp/ray/session_latest)",
             )
         if loss.said is None:
             what, why = "died", group._end_of(loss)
@@ -497,7 +499,8 @@ class RayGroup(WorkerGroup[W]):
         return f"{how} ({self._where(loss.rank)})" + (f"; last log lines: {words}" if words else "")
 
     def _lost_raylet(self, loss: Loss) -> str | None:
-        """The raylet of a lost worker, if it has died itself; None if it runs, or if nothing is known of it."""
+        """The raylet of a lost worker, if it has died itself; None if it runs, or if nothing is known of
+        it."""
         if not self._processes:
             return None
         process = self._processes[loss.rank]

@@ -15,7 +15,8 @@ _MAX_TEXT = 2000
 
 
 class Report(NamedTuple):
-    """A log record; with level None the reason why the worker cannot continue, though its process is alive."""
+    """A log record; with level None the reason why the worker cannot continue, though its process is
+    alive."""
 
     level: int | None
     text: str
@@ -31,13 +32,14 @@ def reports() -> Iterator[Report]:
 
 
 def give_up(why: str) -> None:
-    """Have the driver fail the run at once, and not at the next call. Does nothing in the driver's process."""
+    """Have the driver fail the run at once, and not at the next call. Does nothing in the driver's
+    process."""
     _made.put(Report(None, why[:_MAX_TEXT]))
 
 
 def log_to(file: Path | None) -> None:
-    """Log records from INFO on to standard error, and report warnings and errors. With `file`, standard output
-    and error of this process and its children go there."""
+    """Log records from INFO on to standard error, and report warnings and errors. With `file`, standard
+    output and error of this process and its children go there."""
     if file is not None:
         number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(number, 1)

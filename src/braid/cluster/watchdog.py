@@ -2,10 +2,10 @@
 
     python -m braid.cluster.watchdog WORKER RAYLET MARK AGENT...    # process ids
 
-Ray starts a worker as a child of its raylet, and the raylet of a cluster that a driver has started ends with that
-driver. The watchdog waits until worker or raylet is gone. Then it kills the worker and all that the worker has
-started, removes its engines' temporary folders, and, if the raylet is gone, kills the raylet's agents, which
-would remain for a minute.
+Ray starts a worker as a child of its raylet, and the raylet of a cluster that a driver has started ends with
+that driver. The watchdog waits until worker or raylet is gone. Then it kills the worker and all that the
+worker has started, removes its engines' temporary folders, and, if the raylet is gone, kills the raylet's
+agents, which would remain for a minute.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def main(worker: int, raylet: int, mark: str, agents: Sequence[int]) -> None:
 
 
 def _clean_up(worker: int, mark: str) -> None:
-    """Kill the process groups of the worker and of all that carry the mark, until none is left, and remove the
-    worker's folders."""
+    """Kill the process groups of the worker and of all that carry the mark, until none is left, and remove
+    the worker's folders."""
     kill_group(worker)
     while left := with_variable(_MARK, mark):
         for pid in left:

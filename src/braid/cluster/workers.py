@@ -5,11 +5,11 @@ A worker is a plain object; a group holds one per rank. A call names a method by
     rows = rollout.start(Collector.rows, kept)                # on rollout workers
     policy.call(TrainingBackend.infer, rows.refs[0], outputs) # from there to the ranks of the policy
 
-`call` waits for the values; `start` returns a `Pending`, whose references can be arguments of further calls, of
-this group or another. The called worker receives the value; it never passes through the caller's process. Every
-call has a deadline. If a worker dies, hangs or raises, the call fails with one WorkerError that names it.
-`InProcessGroup` calls its single worker directly, so that a debugger can step into it; cluster.ray has the group of
-processes.
+`call` waits for the values; `start` returns a `Pending`, whose references can be arguments of further calls,
+of this group or another. The called worker receives the value; it never passes through the caller's process.
+Every call has a deadline. If a worker dies, hangs or raises, the call fails with one WorkerError that names
+it. `InProcessGroup` calls its single worker directly, so that a debugger can step into it; cluster.ray has
+the group of processes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Place:
 
     `rendezvous` is the address (host, port) where the ranks meet: that of the socket `listener` of rank 0,
     which is open from before the ranks learn the address until rank 0's process exits. None for a single
-    worker. `address` is that at which other machines of the cluster reach this one; None in a run without workers.
-    `workers` are those that the process holds already, by name."""
+    worker. `address` is that at which other machines of the cluster reach this one; None in a run without
+    workers. `workers` are those that the process holds already, by name."""
 
     rank: int
     size: int
@@ -98,8 +98,8 @@ class Call:
 
 
 class WorkerGroup(ABC, Generic[W]):
-    """One worker per rank, all of one class. Calls to a process run one at a time, in the order in which they were
-    made, except those of `start_beside`. References may take the place of arguments."""
+    """One worker per rank, all of one class. Calls to a process run one at a time, in the order in which they
+    were made, except those of `start_beside`. References may take the place of arguments."""
 
     role: str
     size: int
@@ -141,16 +141,18 @@ class WorkerGroup(ABC, Generic[W]):
 
     @abstractmethod
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
-        """Wait until one of these calls has finished or failed, for `within_s` seconds at most; returns those that
-        have. Raises WorkerError."""
+        """Wait until one of these calls has finished or failed, for `within_s` seconds at most; returns those
+        that have. Raises WorkerError."""
 
     @abstractmethod
     def is_done(self, call: Pending[Any], within_s: float) -> bool:
-        """Whether all ranks have finished a call, after waiting for `within_s` seconds at most. Raises WorkerError."""
+        """Whether all ranks have finished a call, after waiting for `within_s` seconds at most. Raises
+        WorkerError."""
 
     @abstractmethod
     def add(self, name: str, factory: Factory[T]) -> WorkerGroup[T]:
-        """Create another worker in each process. Closing its group frees it and leaves the processes running."""
+        """Create another worker in each process. Closing its group frees it and leaves the processes
+        running."""
 
     @abstractmethod
     def close(self) -> None:
@@ -162,8 +164,9 @@ _GLANCE_S = 0.02
 
 
 def wait_for_all(calls: Sequence[tuple[WorkerGroup[Any], Pending[Any]]]) -> None:
-    """Wait for calls of several groups that exchange data with each other. The first failure ends the wait for all: those that
-    wait for the failed one would otherwise do so until their deadlines. Raises WorkerError."""
+    """Wait for calls of several groups that exchange data with each other. The first failure ends the wait
+    for all: those that wait for the failed one would otherwise do so until their deadlines. Raises
+    WorkerError."""
     pending = list(calls)
     while len(pending) > 1:
         pending = [(group, call) for group, call in pending if not group.is_done(call, _GLANCE_S)]
@@ -199,8 +202,8 @@ class Done(Generic[R]):
 
 
 class InProcessGroup(WorkerGroup[W]):
-    """A single worker in this process, called directly: exceptions propagate unchanged, nothing is copied, and a
-    call is complete when `start` returns. With `has_threads`, calls beside others run in threads."""
+    """A single worker in this process, called directly: exceptions propagate unchanged, nothing is copied,
+    and a call is complete when `start` returns. With `has_threads`, calls beside others run in threads."""
 
     size = 1
 

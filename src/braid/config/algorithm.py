@@ -69,7 +69,8 @@ class CorrectionConfig(Section):
             raise ValueError(f"low={self.low:g} is negative, but ratios are positive; set it to 0 or more")
         if self.measure == "difference" and self.mode == "truncate":
             raise ValueError(
-                "mode=truncate needs a ratio as the weight, not measure=difference; set mode to mask or mask_sequence"
+                "mode=truncate needs a ratio as the weight, not measure=difference; set mode to mask or "
+                "mask_sequence"
             )
         return self
 
@@ -80,13 +81,14 @@ class AlgorithmConfig(Section):
     recipe: RecipeName = "grpo"
     """Named algorithm, which sets the defaults of the keys below."""
     reward_mean: RewardStatistics | None = None
-    """Mean subtracted from each trajectory's reward before advantages are computed: of its group, of the round's
-    trajectories with its prompt's source, of the round (batch), of all rounds so far (running), or none."""
+    """Mean subtracted from each trajectory's reward before advantages are computed: of its group, of the
+    round's trajectories with its prompt's source, of the round (batch), of all rounds so far (running), or
+    none."""
     reward_std: RewardStatistics | None = None
     """Standard deviation by which rewards are then divided, with the same choices; 0 counts as 1."""
     advantage: AdvantageKind | None = None
-    """Advantage: a kind, its settings, or both; or the path of your own. Settings that are not set are those of the recipe,
-    or of the kind if it is another."""
+    """Advantage: a kind, its settings, or both; or the path of your own. Settings that are not set are those
+    of the recipe, or of the kind if it is another."""
     reward_clip: PositiveFloat | Literal["off"] | None = None
     """Bound on the absolute value of a trajectory's reward, applied after reward_mean and reward_std and
     before KL; off for none."""
@@ -104,19 +106,20 @@ class AlgorithmConfig(Section):
     """Exclude trajectories of at least this many policy tokens whose unshaped reward is 0 or less from the
     loss and its denominators (they still count in their group's statistics); off for none."""
     reward_level: Literal["chunk", "action"] = "chunk"
-    """Robots with gae: returns and values of action chunks, or of actions, with a critic that has a value for each
-    action of a chunk; gamma and gae_lambda are then per action. action needs a logprob_level of action or token."""
+    """Robots with gae: returns and values of action chunks, or of actions, with a critic that has a value for
+    each action of a chunk; gamma and gae_lambda are then per action. action needs a logprob_level of action
+    or token."""
     logprob_level: DecisionLevel | None = None
     """Level of the log-probs in the policy loss: of a token; or of a decision, the sum over its tokens, which
-    then counts once in the aggregation. A decision in text is a turn (action and chunk are the same). Robots: of a
-    token or a component of an action (the default of OpenVLA), of an action (of perceptrons), or of a chunk of actions
-    (of pi0)."""
+    then counts once in the aggregation. A decision in text is a turn (action and chunk are the same). Robots:
+    of a token or a component of an action (the default of OpenVLA), of an action (of perceptrons), or of a
+    chunk of actions (of pi0)."""
     entropy_level: DecisionLevel | None = None
-    """Level of the entropy bonus: the entropy of a token, or of a decision, the sum over its tokens. Robots: by default that
-    of logprob_level; of a finer one it is the mean over what a log-prob is of."""
+    """Level of the entropy bonus: the entropy of a token, or of a decision, the sum over its tokens. Robots:
+    by default that of logprob_level; of a finer one it is the mean over what a log-prob is of."""
     policy_loss: PolicyLossKind | None = None
-    """Policy loss (surrogate objective): a kind, its settings, or both; or the path of your own. Settings that are not set
-    are those of the recipe, or of the kind if it is another."""
+    """Policy loss (surrogate objective): a kind, its settings, or both; or the path of your own. Settings
+    that are not set are those of the recipe, or of the kind if it is another."""
     early_stop_ratio: PositiveFloat | Literal["off"] | None = None
     """Skip optimizer steps whose mean ratio exceeds this; off for none."""
     corrections: tuple[CorrectionConfig, ...] | None = None
@@ -137,8 +140,9 @@ class AlgorithmConfig(Section):
     """Estimator of the KL divergence: from the log-probs of sampled tokens, or full, the exact sum over the
     vocabulary at each position, which needs the reference in the policy's processes (not with Megatron)."""
     kl_in: KlPlace | None = None
-    """Whether the KL penalty is added to the loss, or subtracted from each token's reward, from which advantages are
-    computed, or from each token's advantage: then it is not credited to earlier tokens, nor learned by a critic."""
+    """Whether the KL penalty is added to the loss, or subtracted from each token's reward, from which
+    advantages are computed, or from each token's advantage: then it is not credited to earlier tokens, nor
+    learned by a critic."""
     kl_clamp: PositiveFloat | Literal["off"] | None = None
     """Bound on the estimator's absolute value per token; off for none."""
     kl_target: PositiveFloat | Literal["off"] | None = None

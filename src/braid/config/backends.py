@@ -145,8 +145,8 @@ class LoraConfig(Section):
     alpha: PositiveFloat | None = None
     """Adapter scale times rank (the LoRA alpha); rank when null."""
     targets: tuple[str, ...] = ("all-linear",)
-    """Layers that get an adapter (q_proj, ...); all-linear: every linear layer except the output head, and the weights of
-    routed experts (gate_up_proj, down_proj), one adapter per expert; routers stay frozen. Only for OpenVLA may the
-    head (lm_head) be among them."""
+    """Layers that get an adapter (q_proj, ...); all-linear: every linear layer except the output head, and
+    the weights of routed experts (gate_up_proj, down_proj), one adapter per expert; routers stay frozen. Only
+    for OpenVLA may the head (lm_head) be among them."""
     path: str | None = None
     """peft adapter folder to start from; its rank, alpha and targets take precedence."""

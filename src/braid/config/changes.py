@@ -43,8 +43,8 @@ class Change(NamedTuple):
 
 
 def changes(before: str, after: str, origins: Mapping[str, str]) -> list[Change]:
-    """Changes between two outputs of `config.load.to_yaml`, in key order. `origins` are those of `after`: a key that
-    `before` lacks and that is null by default was added by a newer version, which is no change."""
+    """Changes between two outputs of `config.load.to_yaml`, in key order. `origins` are those of `after`: a
+    key that `before` lacks and that is null by default was added by a newer version, which is no change."""
     if before == after:
         return []
     old, new = dict(_values(before)), dict(_values(after))

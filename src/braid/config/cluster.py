@@ -39,11 +39,11 @@ class ClusterConfig(Section):
     """Names of worker groups in messages and process titles; the role name by default."""
     env: dict[str, Annotated[str | None, BeforeValidator(_as_text)]] = Field(default_factory=dict)
     """Environment variables set in every worker, in the driver, and in its scoring processes; null leaves a
-    variable unchanged. A run's config.yaml stores `${oc.env:NAME,null}` instead of a secret: a value whose name has the
-    word TOKEN, KEY, SECRET, PASSWORD, CREDENTIALS or AUTH in it, or a URL with a password."""
+    variable unchanged. A run's config.yaml stores `${oc.env:NAME,null}` instead of a secret: a value whose
+    name has the word TOKEN, KEY, SECRET, PASSWORD, CREDENTIALS or AUTH in it, or a URL with a password."""
     buffer_processes: PositiveInt = 1
-    """Processes that hold the rollout buffer, on the machines of the rollout workers in turn. More than one when its
-    rows, such as images, need more memory than one machine has."""
+    """Processes that hold the rollout buffer, on the machines of the rollout workers in turn. More than one
+    when its rows, such as images, need more memory than one machine has."""
     start_timeout_s: PositiveFloat = 600.0
     """Timeout for starting all workers, in seconds."""
     call_timeout_s: PositiveFloat = 3600.0
@@ -51,7 +51,8 @@ class ClusterConfig(Section):
 
     @property
     def ray_address(self) -> str:
-        """The Ray cluster to join; `local`, Ray's address for a new cluster on this machine, if the run starts its own."""
+        """The Ray cluster to join; `local`, Ray's address for a new cluster on this machine, if the run
+        starts its own."""
         return self.address or os.environ.get("RAY_ADDRESS") or "local"
 
     @property

@@ -21,8 +21,8 @@ class _Source(Section):
     """Column of the prompt: plain text, a list of chat messages, or such a list as JSON text. `a.b` is field
     b of column a."""
     answer_key: str | None = "answer"
-    """Column of the reference answer (`answer` in rewards); null for none, also where a column is called `answer`. Of a
-    list, any item is correct."""
+    """Column of the reference answer (`answer` in rewards); null for none, also where a column is called
+    `answer`. Of a list, any item is correct."""
     source_key: str | None = None
     """Column of each row's source name, for metrics and rewards' `sources`; this source's name when null."""
     system: str | None = None
@@ -35,8 +35,8 @@ class _Source(Section):
     """Dotted path of a function from a data row (a mapping) to the target response: text, or a list of (text,
     is_policy), where entries with False are environment replies and excluded from the loss."""
     messages_key: str | None = None
-    """Column of whole conversations to imitate, for supervised fine-tuning: a list of messages {role, content}, those of
-    the role assistant with tool_calls and reasoning_content where they have them."""
+    """Column of whole conversations to imitate, for supervised fine-tuning: a list of messages {role,
+    content}, those of the role assistant with tool_calls and reasoning_content where they have them."""
     tools_key: str | None = None
     """Column of the tool schemas that such a conversation begins with."""
 
@@ -116,10 +116,11 @@ class MixShare(Section):
     """A group of sources with a common share of the training prompts."""
 
     sources: tuple[str, ...] = Field(min_length=1)
-    """Names of the sources, as in metrics; `*` for all that no other share names. Within the group prompts are
-    drawn in proportion to the sources' sizes."""
+    """Names of the sources, as in metrics; `*` for all that no other share names. Within the group prompts
+    are drawn in proportion to the sources' sizes."""
     share: NonNegativeFloat
-    """Weight of the group relative to the sum of all shares; 0 excludes it, and its sources need no reward."""
+    """Weight of the group relative to the sum of all shares; 0 excludes it, and its sources need no
+    reward."""
 
 
 class DataConfig(Section):
@@ -135,8 +136,8 @@ class DataConfig(Section):
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt after templating, in tokens."""
     overlong: Literal["drop", "truncate_left", "truncate_right", "error"] = "drop"
-    """What to do with prompts above max_prompt_tokens (always counted in metrics). truncate_right keeps what the chat template
-    writes after the last message, such as the beginning of the answer."""
+    """What to do with prompts above max_prompt_tokens (always counted in metrics). truncate_right keeps what
+    the chat template writes after the last message, such as the beginning of the answer."""
     use_chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: apply the tokenizer's chat template if it has one, or if the prompt is a list of chat
     messages."""

@@ -52,26 +52,28 @@ class ChatEnv(Section):
     """Format of the policy's tool calls; null: that of the chat template, or `tag`
     (`<calculator>6*7</calculator>`) without one."""
     thinking: Literal["keep", "as_template"] = "keep"
-    """The policy's reasoning in earlier turns: keep it, so that a conversation is one training row, or drop it where
-    the chat template does, which begins a new segment and row."""
+    """The policy's reasoning in earlier turns: keep it, so that a conversation is one training row, or drop
+    it where the chat template does, which begins a new segment and row."""
 
 
 class _SteppedEnv(ChatEnv):
     cut_turns: Literal["end", "continue"] = "end"
-    """A turn cut at sampling.max_new_tokens ends the episode as truncated, or the environment replies to it."""
+    """A turn cut at sampling.max_new_tokens ends the episode as truncated, or the environment replies to
+    it."""
     replies: Literal["messages", "text"] = "messages"
-    """The environment's replies: messages of the chat template; or text without roles, after which the policy goes on with
-    the same answer. An end token is then dropped from the context, which begins a new segment and row."""
+    """The environment's replies: messages of the chat template; or text without roles, after which the policy
+    goes on with the same answer. An end token is then dropped from the context, which begins a new segment
+    and row."""
     timeouts: Timeouts = Timeouts()
     """Time limits."""
     rewards_at: Literal["turn", "end"] = "turn"
-    """Position of the environment's rewards: at the end of the turn that earned them, or their sum at the end of the
-    episode. Matters to estimators of returns: gae, reinforce, gigpo, and advantage_level=turn."""
+    """Position of the environment's rewards: at the end of the turn that earned them, or their sum at the end
+    of the episode. Matters to estimators of returns: gae, reinforce, gigpo, and advantage_level=turn."""
 
 
 class McpServer(Section):
-    """Tools of an MCP server: a command that speaks MCP over its standard streams, or the URL of a running server
-    (streamable HTTP)."""
+    """Tools of an MCP server: a command that speaks MCP over its standard streams, or the URL of a running
+    server (streamable HTTP)."""
 
     kind: Literal["mcp"] = "mcp"
     """Tools of an MCP server."""
@@ -86,7 +88,8 @@ class McpServer(Section):
     url: str | None = None
     """URL of a running server."""
     per_episode: bool = False
-    """Start or connect to the server for each episode, for servers with state; false: once per rollout worker."""
+    """Start or connect to the server for each episode, for servers with state; false: once per rollout
+    worker."""
     error_is_failure: bool = False
     """Treat an error result of a tool as a failure of the environment; false: the policy reads it."""
 
@@ -122,8 +125,8 @@ class PythonSandbox(Section):
     """Sandbox of the tool `python`."""
 
     isolation: Literal["auto", "bubblewrap", "sandlock", "process"] = "auto"
-    """Sandbox: bubblewrap, sandlock, or with auto the first of them that works on this machine. process: only limits on
-    time, memory and files; the program can read files, use the network and kill processes."""
+    """Sandbox: bubblewrap, sandlock, or with auto the first of them that works on this machine. process: only
+    limits on time, memory and files; the program can read files, use the network and kill processes."""
     memory_bytes: int = Field(default=2**30, ge=2**26, le=2**32)
     """Address space limit of an episode's Python process, in bytes."""
 
@@ -134,8 +137,8 @@ class ToolsEnv(_SteppedEnv):
     kind: Literal["tools"]
     """Multiple turns with tool calls."""
     tools: tuple[ToolSource, ...] = ("calculator",)
-    """Available tools: `calculator`, `python`, a function or class (package.module.name or file.py:name), an MCP server
-    ({command, args, env} or {url}), or a search index ({index})."""
+    """Available tools: `calculator`, `python`, a function or class (package.module.name or file.py:name), an
+    MCP server ({command, args, env} or {url}), or a search index ({index})."""
     tool_timeout_s: PositiveFloat = 30.0
     """Timeout of one tool call, in seconds."""
     max_result_characters: PositiveInt = 10_000
@@ -152,19 +155,22 @@ class MixedEnvConfig(Section):
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     share: NonNegativeFloat = 1.0
-    """Share of the training tasks, relative to those of the others, for environments that make their own tasks."""
+    """Share of the training tasks, relative to those of the others, for environments that make their own
+    tasks."""
     eval_share: NonNegativeFloat | None = None
     """Share of the evaluation's episodes; null for `share`."""
     max_turns: PositiveInt | None = None
-    """Maximum turns of the policy, after which the trajectory is truncated; null for env.max_turns, which is an upper
-    bound."""
+    """Maximum turns of the policy, after which the trajectory is truncated; null for env.max_turns, which is
+    an upper bound."""
 
 
 class OpponentsConfig(Section):
-    """Agents that are played by earlier weights of the policy: those that an environment names in `opponents`."""
+    """Agents that are played by earlier weights of the policy: those that an environment names in
+    `opponents`."""
 
     every_rounds: NonNegativeInt = 0
-    """Give opponents the policy's weights in rounds that are a multiple of this; 0: they keep its first weights."""
+    """Give opponents the policy's weights in rounds that are a multiple of this; 0: they keep its first
+    weights."""
 
 
 class AgentEnvConfig(_SteppedEnv):
@@ -173,21 +179,23 @@ class AgentEnvConfig(_SteppedEnv):
     kind: Literal["agent"]
     """A text environment of several turns."""
     name: str | None = None
-    """Name of an adapter (gymnasium, skyrl_gym, gem, reasoning_gym, textarena, textarena_self_play, textworld, openenv, guess,
-    templated, team), or package.module.Class or file.py:Class of your own; null for a mixture."""
+    """Name of an adapter (gymnasium, skyrl_gym, gem, reasoning_gym, textarena, textarena_self_play,
+    textworld, openenv, guess, templated, team), or package.module.Class or file.py:Class of your own; null
+    for a mixture."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
     mix: dict[str, MixedEnvConfig] = Field(default_factory=dict)
-    """Kinds of environments, by names of your own, which are the sources of their tasks. With data, a prompt's source
-    or column mix_key names its kind."""
+    """Kinds of environments, by names of your own, which are the sources of their tasks. With data, a
+    prompt's source or column mix_key names its kind."""
     mix_key: str | None = None
-    """Column of the data that names the kind of a prompt's environment in mix; null for the prompt's source."""
+    """Column of the data that names the kind of a prompt's environment in mix; null for the prompt's
+    source."""
     opponents: OpponentsConfig | None = None
-    """Weights of the opponents in an environment of several agents; null if there are none. Needs a second copy of the
-    policy's weights in every rollout worker, and the native engine."""
+    """Weights of the opponents in an environment of several agents; null if there are none. Needs a second
+    copy of the policy's weights in every rollout worker, and the native engine."""
     run_in: Literal["auto", "inline", "thread", "process"] = "auto"
-    """Where the environment's methods run: on the event loop (async methods), in threads, or in processes. auto: as the
-    environment demands; async methods inline, others in threads."""
+    """Where the environment's methods run: on the event loop (async methods), in threads, or in processes.
+    auto: as the environment demands; async methods inline, others in threads."""
     processes: PositiveInt = 2
     """Processes per rollout worker where run_in is process; each runs one episode at a time."""
     tasks: PositiveInt = 4096
@@ -214,9 +222,9 @@ class ProgramEnv(ChatEnv):
     kind: Literal["program"]
     """A program that calls the policy."""
     program: str | tuple[str, ...] = Field(min_length=1)
-    """Python function `(task, base_url, api_key) -> reward` (package.module.function or file.py:function), or a command
-    line as a list, which reads OPENAI_BASE_URL, OPENAI_API_KEY, BRAID_TASK and BRAID_SEED; or external: programs that run
-    elsewhere and ask for episodes, with the key in BRAID_EXTERNAL_KEY."""
+    """Python function `(task, base_url, api_key) -> reward` (package.module.function or file.py:function), or
+    a command line as a list, which reads OPENAI_BASE_URL, OPENAI_API_KEY, BRAID_TASK and BRAID_SEED; or
+    external: programs that run elsewhere and ask for episodes, with the key in BRAID_EXTERNAL_KEY."""
     max_turns: PositiveInt = 50
     """Maximum calls of an episode, after which they are refused and the trajectory is truncated."""
     episode_timeout_s: PositiveFloat = 600.0
@@ -233,8 +241,8 @@ class VideoConfig(Section):
     """Videos of episodes (extra `video`)."""
 
     save: bool = False
-    """Save a video of every evaluation: a grid of its first episodes. Frames are the first image of the observations, or
-    what the environment renders (render_mode rgb_array)."""
+    """Save a video of every evaluation: a grid of its first episodes. Frames are the first image of the
+    observations, or what the environment renders (render_mode rgb_array)."""
     train_every_rounds: PositiveInt | None = None
     """Save a video of the first episodes of a round's rollout, too, every so many rounds; null: never."""
     num_episodes: PositiveInt = 9
@@ -259,37 +267,38 @@ class SimulatorEnv(Section):
     """Environments stepped together; at most prompts_per_round * group_size of them are used."""
     processes: NonNegativeInt = 1
     """Child processes among which the environments are divided; they step in parallel, with the deadline
-    rollout.env_timeout_s. 0: in the run's own process, without a deadline; for debuggers, and for environments whose
-    steps take microseconds. Changes no result."""
+    rollout.env_timeout_s. 0: in the run's own process, without a deadline; for debuggers, and for
+    environments whose steps take microseconds. Changes no result."""
     pipeline_stages: PositiveInt = 1
-    """Parts into which the environments of each process are divided: while one part is stepped, the actions of
-    another are computed. Changes no result. Needs env.processes of at least 1."""
+    """Parts into which the environments of each process are divided: while one part is stepped, the actions
+    of another are computed. Changes no result. Needs env.processes of at least 1."""
     offload: bool = False
-    """End the child processes after each sampling, and start them again for the next, so that the policy is trained with
-    the memory that they had."""
+    """End the child processes after each sampling, and start them again for the next, so that the policy is
+    trained with the memory that they had."""
     max_episode_steps: PositiveInt | None = None
     """Maximum env steps, after which an episode is truncated; null for the environment's own limit."""
     ignore_terminations: bool = False
-    """Go on after the task itself has ended, until max_episode_steps; success_once still tells whether the task was
-    fulfilled in between."""
+    """Go on after the task itself has ended, until max_episode_steps; success_once still tells whether the
+    task was fulfilled in between."""
     reward_scale: float = Field(default=1.0, allow_inf_nan=False)
     """Factor on the environment's rewards, also in evaluations and metrics."""
     step_penalty: float = Field(default=0.0, allow_inf_nan=False)
     """Subtracted from the scaled reward of each env step."""
     relative_reward: bool = False
-    """Use the change of the environment's reward since the previous env step as the reward of an env step; 0 before
-    the first."""
+    """Use the change of the environment's reward since the previous env step as the reward of an env step; 0
+    before the first."""
     auto_reset: bool = False
-    """Start another episode when one ends, at the end of its action chunk, until max_steps_per_rollout. Each is a
-    trajectory of the group. Evaluations run one episode per reset state."""
+    """Start another episode when one ends, at the end of its action chunk, until max_steps_per_rollout. Each
+    is a trajectory of the group. Evaluations run one episode per reset state."""
     max_steps_per_rollout: PositiveInt | None = None
-    """Env steps of each of a round's prompts_per_round * group_size rollouts, in whole action chunks; an episode that
-    has not ended by then is truncated, and its last state's value bootstrapped. null: until the episode ends."""
+    """Env steps of each of a round's prompts_per_round * group_size rollouts, in whole action chunks; an
+    episode that has not ended by then is truncated, and its last state's value bootstrapped. null: until the
+    episode ends."""
     fixed_reset_states: bool = True
     """Start all episodes of a group in the same reset state. If false, each has its own."""
     reset_seeds: PositiveInt | tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] | None = None
-    """Seeds of the reset states of training: a list, or a number for the seeds below it; visited once per epoch, in
-    order without data.shuffle. null: new random ones in every round."""
+    """Seeds of the reset states of training: a list, or a number for the seeds below it; visited once per
+    epoch, in order without data.shuffle. null: new random ones in every round."""
     eval_reset_seeds: PositiveInt | tuple[Annotated[int, Field(ge=0, lt=2**32)], ...] | None = None
     """Seeds of the reset states of evaluations, a list or the seeds below a number, one episode each; null:
     eval_episodes random ones, the same in every evaluation."""
@@ -318,16 +327,16 @@ class GymnasiumEnv(SimulatorEnv):
     kind: Literal["gymnasium"]
     """A vectorized Gymnasium environment."""
     id: str
-    """Registered id of the environment, for example CartPole-v1; or your own: package.module.Class, or file.py:Class
-    relative to the config's folder, a gymnasium.Env or a function that makes one."""
+    """Registered id of the environment, for example CartPole-v1; or your own: package.module.Class, or
+    file.py:Class relative to the config's folder, a gymnasium.Env or a function that makes one."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of gymnasium.make, or of the class or function."""
     rescale_actions: bool = False
     """Rescale actions from [-1, 1] to the bounds of the environment's, such as PushT's pixels."""
     vectorized: bool = False
-    """Make one VectorEnv per process, with gymnasium.make_vec or a class or function of your own that takes `num_envs`, instead
-    of separate environments. It must take a list of seeds, one per environment. Unless its auto-reset mode is DISABLED,
-    its episodes begin together."""
+    """Make one VectorEnv per process, with gymnasium.make_vec or a class or function of your own that takes
+    `num_envs`, instead of separate environments. It must take a list of seeds, one per environment. Unless
+    its auto-reset mode is DISABLED, its episodes begin together."""
 
 
 class MetaworldEnv(SimulatorEnv):
@@ -336,8 +345,9 @@ class MetaworldEnv(SimulatorEnv):
     kind: Literal["metaworld"]
     """A task of MetaWorld."""
     task: str
-    """Name of the task, for example reach-v3, or of one of MetaWorld's sets: MT10, MT25, MT50, and ML10, ML25 and ML45 with
-    -train or -test. Of a set, the seed of a reset, modulo the number of tasks, decides the episode's."""
+    """Name of the task, for example reach-v3, or of one of MetaWorld's sets: MT10, MT25, MT50, and ML10, ML25
+    and ML45 with -train or -test. Of a set, the seed of a reset, modulo the number of tasks, decides the
+    episode's."""
     instruction: str | None = None
     """Text for policies that read it; the task's name in words when null."""
     max_episode_steps: PositiveInt = 500  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
@@ -347,8 +357,8 @@ class MetaworldEnv(SimulatorEnv):
     reward_mode: Literal["dense", "success"] = "dense"
     """Rewards: those of MetaWorld, or 1 while the task is fulfilled."""
     cameras: dict[str, str] = Field(default_factory=dict)
-    """Images of the observations: name -> camera (corner, corner2, corner3, corner4, topview, behindGripper, gripperPOV).
-    With cameras the state is only the gripper's position and opening."""
+    """Images of the observations: name -> camera (corner, corner2, corner3, corner4, topview, behindGripper,
+    gripperPOV). With cameras the state is only the gripper's position and opening."""
     image_size: PositiveInt = 64
     """Height and width of images, in pixels."""
     shadows: bool = False
@@ -374,13 +384,15 @@ class ManiskillEnv(_CameraEnv):
     control_mode: str | None = None
     """Controller of the robot, in ManiSkill's words; the task's default when null."""
     reward_mode: str | None = None
-    """Rewards: success, 1 while the task is fulfilled; put_on, 0.1 for a grasp of the object and 0.1 for one of five steps
-    besides; or in ManiSkill's words normalized_dense, dense, sparse, none. The task's default when null."""
+    """Rewards: success, 1 while the task is fulfilled; put_on, 0.1 for a grasp of the object and 0.1 for one
+    of five steps besides; or in ManiSkill's words normalized_dense, dense, sparse, none. The task's default
+    when null."""
     on_gpu: bool = False
-    """Simulate all environments of a process in one scene on the GPU. If false, each has its own scene on the CPU."""
+    """Simulate all environments of a process in one scene on the GPU. If false, each has its own scene on the
+    CPU."""
     gripper: Literal["signed", "open_is_one"] = "signed"
-    """Meaning of the last number of an action: signed, as in the simulator, opens the gripper if it is positive;
-    open_is_one, as in OpenVLA's data, if it is above 0.5."""
+    """Meaning of the last number of an action: signed, as in the simulator, opens the gripper if it is
+    positive; open_is_one, as in OpenVLA's data, if it is above 0.5."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of ManiSkill's environment, such as sim_config."""
 
@@ -393,15 +405,15 @@ class LiberoEnv(_CameraEnv):
     suite: Literal[
         "libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90", "libero_130"
     ] = "libero_10"
-    """Task suite. The seed of a reset is the number of its initial state, modulo their number: those of the first task, of
-    the second, ..."""
+    """Task suite. The seed of a reset is the number of its initial state, modulo their number: those of the
+    first task, of the second, ..."""
     task_ids: tuple[NonNegativeInt, ...] | None = None
     """Numbers of the suite's tasks to use; null for all."""
     max_episode_steps: PositiveInt = 512  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
     """Maximum env steps, after which an episode is truncated."""
     gripper: Literal["signed", "open_is_one"] = "signed"
-    """Meaning of the last number of an action: signed, as in the simulator, closes the gripper if it is positive;
-    open_is_one, as in OpenVLA's data, opens it if it is above 0.5."""
+    """Meaning of the last number of an action: signed, as in the simulator, closes the gripper if it is
+    positive; open_is_one, as in OpenVLA's data, opens it if it is above 0.5."""
     open_gripper: bool = True
     """Open the gripper in the env steps before an episode, in which objects fall into place."""
 
@@ -418,8 +430,8 @@ class RobosuiteEnv(SimulatorEnv):
     max_episode_steps: PositiveInt = 200  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
     """Maximum env steps, after which an episode is truncated."""
     cameras: dict[str, str] = Field(default_factory=dict)
-    """Images of the observations: name -> camera (agentview, frontview, robot0_eye_in_hand, ...). With cameras the state is only
-    the robots'."""
+    """Images of the observations: name -> camera (agentview, frontview, robot0_eye_in_hand, ...). With
+    cameras the state is only the robots'."""
     camera_height: PositiveInt = 128
     """Height of camera images, in pixels."""
     camera_width: PositiveInt = 128

@@ -28,8 +28,8 @@ OWN_FORM = "file.py:name of your own"
 
 @dataclass(frozen=True, eq=False)
 class KindOf:
-    """Validates a value as a kind of `family`, one of `kinds` or the user's own. Without `kind`, settings are of the kind
-    that `default_kind` returns for the section's other values."""
+    """Validates a value as a kind of `family`, one of `kinds` or the user's own. Without `kind`, settings are
+    of the kind that `default_kind` returns for the section's other values."""
 
     family: type[Kind]
     kinds: Mapping[str, type[Kind]]

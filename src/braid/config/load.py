@@ -121,8 +121,8 @@ _KEY = re.compile(r"(?<![\w./-])([a-z_]\w*(?:\[\d+\])?(?:\.[a-z_]\w*(?:\[\d+\])?
 
 
 def in_keys_of_file(problem: Problem, foreign_keys: Mapping[str, str]) -> Problem:
-    """A problem of a config in another framework's format, in the keys of its file; those that it does not set are
-    keys of braid, which are written below `braid`."""
+    """A problem of a config in another framework's format, in the keys of its file; those that it does not
+    set are keys of braid, which are written below `braid`."""
 
     def key_of(native: str) -> str:
         return next(
@@ -150,9 +150,9 @@ def load_config(
     backend: str | None = None,
     engine: str | None = None,
 ) -> Loaded:
-    """Read, override, interpolate and validate a config; without a `path`, from overrides only. The config of a run
-    folder is that of the folder in which it is. `backend` and `engine` take precedence over train.backend and
-    rollout.engine.
+    """Read, override, interpolate and validate a config; without a `path`, from overrides only. The config of
+    a run folder is that of the folder in which it is. `backend` and `engine` take precedence over
+    train.backend and rollout.engine.
 
     Raises one ConfigError with all problems found, each with its origin.
     """
@@ -205,7 +205,8 @@ def validate(written: Written, file: Path | None) -> Loaded:
 
 
 def _give_defaults(written: Written) -> None:
-    """Remove the sections that the command line sets to null and that cannot be null: they get their defaults."""
+    """Remove the sections that the command line sets to null and that cannot be null: they get their
+    defaults."""
     fields = {
         path: field for path, field in fields_of(RunConfig) if not field.is_required() and sections_of(field)
     }

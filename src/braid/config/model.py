@@ -36,8 +36,8 @@ class BuildSpec(Section):
     words: tuple[str, ...] = ()
     """Strings that are one token each, wherever they occur in a text."""
     special_tokens: tuple[str, ...] = ()
-    """Control tokens, such as the markers of a chat template. In messages these strings are ordinary text, character by
-    character."""
+    """Control tokens, such as the markers of a chat template. In messages these strings are ordinary text,
+    character by character."""
     tie_embeddings: bool = True
     """Tie the output head to the input embedding."""
 
@@ -61,16 +61,16 @@ class MlpSpec(Section):
     activation: Literal["tanh", "relu", "silu"] = "tanh"
     """Activation of the hidden layers."""
     channels: tuple[PositiveInt, ...] = ()
-    """Output channels of the convolutions (3 x 3, stride 2) over the images of the observations; empty if there are
-    none."""
+    """Output channels of the convolutions (3 x 3, stride 2) over the images of the observations; empty if
+    there are none."""
     num_action_chunks: PositiveInt = 1
     """Actions per chunk: the policy decides on this many at a time."""
     num_bins: Annotated[int, Field(ge=2)] | None = None
-    """Continuous actions as a choice among this many values for each component, evenly spaced from -1 to 1; other bounds need
-    env.rescale_actions. null: a Gaussian."""
+    """Continuous actions as a choice among this many values for each component, evenly spaced from -1 to 1;
+    other bounds need env.rescale_actions. null: a Gaussian."""
     initial_std: PositiveFloat = 1.0
-    """Standard deviation of Gaussian actions at the start of training; it is learned, and the same in all states. Where
-    actions are between -1 and 1, values of 0.2 to 0.6 often learn faster."""
+    """Standard deviation of Gaussian actions at the start of training; it is learned, and the same in all
+    states. Where actions are between -1 and 1, values of 0.2 to 0.6 often learn faster."""
 
     @model_validator(mode="after")
     def _check(self) -> MlpSpec:
@@ -87,8 +87,8 @@ class VlaConfig(Section):
     kind: Literal["openvla", "openvla_oft", "pi0"] = "openvla_oft"
     """Model architecture."""
     form: Literal["rlinf", "official"] | None = None
-    """Which code fine-tuned an OpenVLA-OFT checkpoint; its files don't say. official: moojink/openvla-oft, with an end token
-    after the actions. rlinf: RLinf, without one."""
+    """Which code fine-tuned an OpenVLA-OFT checkpoint; its files don't say. official: moojink/openvla-oft,
+    with an end token after the actions. rlinf: RLinf, without one."""
     action_dim: PositiveInt = 7
     """Dimensions of one action."""
     num_action_chunks: PositiveInt = 8
@@ -96,8 +96,8 @@ class VlaConfig(Section):
     unnorm_key: str | None = None
     """Data set whose statistics are used to unnormalize actions; the checkpoint's only one when null."""
     normalization: Literal["quantiles", "bounds", "mean_std"] | None = None
-    """Statistics of actions and states that correspond to -1 and 1: the quantiles of 1 and 99 %, the bounds (ALOHA), or
-    one standard deviation from the mean. null: mean_std for pi0, else quantiles."""
+    """Statistics of actions and states that correspond to -1 and 1: the quantiles of 1 and 99 %, the bounds
+    (ALOHA), or one standard deviation from the mean. null: mean_std for pi0, else quantiles."""
     image_size: tuple[PositiveInt, PositiveInt] | None = None
     """Image height and width, in pixels; if set, checked against the checkpoint."""
     num_images: PositiveInt = 1
@@ -124,9 +124,9 @@ class VlaConfig(Section):
     denoise_steps: PositiveInt = 4
     """pi0: steps from noise to actions."""
     noise: Literal["flow_sde", "flow_noise"] = "flow_sde"
-    """pi0: how sampling is stochastic. flow_sde: one random step of a decision is that of a stochastic differential
-    equation. flow_noise: every step adds noise, whose deviation a small network predicts. Evaluation has none,
-    unless `greedy` is false."""
+    """pi0: how sampling is stochastic. flow_sde: one random step of a decision is that of a stochastic
+    differential equation. flow_noise: every step adds noise, whose deviation a small network predicts.
+    Evaluation has none, unless `greedy` is false."""
     noise_level: PositiveFloat = 0.5
     """pi0: noise of flow_sde relative to that of the reverse diffusion."""
     train_expert_only: bool = True
@@ -166,11 +166,11 @@ class ModelConfig(Section):
     """Required transformers architecture (qwen2, also for qwen2.5, llama, ...); null accepts any."""
     attention: Literal["auto", "sdpa", "flash_attention_2", "compiled", "eager"] = "auto"
     """Attention implementation for packed rows in training. sdpa: torch's scaled_dot_product_attention. auto:
-    torch's variable-length FlashAttention on CUDA in bf16 or fp16 where it applies, compiled on CPUs under Linux if a round has enough
-    tokens to be worth it, else sdpa. compiled: kernels for CPUs, compiled by Numba, also for the gradients of linear layers where
-    oneDNN computes these. eager: plain matrix multiplications.
-    flash_attention_2: the flash-attn package, on CUDA in bf16 or fp16.
-    Engines use their own kernels."""
+    torch's variable-length FlashAttention on CUDA in bf16 or fp16 where it applies, compiled on CPUs under
+    Linux if a round has enough tokens to be worth it, else sdpa. compiled: kernels for CPUs, compiled by
+    Numba, also for the gradients of linear layers where oneDNN computes these. eager: plain matrix
+    multiplications. flash_attention_2: the flash-attn package, on CUDA in bf16 or fp16. Engines use their own
+    kernels."""
     low_memory_load: bool = True
     """Load weights directly to the device; of a role with several ranks, only the first reads them and sends
     the others their shards. false: every rank first loads the whole model into host memory."""
@@ -209,14 +209,16 @@ class CriticConfig(Section):
     """The value model, used when the advantage estimator needs values (gae)."""
 
     network: Literal["own", "shared", "shared_detached"] = "own"
-    """own: a separate model. shared, for robots: a value head on the policy's features, trained together with the policy by
-    the sum of both losses. shared_detached: the same, but the value loss trains only the head."""
+    """own: a separate model. shared, for robots: a value head on the policy's features, trained together with
+    the policy by the sum of both losses. shared_detached: the same, but the value loss trains only the
+    head."""
     path: str | None = None
     """Model folder of the backbone; a copy of the policy's initial weights when null."""
     train: TrainConfig | None = None
     """Optimizer and batch settings of the critic; the policy's when null."""
     warmup_rounds: int = Field(default=0, ge=0)
-    """Number of initial rounds in which only the critic is trained; of a shared network, only its value head."""
+    """Number of initial rounds in which only the critic is trained; of a shared network, only its value
+    head."""
     normalize_values: bool = False
     """Normalize value targets by a running mean and standard deviation of the returns (PopArt, arXiv
     1602.07714)."""

@@ -1,5 +1,6 @@
 """Makes the paths of a config absolute: those in a file relative to its folder (or run.base_dir), those given
-on the command line relative to the working directory. Hub names without a folder of that name are unchanged."""
+on the command line relative to the working directory. Hub names without a folder of that name are
+unchanged."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class RunSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type. auto: CUDA if a GPU is present."""
     num_threads: PositiveInt | Literal["auto"] = "auto"
-    """CPU threads of each process that computes. auto: OMP_NUM_THREADS if it is set; otherwise the machine's cores, divided
-    among the run's processes there that compute at the same time. Trainers take turns with engines and simulators, except
-    in a pipeline."""
+    """CPU threads of each process that computes. auto: OMP_NUM_THREADS if it is set; otherwise the machine's
+    cores, divided among the run's processes there that compute at the same time. Trainers take turns with
+    engines and simulators, except in a pipeline."""
     max_rounds: PositiveInt | None = None
     """Number of rounds; if max_epochs is set too, the run ends at whichever comes first."""
     max_epochs: PositiveInt | None = None
@@ -71,8 +71,8 @@ class EvalTarget(Section):
     """Targets of the run; `braid train` exits with status 3 if it misses one."""
 
     metric: str | None = None
-    """Result over all evaluation prompts that the targets are for: mean@n or pass@k; mean@n when null. pass@1 of a simulator's
-    episodes is their success rate."""
+    """Result over all evaluation prompts that the targets are for: mean@n or pass@k; mean@n when null. pass@1
+    of a simulator's episodes is their success rate."""
     min_final: float | None = None
     """Lowest value in the last evaluation."""
     min_gain: float | None = None
@@ -98,7 +98,8 @@ class EvalConfig(Section):
     pass_at: tuple[PositiveInt, ...] = (1,)
     """Values of k for pass@k, each at most samples_per_prompt (unbiased estimator)."""
     success_reward: float = 1.0
-    """Reward from which a trajectory counts as a success, unless a simulator says which are (info["success"])."""
+    """Reward from which a trajectory counts as a success, unless a simulator says which are
+    (info["success"])."""
     sampling: SamplingConfig | None = None
     """Sampling settings of evaluation; those of the rollout when null."""
     target: EvalTarget = EvalTarget()

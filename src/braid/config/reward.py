@@ -17,13 +17,14 @@ class _Part(Section):
     weight: float = 1.0
     """Weight in the sum."""
     sources: tuple[str, ...] = ()
-    """Names of the data sources whose trajectories it scores; `*` for all that no part names; all when empty."""
+    """Names of the data sources whose trajectories it scores; `*` for all that no part names; all when
+    empty."""
 
 
 class MathReward(_Part):
-    r"""1 if math-verify finds the answer equal to the reference, else 0. The answer follows the reasoning (0 if that has no
-    end): what is in the last `<answer>` tag; in it, or in the text without one, the last `\boxed{}` or `\fbox{}`, else the
-    last number after `####`, else what math-verify finds."""
+    r"""1 if math-verify finds the answer equal to the reference, else 0. The answer follows the reasoning (0
+    if that has no end): what is in the last `<answer>` tag; in it, or in the text without one, the last
+    `\boxed{}` or `\fbox{}`, else the last number after `####`, else what math-verify finds."""
 
     kind: Literal["math"]
     """Mathematical equality by math-verify."""
@@ -61,8 +62,8 @@ class PatternReward(_Part):
     pattern: str
     """Regular expression, searched for in what the part reads (dot matches newlines)."""
     reads: Literal["text", "answer"] = "text"
-    """text: the last turn with its special tokens and reasoning, and with the `<think>` with which the chat template
-    may begin it. answer: only the answer."""
+    """text: the last turn with its special tokens and reasoning, and with the `<think>` with which the chat
+    template may begin it. answer: only the answer."""
 
 
 class FunctionReward(_Part):
@@ -75,15 +76,15 @@ class FunctionReward(_Part):
     params: dict[str, Any] = Field(default_factory=dict)
     """Additional keyword arguments of the function."""
     group: bool = False
-    """Call the function once for the valid trajectories of a group: each argument but those of params is a list, and the
-    function returns a list of numbers in the same order."""
+    """Call the function once for the valid trajectories of a group: each argument but those of params is a
+    list, and the function returns a list of numbers in the same order."""
 
 
 class ChoiceReward(_Part):
-    """Whether the answer's letter equals the reference's: 1 or 0, unless `scores` are given. The letter is sought after the
-    reasoning, in the last `<answer>` tag if there is one: the letter in the last box, else the one after the last
-    "answer is" or "answer:", else the last letter that stands alone. Several letters, as in "B, C", are a wrong answer;
-    the words "a" and "I" are none."""
+    """Whether the answer's letter equals the reference's: 1 or 0, unless `scores` are given. The letter is
+    sought after the reasoning, in the last `<answer>` tag if there is one: the letter in the last box, else
+    the one after the last "answer is" or "answer:", else the last letter that stands alone. Several letters,
+    as in "B, C", are a wrong answer; the words "a" and "I" are none."""
 
     kind: Literal["choice"]
     """Multiple choice."""
@@ -99,7 +100,8 @@ class LengthReward(_Part):
     kind: Literal["length"]
     """A penalty for long responses."""
     unit: Literal["tokens", "characters"] = "tokens"
-    """tokens: tokens of the policy in all turns. characters: characters of the last turn, with its reasoning."""
+    """tokens: tokens of the policy in all turns. characters: characters of the last turn, with its
+    reasoning."""
     start: NonNegativeInt = 0
     """Length above which the penalty starts."""
     end: PositiveInt
@@ -127,8 +129,8 @@ class CodeReward(_Part):
 
     Tests are one of: Python text with assertions; a list of such texts; a list of {input, output}, for
     programs that read stdin and print; {inputs, outputs} with two lists; or any of these as JSON text. With
-    `fn_name`, `testtype: functional` or `type: function_call` (LiveCodeBench, DeepCoder, TACO) they are arguments
-    and result of a function.
+    `fn_name`, `testtype: functional` or `type: function_call` (LiveCodeBench, DeepCoder, TACO) they are
+    arguments and result of a function.
     """
 
     kind: Literal["code"]
@@ -193,8 +195,8 @@ class JudgeReward(_Part):
     prompt: str
     """Judge prompt, or the path of a .txt or .md file that holds it. `{prompt}` is the task (its last
     message), `{response}` the policy's answer without its reasoning, `{answer}` the reference, `{column}` any
-    column; a literal brace is doubled. `{text}`, `{reasoning}` and `{prefill}` are as for functions, unless the
-    data have columns of these names."""
+    column; a literal brace is doubled. `{text}`, `{reasoning}` and `{prefill}` are as for functions, unless
+    the data have columns of these names."""
     system: str | None = None
     """System message of the judge; none when null."""
     pattern: str | None = None
@@ -237,8 +239,8 @@ class JudgeReward(_Part):
             )
         elif "@" in self.url.split("/")[2]:
             raise ValueError(
-                "url contains a password, which would be stored in the run folder; use api_key_env with the name of an "
-                "environment variable instead"
+                "url contains a password, which would be stored in the run folder; use api_key_env with "
+                "the name of an environment variable instead"
             )
         elif not self.model:
             raise ValueError("model is missing; set it to the name of the model on the server")

@@ -44,13 +44,15 @@ class SamplingConfig(Section):
     def _min_below_max(self) -> SamplingConfig:
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower it"
+                f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}; lower "
+                "it"
             )
         return self
 
 
 MOST_PACKED = 2**29
-"""Parameters up to which compiled steps have a packed copy of the weights: larger models gain little from it."""
+"""Parameters up to which compiled steps have a packed copy of the weights: larger models gain little from
+it."""
 CPU_KV_BUDGET_TOKENS = 131_072
 
 
@@ -66,22 +68,23 @@ class NativeEngineConfig(Section):
     """Maximum prompt tokens per forward pass."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Dtype of the engine's weights and computation. auto: the arithmetic of training, with the trainer's
-    tensors; under train.autocast (by default on CUDA), with a copy whose linear layers have its dtype. But where
-    `compile` compiles steps of fp32 weights on CPUs without AMX, fp32, which is faster. Others keep a copy if they
-    differ from model.dtype. Below training's precision: see algorithm.corrections."""
+    tensors; under train.autocast (by default on CUDA), with a copy whose linear layers have its dtype. But
+    where `compile` compiles steps of fp32 weights on CPUs without AMX, fp32, which is faster. Others keep a
+    copy if they differ from model.dtype. Below training's precision: see algorithm.corrections."""
     cuda_graphs: bool = True
     """Capture the decode step in a CUDA graph, on CUDA devices."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """Compile decode steps; results differ by rounding. On GPUs of Llama, Qwen2 and Qwen3, with Triton (auto: wherever it is
-    installed). On CPUs under Linux in fp32, with Numba. auto there: if
-    prompts_per_round * group_size * sampling.max_new_tokens * the number of parameters is at least 4e10, since the first
+    """Compile decode steps; results differ by rounding. On GPUs of Llama, Qwen2 and Qwen3, with Triton (auto:
+    wherever it is installed). On CPUs under Linux in fp32, with Numba. auto there: if prompts_per_round *
+    group_size * sampling.max_new_tokens * the number of parameters is at least 4e10, since the first
     compilation takes five seconds; the log has the choice."""
     prefix_caching: bool = True
-    """Keep the key/value cache of a conversation for its next turn, for up to kv_budget_tokens tokens on top; on CUDA
-    devices the default budget is halved for it."""
+    """Keep the key/value cache of a conversation for its next turn, for up to kv_budget_tokens tokens on top;
+    on CUDA devices the default budget is halved for it."""
     recompute_cache: bool = False
-    """Recompute the key/value cache of turns that continue with new weights (pipeline.on_new_weights=interrupt),
-    instead of keeping it until the turn ends. The next turn recomputes it either way."""
+    """Recompute the key/value cache of turns that continue with new weights
+    (pipeline.on_new_weights=interrupt), instead of keeping it until the turn ends. The next turn recomputes
+    it either way."""
 
 
 class _ServedEngine(Section):
@@ -212,10 +215,10 @@ class RolloutConfig(Section):
     filter: FilterConfig = FilterConfig()
     """Filter of the groups to train on."""
     env_timeout_s: PositiveFloat = 300.0
-    """Timeout of one call of a simulator, in seconds: of all environments of a process (env.processes), or of its start.
-    The episodes of a late one have failed."""
+    """Timeout of one call of a simulator, in seconds: of all environments of a process (env.processes), or of
+    its start. The episodes of a late one have failed."""
     retries: NonNegativeInt = 1
     """Retries of a trajectory whose environment or engine failed."""
     max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
-    """Fraction of invalid trajectories in a round, or of a source in an evaluation, above which the run fails with
-    their reasons."""
+    """Fraction of invalid trajectories in a round, or of a source in an evaluation, above which the run fails
+    with their reasons."""

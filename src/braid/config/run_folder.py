@@ -16,8 +16,9 @@ def file_of(path: Path) -> Path:
 
 
 def relocate(written: Written, file: Path) -> None:
-    """If `file` is the config of a run folder (braid wrote plan.json beside it), make run.output_dir and run.name those
-    of the folder, and move the paths below it along: they name the folder that the run was started in."""
+    """If `file` is the config of a run folder (braid wrote plan.json beside it), make run.output_dir and
+    run.name those of the folder, and move the paths below it along: they name the folder that the run was
+    started in."""
     folder, run = file.resolve().parent, written.tree.get("run")
     if file.name != "config.yaml" or not (folder / "plan.json").is_file() or not isinstance(run, dict):
         return

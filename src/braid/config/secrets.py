@@ -29,7 +29,8 @@ class Reference(str):
 
 
 def is_secret_variable(name: str, value: str) -> bool:
-    """Whether an environment variable that a config sets is a secret: by its name, or as a URL with a password."""
+    """Whether an environment variable that a config sets is a secret: by its name, or as a URL with a
+    password."""
     return bool(_VARIABLE.search(name) or _LOGIN.search(value))
 
 
@@ -82,6 +83,6 @@ def plain_secrets(config: RunConfig, references: Mapping[str, Any]) -> Iterator[
             if _NAMED.fullmatch(name) and path not in references:
                 yield (
                     path,
-                    f"{name} looks like a secret, which would be stored in the run folder; put it into an environment "
-                    "variable and write ${oc.env:NAME} instead",
+                    f"{name} looks like a secret, which would be stored in the run folder; put it into an "
+                    "environment variable and write ${oc.env:NAME} instead",
                 )

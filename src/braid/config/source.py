@@ -1,4 +1,5 @@
-"""Reads config text, independent of the schema: YAML as plain data with the origin of every key, and overrides.
+"""Reads config text, independent of the schema: YAML as plain data with the origin of every key, and
+overrides.
 
 Scalars follow YAML 1.2: only true and false are booleans, 1e-6 is a number, and there are no dates.
 """
@@ -221,7 +222,8 @@ class _Builder:
     def value(
         self, node: yaml.Node, path: str, parents: tuple[yaml.Node, ...], at: yaml.Node | None = None
     ) -> Any:
-        """Convert `node`, which is at key `path` below `parents`. Its origin is the line of `at`, or its own."""
+        """Convert `node`, which is at key `path` below `parents`. Its origin is the line of `at`, or its
+        own."""
         if path:
             self._written.origins[path] = self._where(at or node)
         self._count(node, path)

@@ -1,8 +1,9 @@
 """Whether what a chat template writes around the contents of messages depends on these contents.
 
-Most templates write contents as they are, or without white space at their ends, and look for a few texts in them, such as
-"</think>". Data of millions of rows can then be checked without rendering each. The analysis follows the
-template's syntax tree and gives up at constructs that it does not know, such as the result of a macro with contents.
+Most templates write contents as they are, or without white space at their ends, and look for a few texts in
+them, such as "</think>". Data of millions of rows can then be checked without rendering each. The analysis
+follows the template's syntax tree and gives up at constructs that it does not know, such as the result of a
+macro with contents.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class _UnknownError(Exception):
 
 @lru_cache(maxsize=8)
 def searched_texts(template: str) -> frozenset[str] | None:
-    """The texts that a chat template looks for in the contents of messages. Contents that have none of these, and more
-    than white space, it writes equally often for equal roles, with the same texts around them. None if that is
-    not certain."""
+    """The texts that a chat template looks for in the contents of messages. Contents that have none of these,
+    and more than white space, it writes equally often for equal roles, with the same texts around them. None
+    if that is not certain."""
     environment = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -80,7 +81,8 @@ class _Analysis:
         self.texts: set[str] = set()
 
     def statements(self, body: Iterable[Any], *, is_captured: bool = False) -> None:
-        """Follow statements; those whose output is captured must not write contents, as it can be looked at."""
+        """Follow statements; those whose output is captured must not write contents, as it can be looked
+        at."""
         for node in body:
             match node:
                 case nodes.Output():

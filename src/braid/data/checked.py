@@ -1,7 +1,8 @@
-"""What reading all rows has shown, kept for the next start with the same data: files in the user's cache folder.
+"""What reading all rows has shown, kept for the next start with the same data: files in the user's cache
+folder.
 
-Each is named by a hash of all that the result depends on, and begins with a hash of its content. Nothing is kept of small
-data, which is read quickly.
+Each is named by a hash of all that the result depends on, and begins with a hash of its content. Nothing is
+kept of small data, which is read quickly.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _DAY_S = 24 * 3600
 
 
 def key_of(num_rows: int, *parts: Any) -> str:
-    """The name of a result that depends on `parts`, JSON data; empty, for none, if there are few rows or an empty part."""
+    """The name of a result that depends on `parts`, JSON data; empty, for none, if there are few rows or an
+    empty part."""
     if num_rows < MIN_ROWS or not all(parts):
         return ""
     return hashlib.blake2b(json.dumps([braid.__version__, *parts]).encode(), digest_size=16).hexdigest()

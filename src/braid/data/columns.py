@@ -11,7 +11,8 @@ from braid.errors import suggest
 
 def find(row: Mapping[str, Any], path: str) -> Any:
     """Return the value of column `path`, or the nested value at `a.b`: item `b` of column `a`, which is a
-    mapping (by key), a list (by index) or JSON text. Raises LookupError, which lists the columns that are there."""
+    mapping (by key), a list (by index) or JSON text. Raises LookupError, which lists the columns that are
+    there."""
     if path in row:
         return row[path]
     value: Any = row

@@ -32,8 +32,8 @@ _STATE, _IMAGES = "observation.state", "observation.images."
 
 @dataclass(slots=True)
 class Demonstration:
-    """An episode of S frames: observations [S, ...] by name (`state`, and images [S, h, w, 3]), `actions` [S, A], and
-    the instruction."""
+    """An episode of S frames: observations [S, ...] by name (`state`, and images [S, h, w, 3]), `actions` [S,
+    A], and the instruction."""
 
     observations: dict[str, NDArray[Any]]
     actions: NDArray[np.float32]
@@ -41,21 +41,22 @@ class Demonstration:
 
 
 def read_demonstrations(folder: Path, key: str) -> Iterator[Demonstration]:
-    """The episodes of a folder, in order. Raises DataError, naming config key `key`, also for numbers that are not finite
-    and for episodes that differ in their shapes."""
+    """The episodes of a folder, in order. Raises DataError, naming config key `key`, also for numbers that
+    are not finite and for episodes that differ in their shapes."""
     first: Demonstration | None = None
     for number, episode in _episodes(folder, key):
         first = first or episode
         if _shapes(episode) != _shapes(first):
             raise DataError(
-                f"{key}={folder}: the frames of episode {number} have the shapes {_shapes(episode)}, those before it "
-                f"{_shapes(first)}; a policy needs equal ones"
+                f"{key}={folder}: the frames of episode {number} have the shapes {_shapes(episode)}, those "
+                f"before it {_shapes(first)}; a policy needs equal ones"
             )
         for name, values in _values(episode).items():
             if not np.isfinite(values).all():
                 frame = np.flatnonzero(~np.isfinite(values.reshape(len(values), -1)).all(1))[0]
                 raise DataError(
-                    f"{key}={folder}: {name} is not finite in frame {frame} of episode {number}; remove the episode"
+                    f"{key}={folder}: {name} is not finite in frame {frame} of episode {number}; remove the "
+                    "episode"
                 )
         yield episode
 
@@ -74,7 +75,8 @@ def _episodes(folder: Path, key: str) -> Iterator[tuple[int, Demonstration]]:
     files = sorted((folder / "data").glob("**/*.parquet"))
     if not read.is_file() or not files:
         raise DataError(
-            f"{key}={folder} is not a LeRobot data set: it lacks {'data' if read.is_file() else 'meta/info.json'}"
+            f"{key}={folder} is not a LeRobot data set: it lacks "
+            f"{'data' if read.is_file() else 'meta/info.json'}"
         )
     try:
         info = read_json(read)
@@ -174,7 +176,8 @@ def _decoded(column: pa.ChunkedArray) -> NDArray[np.uint8]:
 
 
 def write_demonstrations(folder: Path, episodes: Sequence[Demonstration], *, fps: int = 10) -> None:
-    """Write a data set of version 2.1, with a file per episode, in place of one that was written to the folder before."""
+    """Write a data set of version 2.1, with a file per episode, in place of one that was written to the
+    folder before."""
     from PIL import Image
 
     def png(image: NDArray[np.uint8]) -> Mapping[str, Any]:

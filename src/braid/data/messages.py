@@ -1,7 +1,7 @@
 """Conversations in data rows, in one form whether they come from JSON or from Parquet.
 
-Parquet, and data sets of the hub, give all messages of a column the same keys, with null for those that a message lacks,
-down to the arguments of tool calls and the schemas of tools.
+Parquet, and data sets of the hub, give all messages of a column the same keys, with null for those that a
+message lacks, down to the arguments of tool calls and the schemas of tools.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any
 from .columns import parse_json
 
 RULE = (
-    "a conversation must be a list of messages {role, content}, with an answer of role assistant after the first, whose weight "
-    "is not 0"
+    "a conversation must be a list of messages {role, content}, with an answer of role assistant after "
+    "the first, whose weight is not 0"
 )
 
 
 def read_messages(messages: Any, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of a conversation without keys that are null, and with the arguments of tool calls as mappings: OpenAI's
-    format has them as JSON text. Raises ValueError, with the number of the message, for one that is none."""
+    """The messages of a conversation without keys that are null, and with the arguments of tool calls as
+    mappings: OpenAI's format has them as JSON text. Raises ValueError, with the number of the message, for
+    one that is none."""
     if not isinstance(messages, list):
         raise ValueError(f"{messages!r:.200}; {RULE}")
     schemas = {
@@ -34,7 +35,8 @@ def read_messages(messages: Any, tools: Sequence[Mapping[str, Any]]) -> list[dic
         weight = message.get("weight")
         if weight not in (None, 0, 1):
             raise ValueError(
-                f"message {i + 1} has the weight {weight!r}; use 1, or 0 for an answer that is not to be imitated"
+                f"message {i + 1} has the weight {weight!r}; use 1, or 0 for an answer that is not to be "
+                "imitated"
             )
         clean: dict[str, Any] = without_nulls(
             {key: value for key, value in message.items() if key != "tool_calls"}
@@ -73,8 +75,8 @@ def _function(tool: Any) -> Any:
 
 
 def _call(call: Any, schemas: Mapping[str, Any], number: int) -> Any:
-    """A tool call with its arguments as a mapping. A null stays if it was written in JSON text, or if the tool's schema
-    allows it there."""
+    """A tool call with its arguments as a mapping. A null stays if it was written in JSON text, or if the
+    tool's schema allows it there."""
     function = _function(call)
     if function is None:
         raise ValueError(

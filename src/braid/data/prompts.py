@@ -101,7 +101,8 @@ class Prompts(Lazy[Prompt]):
         return out
 
     def are_covered(self, sources: Sequence[str], named: Collection[str]) -> NDArray[np.bool_]:
-        """Whether a list `sources` includes the source of each, of shape [num_prompts]; see braid.config.data.covers."""
+        """Whether a list `sources` includes the source of each, of shape [num_prompts]; see
+        braid.config.data.covers."""
         row_sources = self.sources
         of_name = {name: covers(sources, named, name) for name in set(row_sources)}
         return np.fromiter(map(of_name.__getitem__, row_sources), bool, len(row_sources))
@@ -122,7 +123,8 @@ class Prompts(Lazy[Prompt]):
         return dict(zip(codes, np.split(np.argsort(of_each, kind="stable"), ends[:-1]), strict=True))
 
     def untokenized(self, *, messages: bool) -> Iterator[Prompt]:
-        """All prompts without tokens, and without messages unless they are asked for, which is quick for many rows."""
+        """All prompts without tokens, and without messages unless they are asked for, which is quick for many
+        rows."""
         for i, part in enumerate(self._parts):
             places = self._place_of[self._part_of == i]
             if isinstance(part, SourcePrompts):
@@ -203,8 +205,8 @@ def load_prompts(
     base_dir: Path,
     role: Literal["train", "eval"],
 ) -> PromptSet:
-    """Check all rows of `sources` (the config's `data.train` or `data.eval`). Those that fit become a Prompt when they
-    are drawn.
+    """Check all rows of `sources` (the config's `data.train` or `data.eval`). Those that fit become a Prompt
+    when they are drawn.
 
     `Prompt.uid` contains the source's name in the config; `Prompt.source` is the value of the `source_key`
     column, or that name if there is no `source_key`; `Prompt.fields` is the row, with the reference answer
@@ -268,8 +270,8 @@ def _source_name(source: SourceRows, index: int) -> str:
     name = source.cell(index, "source_key", key)
     if not isinstance(name, str) or not name:
         raise DataError(
-            f"{source.where(index)}: column {key!r} ({source.key}.source_key) contains {name!r}, but the name of a source "
-            "must be a string; set source_key to null to use one name for all rows"
+            f"{source.where(index)}: column {key!r} ({source.key}.source_key) contains {name!r}, but the "
+            "name of a source must be a string; set source_key to null to use one name for all rows"
         )
     return name
 
@@ -286,8 +288,8 @@ class Encoded:
 
 
 class Encoder:
-    """From a source's rows to tokenized prompts: applies templates, and handles overlong prompts as `config.overlong`
-    says."""
+    """From a source's rows to tokenized prompts: applies templates, and handles overlong prompts as
+    `config.overlong` says."""
 
     def __init__(self, source: SourceRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.source, self._config, self._tokenizer = source, config, tokenizer
@@ -326,9 +328,10 @@ class Encoder:
         for i, token_ids in enumerate(self._tokenize(texts, are_templated)):
             if len(token_ids) > limit and rule in ("drop", "error"):
                 raise DataError(
-                    f"{self.source.where(indices[i])}: the prompt has {len(token_ids)} tokens, but fitted into "
-                    f"data.max_prompt_tokens ({limit}) when the data was checked; if the chat template writes the date, "
-                    "raise data.max_prompt_tokens, or set data.overlong to truncate_left or truncate_right"
+                    f"{self.source.where(indices[i])}: the prompt has {len(token_ids)} tokens, but fitted "
+                    f"into data.max_prompt_tokens ({limit}) when the data was checked; if the chat template "
+                    "writes the date, raise data.max_prompt_tokens, or set data.overlong to truncate_left "
+                    "or truncate_right"
                 )
             if len(token_ids) > limit:
                 token_ids = self._cut(indices[i], messages[i], texts[i], token_ids, are_templated[i])
@@ -343,9 +346,9 @@ class Encoder:
         token_ids: tuple[int, ...],
         is_templated: bool,
     ) -> tuple[int, ...]:
-        """The first or last data.max_prompt_tokens tokens of a prompt that has more. What the chat template writes after the
-        last message, such as the beginning of the answer, is kept: without it the policy would continue the question. Raises
-        DataError if it cannot be told apart or does not fit."""
+        """The first or last data.max_prompt_tokens tokens of a prompt that has more. What the chat template
+        writes after the last message, such as the beginning of the answer, is kept: without it the policy
+        would continue the question. Raises DataError if it cannot be told apart or does not fit."""
         limit = self._config.max_prompt_tokens
         if self._config.overlong == "truncate_left":
             return token_ids[-limit:]
@@ -355,21 +358,22 @@ class Encoder:
         _, separator, end = text.rpartition(content) if content else ("", "", "")
         if not separator:
             raise DataError(
-                f"{self.source.where(index)}: the chat template changes the last message, so where its end begins is unknown "
-                "and data.overlong=truncate_right might cut it off; set it to truncate_left or drop"
+                f"{self.source.where(index)}: the chat template changes the last message, so where its end "
+                "begins is unknown and data.overlong=truncate_right might cut it off; set it to "
+                "truncate_left or drop"
             )
         (end_ids,) = self._tokenize([end], [True]) if end else ((),)
         if len(end_ids) >= limit:
             raise DataError(
-                f"{self.source.where(index)}: the chat template writes {len(end_ids)} tokens after the message, and "
-                f"data.max_prompt_tokens={limit} leaves no others; raise it"
+                f"{self.source.where(index)}: the chat template writes {len(end_ids)} tokens after the "
+                f"message, and data.max_prompt_tokens={limit} leaves no others; raise it"
             )
         return token_ids[: limit - len(end_ids)] + end_ids
 
     def fitting(self, check: Callable[[int, DataRow, int], None]) -> tuple[NDArray[np.int64], SourceCounts]:
-        """Check all rows, and return the indices of those that give a prompt, of shape [num_prompts]; `check` is
-        called with the index of each of these, its row, and how many tokens its prompt has at most. Prompts that are
-        certainly short enough are not tokenized."""
+        """Check all rows, and return the indices of those that give a prompt, of shape [num_prompts]; `check`
+        is called with the index of each of these, its row, and how many tokens its prompt has at most.
+        Prompts that are certainly short enough are not tokenized."""
         source, limit, rule = self.source, self._config.max_prompt_tokens, self._config.overlong
         is_kept = np.ones(len(source.rows), bool)
         lengths: list[tuple[int, int]] = []  # of the overlong prompts, with their indices
@@ -420,20 +424,20 @@ class Encoder:
         if rule == "error":
             first, index = min(lengths, key=itemgetter(1))
             raise DataError(
-                f"{self.source.where(index)}: the prompt has {first} tokens, but data.max_prompt_tokens is {limit} "
-                f"({len(lengths)} of {num_rows} prompts are too long; the longest has {longest}); raise it, or set "
-                "data.overlong to drop, truncate_left or truncate_right"
+                f"{self.source.where(index)}: the prompt has {first} tokens, but data.max_prompt_tokens is "
+                f"{limit} ({len(lengths)} of {num_rows} prompts are too long; the longest has {longest}); "
+                "raise it, or set data.overlong to drop, truncate_left or truncate_right"
             )
         if rule == "drop" and len(lengths) == num_rows:
             raise DataError(
-                f"{self.source.key} ({self.source.name}): all prompts are too long: the shortest has {min(lengths)[0]} tokens, "
-                f"the longest {longest}, but data.max_prompt_tokens is {limit}; raise it, or set data.overlong to "
-                "truncate_left or truncate_right"
+                f"{self.source.key} ({self.source.name}): all prompts are too long: the shortest has "
+                f"{min(lengths)[0]} tokens, the longest {longest}, but data.max_prompt_tokens is {limit}; "
+                "raise it, or set data.overlong to truncate_left or truncate_right"
             )
 
     def _bounded_or_text(self, index: int, row: DataRow) -> int | tuple[str, bool]:
-        """An upper bound of the tokens of a row's prompt, if they certainly fit; else the text to tokenize, and whether it
-        comes from the chat template."""
+        """An upper bound of the tokens of a row's prompt, if they certainly fit; else the text to tokenize,
+        and whether it comes from the chat template."""
         limit, most = self._config.max_prompt_tokens, self.most_tokens(index, row)
         if most is not None and most <= limit:
             return most
@@ -444,8 +448,8 @@ class Encoder:
         return text, is_templated
 
     def most_tokens(self, index: int, row: DataRow) -> int | None:
-        """An upper bound of the tokens of a row's prompt, which then has at least one; None if none is known without
-        applying the chat template."""
+        """An upper bound of the tokens of a row's prompt, which then has at least one; None if none is known
+        without applying the chat template."""
         config = self.source.config
         if self.bound is None:
             return None
@@ -480,8 +484,8 @@ class Encoder:
     def _template_adds(
         self, index: int, roles: Sequence[str], searched: Collection[str]
     ) -> tuple[int, int] | None:
-        """How often the chat template at most writes a content of messages with these roles, and an upper bound of
-        the tokens of the rest; None if it does not write contents as they are."""
+        """How often the chat template at most writes a content of messages with these roles, and an upper
+        bound of the tokens of the rest; None if it does not write contents as they are."""
         assert self.bound is not None, "only bounds need it"
         contents = [f'content {number} \\"<é>' for number in range(len(roles))]
         messages = tuple(
@@ -504,8 +508,8 @@ class Encoder:
         return messages[-1]["content"]
 
     def _tokenize(self, texts: Sequence[str], are_templated: Sequence[bool]) -> list[tuple[int, ...]]:
-        """Tokenize texts. Plain ones get the tokenizer's leading special tokens, but no end token, because the policy
-        continues them; templated ones already contain their special tokens."""
+        """Tokenize texts. Plain ones get the tokenizer's leading special tokens, but no end token, because
+        the policy continues them; templated ones already contain their special tokens."""
         out: list[tuple[int, ...]] = [()] * len(texts)
         for templated in (False, True):
             chosen = [i for i, flag in enumerate(are_templated) if flag is templated]
@@ -524,8 +528,8 @@ class Encoder:
 
 
 def _messages(source: SourceRows, index: int, used: Sequence[str]) -> tuple[tuple[Message, ...], bool]:
-    """A row's prompt as chat messages, and whether the row itself holds chat messages. `used` are the columns in
-    the template."""
+    """A row's prompt as chat messages, and whether the row itself holds chat messages. `used` are the columns
+    in the template."""
     config, where, column = source.config, source.where(index), source.config.prompt_key
     value = source.cell(index, "prompt_key", column) if "prompt" in used else source.rows[index].get(column)
     if isinstance(value, str) and _is_chat(parsed := parse_json(value)):
@@ -607,8 +611,9 @@ def _use_chat_template(
         raise DataError(f"{source.where(index)}: {why}")
     if needs and not has_template:
         raise DataError(
-            f"{source.where(index)}: {needs}, but the tokenizer has no chat template; set model.chat_template to a "
-            "Jinja template or the path of a .jinja file, or use plain-text prompts"
+            f"{source.where(index)}: {needs}, but the tokenizer has no chat template; set "
+            "model.chat_template to a Jinja template or the path of a .jinja file, or use plain-text "
+            "prompts"
         )
     return mode != "never" and has_template
 
@@ -636,8 +641,8 @@ def render(
     except (jinja2.TemplateError, TypeError, ValueError) as error:
         raise DataError(
             f"{source.where(index)}: the chat template rejects the messages (roles "
-            f"{', '.join(m['role'] for m in messages)}): {error}; change the messages, {source.key}.system or "
-            "model.chat_template"
+            f"{', '.join(m['role'] for m in messages)}): {error}; change the messages, {source.key}.system "
+            "or model.chat_template"
         ) from error
 
 

@@ -1,8 +1,8 @@
 """Rows that stay on disk or in compact form, each parsed when it is read.
 
-`JsonRows` are lines of JSON in a file, or in memory for files that are no lines of JSON; `ArrowRows` are those of a
-parquet file, uncompressed in a temporary file; `Chained` are those of several files. All give the same dicts each time, and
-can be sent to workers on machines that lack the file.
+`JsonRows` are lines of JSON in a file, or in memory for files that are no lines of JSON; `ArrowRows` are
+those of a parquet file, uncompressed in a temporary file; `Chained` are those of several files. All give the
+same dicts each time, and can be sent to workers on machines that lack the file.
 """
 
 from __future__ import annotations
@@ -197,7 +197,8 @@ class JsonRows(Lazy[DataRow]):
             raise DataError(f"cannot read {self._name}: {error.strerror or error}") from error
         if len(data) < end - start or state != self._state:
             raise DataError(
-                f"{self._name} has changed since the run read it; restore it, or start again with the new data"
+                f"{self._name} has changed since the run read it; restore it, or start again with the new "
+                "data"
             )
         return data
 
@@ -247,7 +248,8 @@ def _unpickled(text: bytes, limit: int, name: str) -> JsonRows:
 
 
 class Spool:
-    """A temporary file for the rows of a source, which is removed when the process ends or no longer needs it."""
+    """A temporary file for the rows of a source, which is removed when the process ends or no longer needs
+    it."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -282,7 +284,8 @@ class Spool:
 
 
 class ArrowRows(Lazy[DataRow]):
-    """The rows of Arrow record batches, written to a temporary file in blocks that can be read on their own."""
+    """The rows of Arrow record batches, written to a temporary file in blocks that can be read on their
+    own."""
 
     def __init__(self, batches: Iterable[Any], spool: Spool, fingerprint: str = "") -> None:
         """Raises DataError if the temporary file cannot be written."""
@@ -331,7 +334,8 @@ class ArrowRows(Lazy[DataRow]):
 
 
 def _plain(batch: Any) -> Any:
-    """A record batch without dictionaries, each of which would be written with each block, and without metadata."""
+    """A record batch without dictionaries, each of which would be written with each block, and without
+    metadata."""
     import pyarrow
 
     are_coded = (isinstance(column, pyarrow.DictionaryArray) for column in batch.columns)

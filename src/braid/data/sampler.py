@@ -56,8 +56,9 @@ class PromptSampler:
         """Resume from a `state()`. Raises DataError if it was saved with a different number of prompts."""
         if state["num_prompts"] != self.num_prompts:
             raise DataError(
-                f"the checkpoint was saved with {state['num_prompts']} training prompts, but the data now has "
-                f"{self.num_prompts}; restore the data, or start a new run from the weights with run.resume=none"
+                f"the checkpoint was saved with {state['num_prompts']} training prompts, but the data now "
+                f"has {self.num_prompts}; restore the data, or start a new run from the weights with "
+                "run.resume=none"
             )
         self.num_drawn = int(state["num_drawn"])
 
@@ -99,8 +100,9 @@ class MixedSampler(PromptSampler):
         groups = state.get("groups", ())
         if len(groups) != len(self._samplers):
             raise DataError(
-                f"the checkpoint was saved with {len(groups)} shares in data.mix, which now has {len(self._samplers)}; "
-                "restore it, or start a new run from the weights with run.resume=none"
+                f"the checkpoint was saved with {len(groups)} shares in data.mix, which now has "
+                f"{len(self._samplers)}; restore it, or start a new run from the weights with "
+                "run.resume=none"
             )
         for sampler, group_state in zip(self._samplers, groups, strict=True):
             sampler.load(group_state)

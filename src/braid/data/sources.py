@@ -54,8 +54,8 @@ class SourceRows:
         return f"{self.key} ({self.name}), row {index}"
 
     def cell(self, index: int, key: str, path: str, *, or_else: str = "") -> Any:
-        """Return a row's value at `path`, which key `key` of the source's section specifies. Raises DataError if
-        there is no such column."""
+        """Return a row's value at `path`, which key `key` of the source's section specifies. Raises DataError
+        if there is no such column."""
         try:
             return find(self.rows[index], path)
         except LookupError as error:
@@ -77,8 +77,8 @@ def said_if_slow(key: str) -> Iterator[None]:
 
 
 def read_sources(sources: Sequence[Source], *, base_dir: Path, key: str) -> list[SourceRows]:
-    """Open `sources`, the list at config key `key`; relative paths start from `base_dir`. A row is parsed when it is
-    read, which raises DataError if it cannot be."""
+    """Open `sources`, the list at config key `key`; relative paths start from `base_dir`. A row is parsed
+    when it is read, which raises DataError if it cannot be."""
     names = source_names(sources, key=key)
     out = []
     for i, (name, source) in enumerate(zip(names, sources, strict=True)):
@@ -182,8 +182,8 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
             for cells in filter(None, reader):
                 if len(cells) != len(header):
                     raise DataError(
-                        f"{path}:{reader.line_num}: {len(cells)} cells, but the header has {len(header)} columns ({names}); "
-                        "enclose cells that contain commas in double quotes"
+                        f"{path}:{reader.line_num}: {len(cells)} cells, but the header has {len(header)} "
+                        f"columns ({names}); enclose cells that contain commas in double quotes"
                     )
                 yield dict(zip(header, cells, strict=True))
         except csv.Error as error:
@@ -237,8 +237,9 @@ def _hub_rows(source: HubSource, base_dir: Path, key: str) -> Sequence[DataRow]:
         return rows if source.limit is None else rows.select(range(min(source.limit, len(rows))))
     except Exception as error:  # of many types, all meaning that the data cannot be loaded
         raise DataError(
-            f"{key}: cannot load dataset {source.path!r} (subset {source.subset}, split {source.split!r}): {error}; check "
-            f"{key}.path (a name on the Hugging Face hub, or a folder), {key}.subset and {key}.split"
+            f"{key}: cannot load dataset {source.path!r} (subset {source.subset}, split {source.split!r}): "
+            f"{error}; check {key}.path (a name on the Hugging Face hub, or a folder), {key}.subset and "
+            f"{key}.split"
         ) from error
     finally:
         if has_bars:

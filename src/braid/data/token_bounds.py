@@ -18,13 +18,14 @@ _NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Sequence", "Prepend", "Replace"}
 _GROWTH = 12
 """Each makes at most 11 times as many UTF-8 bytes of a character (NFKC of U+FDFA)."""
 _KEEPING = {"ByteLevel", "Split", "Digits", "Punctuation", "Sequence", "Metaspace"}
-"""Pre-tokenizers that keep all characters, unless their behavior is Removed. Metaspace writes a space in 3 bytes."""
+"""Pre-tokenizers that keep all characters, unless their behavior is Removed. Metaspace writes a space in 3
+bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """A text that is not empty has at least one token and at most `most(text)`: each stands for at least one byte of
-    the text that normalizers and pre-tokenizers leave."""
+    """A text that is not empty has at least one token and at most `most(text)`: each stands for at least one
+    byte of the text that normalizers and pre-tokenizers leave."""
 
     per_ascii: int
     added: int

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Conversation = Callable[
     [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[tuple[list[int], list[int], list[bool]]]
 ]
-"""From messages and tool schemas to examples: the tokens of the prompt, those after it, and which of these the policy
-writes."""
+"""From messages and tool schemas to examples: the tokens of the prompt, those after it, and which of these
+the policy writes."""
 
 Piece = tuple[str, bool]
 """Part of a response, and whether the policy writes it (True) or reads it (False, an environment's reply)."""
@@ -72,7 +72,8 @@ def load_examples(
     max_positions: int | None = None,
     end_token_ids: Sequence[int] = (),
 ) -> ExampleSet:
-    """Check all rows of `sources` (the config's `sft.data`). Those that fit become an Example when they are drawn.
+    """Check all rows of `sources` (the config's `sft.data`). Those that fit become an Example when they are
+    drawn.
 
     Prompts are processed as in reinforcement learning. Each response, or each piece of a response that
     contains replies, is tokenized separately, as in sampling. Prompt and response together must fit into the
@@ -82,7 +83,8 @@ def load_examples(
     end_id: Any = tokenizer.eos_token_id
     if end_id is None:
         raise DataError(
-            "the tokenizer has no end token, which responses must end with; set model.tokenizer to one with an eos_token"
+            "the tokenizer has no end token, which responses must end with; set model.tokenizer to one "
+            "with an eos_token"
         )
     parts: list[SourceExamples] = []
     counts: dict[str, SourceCounts] = {}
@@ -124,8 +126,8 @@ class SourceExamples(Lazy[Example]):
 def _checked(
     source: SourceRows, maker: ConversationMaker | ResponseMaker, config: DataConfig, limit: int | None
 ) -> dict[str, NDArray[Any]]:
-    """The rows whose examples fit into the model's context of `limit` tokens, and the counts. Raises DataError if none
-    fits, or, under data.overlong=error, if any does not."""
+    """The rows whose examples fit into the model's context of `limit` tokens, and the counts. Raises
+    DataError if none fits, or, under data.overlong=error, if any does not."""
     fitting, unsure, counts = maker.fitting(limit)
     num, overlong = len(fitting) + len(unsure), list[int]()
     for start in range(0, len(unsure), TOKENIZER_BATCH):
@@ -138,8 +140,9 @@ def _checked(
                 overlong.append(length)
     if overlong and (config.overlong == "error" or len(overlong) == num):
         raise DataError(
-            f"{source.key} ({source.name}): {len(overlong)} of {num} examples exceed the model's {limit} positions; "
-            f"the longest has {max(overlong)} tokens (prompt and response); remove them, or use a model with a longer context"
+            f"{source.key} ({source.name}): {len(overlong)} of {num} examples exceed the model's {limit} "
+            f"positions; the longest has {max(overlong)} tokens (prompt and response); remove them, or use "
+            "a model with a longer context"
             + ("; data.overlong=drop drops them" if len(overlong) < num else "")
         )
     numbers = np.array([counts.rows, counts.dropped_overlong + len(overlong), counts.truncated])
@@ -147,8 +150,8 @@ def _checked(
 
 
 class ConversationMaker:
-    """Examples of whole conversations; one of several examples where the chat template drops earlier reasoning. Example j
-    of row i has the index i * MAX_EXAMPLES + j."""
+    """Examples of whole conversations; one of several examples where the chat template drops earlier
+    reasoning. Example j of row i has the index i * MAX_EXAMPLES + j."""
 
     fingerprint = ""
     MAX_EXAMPLES = 1 << 20
@@ -190,8 +193,8 @@ class ResponseMaker:
         self.fingerprint = "" if path else encoder.fingerprint
 
     def fitting(self, limit: int | None) -> tuple[list[int], Sequence[int], SourceCounts]:
-        """Check all rows. Of those whose prompts fit, return the ones whose examples certainly fit into `limit` tokens,
-        and the others."""
+        """Check all rows. Of those whose prompts fit, return the ones whose examples certainly fit into
+        `limit` tokens, and the others."""
         fitting, unsure, bound = list[int](), list[int](), self._encoder.bound
 
         def check(index: int, row: DataRow, most: int) -> None:
@@ -224,7 +227,8 @@ class ResponseMaker:
 
     @cached_property
     def _chat_end(self) -> int | None:
-        """The first of the end tokens that the chat template writes after a response; None if it writes none."""
+        """The first of the end tokens that the chat template writes after a response; None if it writes
+        none."""
         encoder, source = self._encoder, self._encoder.source
         of_rows = (encoder.messages(index) for index in range(len(source.rows)))
         first = next((messages for messages, is_templated in of_rows if is_templated), None)
@@ -241,7 +245,8 @@ class ResponseMaker:
         return next((token for token in ids if token in self._end_token_ids), None)
 
     def _pieces(self, index: int, row: DataRow) -> Sequence[Piece]:
-        """The response of a row, from its column or the function; the plan ensures that one of them is set."""
+        """The response of a row, from its column or the function; the plan ensures that one of them is
+        set."""
         source, write = self._encoder.source, self._write
         column, path = source.config.response_key, source.config.response_function
         if write is None:

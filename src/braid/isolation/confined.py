@@ -8,9 +8,9 @@ when its limits are set, then reads its job. The rest of standard input depends 
     tests     runs the tests; names that they do not define are looked up in the answer's process
     session   runs code of requests in one namespace; the job is the maximum length of a reply's text
 
-Requests and replies are JSON lines that rewards.programs forwards between the two processes. Only plain values are
-exchanged: everything from the program's process is treated as data, and comparisons with expected values run
-in the process of the tests.
+Requests and replies are JSON lines that rewards.programs forwards between the two processes. Only plain
+values are exchanged: everything from the program's process is treated as data, and comparisons with expected
+values run in the process of the tests.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def _can_list(folder: str) -> bool:
 
 
 def _give_up_root(libc: Any, user: int, needed: list[str]) -> None:
-    """Switch to the user permanently, without any capability. Only if that user cannot reach the `needed` files, such
-    as a Python in /root, the capability to read files (CAP_DAC_READ_SEARCH) is kept."""
+    """Switch to the user permanently, without any capability. Only if that user cannot reach the `needed`
+    files, such as a Python in /root, the capability to read files (CAP_DAC_READ_SEARCH) is kept."""
     ctypes = __import__("ctypes")
     if user:
         os.setgroups([])
@@ -128,7 +128,8 @@ def run_program(code: str) -> None:
     exec(compile(code, "answer.py", "exec"), _module("__main__"))
 
 
-# ---- plain values as JSON -------------------------------------------------------------------------------------------------
+# ---- plain values as JSON
+# -------------------------------------------------------------------------------------------------
 
 VALUES: dict[str, tuple[str, Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     "int": ("builtins", hex, lambda cls, text: cls(text, 16)),
@@ -229,7 +230,8 @@ class Channel:
         return json.loads(line)
 
 
-# ---- the answer's side ----------------------------------------------------------------------------------------------------
+# ---- the answer's side
+# ----------------------------------------------------------------------------------------------------
 
 
 def run_answer(code: str) -> None:
@@ -286,7 +288,8 @@ def run_answer(code: str) -> None:
         channel.say(reply)
 
 
-# ---- the tests' side ------------------------------------------------------------------------------------------------------
+# ---- the tests' side
+# ------------------------------------------------------------------------------------------------------
 
 HELPERS = {
     **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
@@ -305,14 +308,14 @@ class Unsupported(Exception):
 
 
 def _is_control(names: list[str]) -> bool:
-    """Whether an exception, given the names in its MRO, could end a loop or the tests in silence instead of failing
-    them: `all(map(f, ...))` is True if `f` raises StopIteration."""
+    """Whether an exception, given the names in its MRO, could end a loop or the tests in silence instead of
+    failing them: `all(map(f, ...))` is True if `f` raises StopIteration."""
     return "Exception" not in names or "StopIteration" in names or "StopAsyncIteration" in names
 
 
 def _strict(iterate: Any) -> Any:
-    """A generator in place of `map` or the like, which take a StopIteration of their function for the end; here it is
-    an error. The tests' own `next(g)` of the program's generator raises one."""
+    """A generator in place of `map` or the like, which take a StopIteration of their function for the end;
+    here it is an error. The tests' own `next(g)` of the program's generator raises one."""
 
     def iterator(function: Any, *items: Any) -> Any:
         def called(*args: Any) -> Any:
@@ -379,7 +382,8 @@ class Answer:
             return encode(list(value), self.export)
         if type(value).__module__ == "tests":
             raise Unsupported(
-                f"they pass a {type(value).__name__} object to the program, but only plain values can be passed"
+                f"they pass a {type(value).__name__} object to the program, but only plain values can be "
+                "passed"
             )
         raise TypeError(f"a {type(value).__name__} cannot be passed to the program")
 
@@ -547,7 +551,8 @@ def _modules_in(text: str) -> set[str]:
     return {name for name in read - called if name in sys.stdlib_module_names or name in ALIASES}
 
 
-# ---- sessions -------------------------------------------------------------------------------------------------------------
+# ---- sessions
+# -------------------------------------------------------------------------------------------------------------
 
 
 class _Output(io.StringIO):
@@ -564,8 +569,8 @@ class _Output(io.StringIO):
 
 
 def run_session(limit: str) -> None:
-    """Reply to each request with what its code prints, the value of an expression at its end, and the traceback
-    of an exception."""
+    """Reply to each request with what its code prints, the value of an expression at its end, and the
+    traceback of an exception."""
     import ast
     import linecache
 

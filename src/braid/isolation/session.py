@@ -2,9 +2,9 @@
 
     python -m braid.isolation.session PARENT ISOLATION MEMORY_BYTES MAX_CHARACTERS
 
-hosts one session at a time and watches its limits; SessionProcess is the client. Requests and replies are lines of
-JSON: `{"code", "timeout_s"}` is answered by `{"output"}`, `{"ended": reason}` when the code has ended the session, or
-`{"failed": reason}`; `{}` ends the session.
+hosts one session at a time and watches its limits; SessionProcess is the client. Requests and replies are
+lines of JSON: `{"code", "timeout_s"}` is answered by `{"output"}`, `{"ended": reason}` when the code has
+ended the session, or `{"failed": reason}`; `{}` ends the session.
 """
 
 from __future__ import annotations

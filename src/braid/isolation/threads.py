@@ -1,7 +1,7 @@
 """Runs functions that may hang, each call in a separate daemon thread.
 
-A thread cannot be killed, so a call that exceeds its time limit keeps its thread until it returns. Process exit does
-not wait for it.
+A thread cannot be killed, so a call that exceeds its time limit keeps its thread until it returns. Process
+exit does not wait for it.
 """
 
 from __future__ import annotations

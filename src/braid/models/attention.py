@@ -1,6 +1,7 @@
-"""Attention for all Hugging Face decoders, through transformers' attention interface: each layer passes queries,
-keys and values to the context of the forward pass, `with attending(context): model(input_ids, position_ids=...)`.
-Training uses `PackedAttention`; the native engine has contexts with a KV cache."""
+"""Attention for all Hugging Face decoders, through transformers' attention interface: each layer passes
+queries, keys and values to the context of the forward pass,
+`with attending(context): model(input_ids, position_ids=...)`. Training uses `PackedAttention`; the native
+engine has contexts with a KV cache."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ def _attend(  # noqa: PLR0913  # transformers' signature
         )
     if dropout:
         raise ModelError(
-            f"attention dropout of {dropout} makes log-probs random; set attention_dropout to 0 in config.json"
+            f"attention dropout of {dropout} makes log-probs random; set attention_dropout to 0 in "
+            "config.json"
         )
     layer: int = getattr(module, "layer_idx", -1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -115,8 +117,9 @@ def register() -> None:
 
 
 class PackedAttention:
-    """Causal attention within each packed segment. PyTorch's variable-length kernel takes the segments as they are,
-    where it applies; for others, segments of similar length are copied into right-padded rectangles."""
+    """Causal attention within each packed segment. PyTorch's variable-length kernel takes the segments as
+    they are, where it applies; for others, segments of similar length are copied into right-padded
+    rectangles."""
 
     def __init__(
         self,
@@ -341,8 +344,8 @@ def _stored_places(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) ->
 
 
 def _rectangles(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Group rows of similar length: (rows, width), where each row is at least 15/16 as long as the width. With
-    three quarters, padding took 2 to 7 % of an update on CPUs."""
+    """Group rows of similar length: (rows, width), where each row is at least 15/16 as long as the width.
+    With three quarters, padding took 2 to 7 % of an update on CPUs."""
     out: list[tuple[list[int], int]] = []
     for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
         if out and lengths[row] * 16 >= out[-1][1] * 15:

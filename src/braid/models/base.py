@@ -23,8 +23,9 @@ Output = Literal["logprobs", "entropy", "kl", "logits", "values", "value_deviati
 
 
 class Acted(NamedTuple):
-    """A decision in each of E environments: chunks of `actions` for the simulator, [E, H] or [E, H, A]; and for
-    training the model's `inputs` [E, P, ...] by name, and the log-probs [E, P] of its positions (types.EnvSteps)."""
+    """A decision in each of E environments: chunks of `actions` for the simulator, [E, H] or [E, H, A]; and
+    for training the model's `inputs` [E, P, ...] by name, and the log-probs [E, P] of its positions
+    (types.EnvSteps)."""
 
     actions: NDArray[Any]
     inputs: dict[str, NDArray[Any]]
@@ -32,21 +33,21 @@ class Acted(NamedTuple):
 
 
 class TrainableModel(ABC):
-    """A policy or critic of any kind, as used by the training backends. `module` holds the trained parameters;
-    `value_head` computes "values", None for a policy without one."""
+    """A policy or critic of any kind, as used by the training backends. `module` holds the trained
+    parameters; `value_head` computes "values", None for a policy without one."""
 
     module: nn.Module
     value_head: ValueHead | None = None
 
     @abstractmethod
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
-        """A [T] tensor for each requested output, aligned as in types.Row: index t refers to the token or action
-        at t given everything before it. Entries at which `batch.mask` is False are 0 and carry no gradient,
-        except that "values" of a simulator also covers the final observation.
+        """A [T] tensor for each requested output, aligned as in types.Row: index t refers to the token or
+        action at t given everything before it. Entries at which `batch.mask` is False are 0 and carry no
+        gradient, except that "values" of a simulator also covers the final observation.
 
-        "value_deviation" is the unit in which the value head predicts (ValueHead.deviation), the same at every
-        position. "kl" is the KL over the whole vocabulary from CausalLM.reference. "logits" is not a tensor but
-        TiledLogits, those that predict the policy's tokens."""
+        "value_deviation" is the unit in which the value head predicts (ValueHead.deviation), the same at
+        every position. "kl" is the KL over the whole vocabulary from CausalLM.reference. "logits" is not a
+        tensor but TiledLogits, those that predict the policy's tokens."""
 
     @abstractmethod
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:
@@ -63,9 +64,9 @@ class TrainableModel(ABC):
 def at_level(
     entropies: Tensor, num_positions: int, level: DecisionLevel | None, num_action_chunks: int
 ) -> Tensor:
-    """Entropies [K, P] at the P positions of K decisions from those of all independent numbers [K, N] of a decision:
-    the sum over the numbers of each position's token, action or chunk, or the mean of these if a position has several.
-    None: the sum over each position's numbers."""
+    """Entropies [K, P] at the P positions of K decisions from those of all independent numbers [K, N] of a
+    decision: the sum over the numbers of each position's token, action or chunk, or the mean of these if a
+    position has several. None: the sum over each position's numbers."""
     num_units = {"token": entropies.shape[1], "action": num_action_chunks, "chunk": 1}
     count = num_positions if level is None else num_units[level]
     units = entropies.unflatten(1, (count, -1)).sum(-1)
@@ -75,7 +76,8 @@ def at_level(
 
 
 def choose(logits: Tensor, uniforms: Tensor | None) -> Tensor:
-    """Choices [...] from logits [..., N] by inverse transform of `uniforms` [...] in [0, 1); the likeliest if None."""
+    """Choices [...] from logits [..., N] by inverse transform of `uniforms` [...] in [0, 1); the likeliest if
+    None."""
     if uniforms is None:
         return logits.argmax(-1)
     cumulative = logits.double().softmax(-1).cumsum(-1)
@@ -94,8 +96,8 @@ def unique_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def copy_weights(source: Mapping[str, Tensor], target: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy the tensors of `source` into those of the same name in `target`. Raises ModelError, before any is copied,
-    unless names and shapes are the same."""
+    """Copy the tensors of `source` into those of the same name in `target`. Raises ModelError, before any is
+    copied, unless names and shapes are the same."""
     tensors = dict(target)
     check_fit(source, {name: tensor.shape for name, tensor in tensors.items()})
     for name, tensor in tensors.items():
@@ -107,8 +109,8 @@ def check_fit(
 ) -> None:
     """Raise ModelError unless `weights` have the names and `shapes` of the model that is to take them.
 
-    With `heads_differ` they are those of a policy for its critic: only parts that both have (the first components of
-    the names) are compared, of which there must be one."""
+    With `heads_differ` they are those of a policy for its critic: only parts that both have (the first
+    components of the names) are compared, of which there must be one."""
     weight_shapes = {name: tensor.shape for name, tensor in weights.items()}
     if heads_differ:
         both = {name.partition(".")[0] for name in weight_shapes} & {
@@ -133,6 +135,7 @@ def check_fit(
     }
     if any(faults.values()):
         raise ModelError(
-            f"the weights are of a different model than the one that is to take them: {listed(faults)}; load them into the "
-            "model (model.path or model.build, and model.lora) that they were trained with"
+            f"the weights are of a different model than the one that is to take them: {listed(faults)}; "
+            "load them into the model (model.path or model.build, and model.lora) that they were trained "
+            "with"
         )

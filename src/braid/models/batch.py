@@ -22,17 +22,17 @@ class PackedBatch:
 
     `inputs` and `fields` are the rows' arrays concatenated along T; `mask` [T] is True at positions that the
     policy wrote. `lengths` [B] are on the host. `positions` [T] is each position's index within its row.
-    `trajectories` [B] numbers the trajectories that rows belong to; empty: each row is one. `weights` [T] is each
-    position's weight in the step's loss (see algorithms.aggregate). `decision` [T] numbers the decisions of all
-    rows, -1 outside the mask; `action_size` as in types.Row. `observations` are those of all rows, [K, ...], and `observed` [T] is the index of
-    each position's observation.
+    `trajectories` [B] numbers the trajectories that rows belong to; empty: each row is one. `weights` [T] is
+    each position's weight in the step's loss (see algorithms.aggregate). `decision` [T] numbers the decisions
+    of all rows, -1 outside the mask; `action_size` as in types.Row. `observations` are those of all rows, [K,
+    ...], and `observed` [T] is the index of each position's observation.
 
     Rows of a group share prefixes: `shared` [B] holds (earlier row, n) if the first n positions of a row are
     those of an earlier row. They are stored once, with the earlier row, and T counts them once. (0, 0), or an
     empty tuple for the whole batch, means that nothing is shared.
 
-    `on_host` has copies of tensors of the batch in host memory, by name: to read them from a GPU, the host would wait for all
-    that it has asked of it before.
+    `on_host` has copies of tensors of the batch in host memory, by name: to read them from a GPU, the host
+    would wait for all that it has asked of it before.
 
     With `sequence` this rank runs a slice of the T positions and the other ranks of the group the rest;
     outputs cover all T.
@@ -105,8 +105,8 @@ class PackedBatch:
 
     @property
     def previous(self) -> Tensor:
-        """Index at which each position's predecessor in its row is stored [T], in host memory; -1 for the first
-        position of a row."""
+        """Index at which each position's predecessor in its row is stored [T], in host memory; -1 for the
+        first position of a row."""
         before = torch.arange(-1, self.num_positions - 1)
         starts = self.starts
         for row, start in enumerate(starts):

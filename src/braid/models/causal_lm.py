@@ -1,5 +1,5 @@
-"""A Hugging Face causal language model over packed rows, used by training and the native engine: from token ids to
-hidden states, logits and log-probs."""
+"""A Hugging Face causal language model over packed rows, used by training and the native engine: from token
+ids to hidden states, logits and log-probs."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class CausalLM(TrainableModel):
         head = model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise ModelError(
-                f"the output head of {type(model).__name__} is {type(head).__name__}, not linear; braid needs a causal "
-                "language model whose logits are a linear function of its hidden states"
+                f"the output head of {type(model).__name__} is {type(head).__name__}, not linear; braid "
+                "needs a causal language model whose logits are a linear function of its hidden states"
             )
         self.module = self.model = model.eval()
         self.config: PreTrainedConfig = model.config.get_text_config(decoder=True)
@@ -139,9 +139,10 @@ class CausalLM(TrainableModel):
         logits = self.reference(batch)
         if logits.vocab_size != self.vocab_size:
             raise ModelError(
-                "algorithm.kl_estimator=full compares probabilities of the same tokens, but the policy's vocabulary has "
-                f"{self.vocab_size} tokens and the reference's {logits.vocab_size}; set reference.path to a model with the "
-                "policy's vocabulary, or algorithm.kl_estimator to k1, k2 or k3"
+                "algorithm.kl_estimator=full compares probabilities of the same tokens, but the policy's "
+                f"vocabulary has {self.vocab_size} tokens and the reference's {logits.vocab_size}; set "
+                "reference.path to a model with the policy's vocabulary, or algorithm.kl_estimator to k1, "
+                "k2 or k3"
             )
         return logits
 
@@ -187,13 +188,14 @@ _USES_CONTEXT, _PADDING = "uses_attention_context", "padding_without_gradient"
 def hidden_states(
     backbone: PreTrainedModel, input_ids: Tensor, positions: Tensor, context: AttentionContext
 ) -> Tensor:
-    """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`. Raises ModelError
-    if transformers would use another one, in which all tokens are one sequence."""
+    """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`.
+    Raises ModelError if transformers would use another one, in which all tokens are one sequence."""
     chosen = backbone.config._attn_implementation
     if chosen != attention.IMPLEMENTATION and getattr(backbone, _USES_CONTEXT, False):
         raise ModelError(
-            f"the config of {type(backbone).__name__} has been set to the attention {chosen!r}, with which the sequences of a batch would "
-            "attend to each other; don't share it with another model: pass that one a copy.deepcopy of the config"
+            f"the config of {type(backbone).__name__} has been set to the attention {chosen!r}, with which "
+            "the sequences of a batch would attend to each other; don't share it with another model: pass "
+            "that one a copy.deepcopy of the config"
         )
     with attention.attending(context):
         out = backbone(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
@@ -219,7 +221,8 @@ def states_before(
 
 
 def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """Positions of the policy's tokens, and the preceding ones, whose hidden states predict them; in host memory."""
+    """Positions of the policy's tokens, and the preceding ones, whose hidden states predict them; in host
+    memory."""
     written = batch.host("mask").nonzero().squeeze(1)
     before = batch.previous.index_select(0, written)
     assert not (before < 0).any(), "the first token of a row has no predecessor"
@@ -241,9 +244,10 @@ def use_packed_attention(model: PreTrainedModel) -> None:
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     if unknown := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
         raise ModelError(
-            f"{type(model).__name__} has layers of type {', '.join(unknown)}; braid supports only full_attention and "
-            "sliding_attention layers, because it packs rows, and a layer's state (as of linear attention) would leak "
-            "from one packed row into the next; choose another model (docs/models.md)"
+            f"{type(model).__name__} has layers of type {', '.join(unknown)}; braid supports only "
+            "full_attention and sliding_attention layers, because it packs rows, and a layer's state (as "
+            "of linear attention) would leak from one packed row into the next; choose another model "
+            "(docs/models.md)"
         )
     attention.register()
     # A model that can't only warns; models.selfcheck refuses it.
@@ -257,7 +261,8 @@ def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if enabled and not layers:
         raise ModelError(
-            f"{type(model).__name__} does not support gradient checkpointing; set train.gradient_checkpointing=false"
+            f"{type(model).__name__} does not support gradient checkpointing; set "
+            "train.gradient_checkpointing=false"
         )
     for layer in layers:
         layer.__dict__.pop("forward", None)

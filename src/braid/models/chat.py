@@ -1,8 +1,9 @@
 """Chat formats: from messages to tokens by a chat template, and from sampled tokens to actions.
 
-Tokens that the policy sampled are never tokenised again. New messages are appended to them as a *delta*: the template
-renders a conversation whose last answer is a sentinel, and the delta is what follows the sentinel. Text in messages
-cannot forge control tokens: occurrences of the tokenizer's added tokens in them are encoded as ordinary text.
+Tokens that the policy sampled are never tokenised again. New messages are appended to them as a *delta*: the
+template renders a conversation whose last answer is a sentinel, and the delta is what follows the sentinel.
+Text in messages cannot forge control tokens: occurrences of the tokenizer's added tokens in them are encoded
+as ordinary text.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ class ChatFormat:
         replies: Literal["messages", "text"] = "messages",
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Without `use_template`, or a template of the tokenizer, messages are texts without roles, and results of tools
-        are in a tag. `tool_format` None: that of the template. `thinking`: keep that of earlier turns, or do as the template does.
-        `replies` to the policy: messages, or text within its answer."""
+        """Without `use_template`, or a template of the tokenizer, messages are texts without roles, and
+        results of tools are in a tag. `tool_format` None: that of the template. `thinking`: keep that of
+        earlier turns, or do as the template does. `replies` to the policy: messages, or text within its
+        answer."""
         own: Any = tokenizer.chat_template if use_template else None
         if isinstance(own, dict):
             own = own.get("tool_use", own.get("default"))
@@ -92,8 +94,8 @@ class ChatFormat:
             if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "the tokenizer lacks characters of a message (for a model built from scratch, add them to "
-                    "model.build.characters or words): %.200r",
+                    "the tokenizer lacks characters of a message (for a model built from scratch, add them "
+                    "to model.build.characters or words): %.200r",
                     text.replace(_MARK, ""),
                 )
             return ids
@@ -108,8 +110,8 @@ class ChatFormat:
     def delta(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], last_ids: Sequence[int]
     ) -> list[int]:
-        """Tokens from the end of the policy's turn `last_ids` to the start of its next one, with `messages` between
-        them. Begins with the template's end of a turn, unless the turn ends with an end token."""
+        """Tokens from the end of the policy's turn `last_ids` to the start of its next one, with `messages`
+        between them. Begins with the template's end of a turn, unless the turn ends with an end token."""
         if self.replies_are_text:
             return self._encode("".join(self._marked(message["content"]) for message in messages))
         closing, tail = self._tail(messages, tools)
@@ -160,10 +162,10 @@ class ChatFormat:
     def examples(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
     ) -> list[tuple[list[int], list[int], list[bool]]]:
-        """A conversation to imitate, with answers of the role `assistant`: tokens of the prompt, those after it, and
-        which of these the policy writes: not those of answers whose `weight` is 0. Another example begins where a new
-        segment would in an episode, when the template drops the reasoning of earlier turns. Raises ModelError if the
-        template does not show an answer where the policy would write it."""
+        """A conversation to imitate, with answers of the role `assistant`: tokens of the prompt, those after
+        it, and which of these the policy writes: not those of answers whose `weight` is 0. Another example
+        begins where a new segment would in an episode, when the template drops the reasoning of earlier
+        turns. Raises ModelError if the template does not show an answer where the policy would write it."""
         imitated = [message.get("weight") != 0 for message in messages]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -199,8 +201,8 @@ class ChatFormat:
         text = self._render(messages, tools, asks=False, imitates=True)
         if not text.startswith(before):
             raise ModelError(
-                "the chat template does not continue its start of an answer with this one; if it starts answers with "
-                "<think>, give the answer a reasoning_content"
+                "the chat template does not continue its start of an answer with this one; if it starts "
+                "answers with <think>, give the answer a reasoning_content"
             )
         text = text[len(before) :]
         if self.is_plain and replies and text.endswith(self.stop_strings(tools) or ("\0",)):
@@ -231,8 +233,8 @@ class ChatFormat:
         stop_reason: StopReason = "stop",
         new_id: Callable[[], str] = lambda: "call",
     ) -> Action:
-        """The policy's turn as environments and rewards see it. `context_ids` were read before it (None: they end as
-        the template starts an answer). `new_id` makes the ids of tool calls."""
+        """The policy's turn as environments and rewards see it. `context_ids` were read before it (None: they
+        end as the template starts an answer). `new_id` makes the ids of tool calls."""
         num = len(ids)
         while num and ids[num - 1] in self._ends:
             num -= 1
@@ -272,8 +274,8 @@ class ChatFormat:
         return self._parsed(text, prefill, (), "stop", lambda: "call")
 
     def check(self, *, uses_tools: bool) -> None:
-        """Check that conversations with this template can be continued token by token. Raises ModelError with the
-        reason if not, or if it cannot show tools that the run has."""
+        """Check that conversations with this template can be continued token by token. Raises ModelError with
+        the reason if not, or if it cannot show tools that the run has."""
         problem = None
         tool: Message = {"role": "tool", "content": "reply", "tool_call_id": "call00000", "name": "tool"}
         replies: list[Message] = [tool] if uses_tools else [{"role": "user", "content": "reply"}]
@@ -291,8 +293,8 @@ class ChatFormat:
             raise ModelError(f"the chat template cannot be used for episodes of several turns: {problem}")
 
     def _tail(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> tuple[str, str]:
-        """What follows an answer: the template's end of the turn; then `messages` and the start of the next answer.
-        Results of tools follow an answer that calls them, as some templates demand."""
+        """What follows an answer: the template's end of the turn; then `messages` and the start of the next
+        answer. Results of tools follow an answer that calls them, as some templates demand."""
         first: Message = {"role": "user", "content": "ask"}
         plain = {"role": "assistant", "content": _SENTINEL}
         bases: list[dict[str, Any]] = [plain]
@@ -340,7 +342,8 @@ class ChatFormat:
 
     @cached_property
     def _closes_turns(self) -> bool:
-        """Whether the template writes an end token after each answer; GLM's next role ends the turn instead."""
+        """Whether the template writes an end token after each answer; GLM's next role ends the turn
+        instead."""
         user: Message = {"role": "user", "content": "ask"}
         text = self._render([user, {"role": "assistant", "content": _SENTINEL}], [], asks=False)
         return re.match(rf"\s*(?:{self._added})", text.rpartition(_SENTINEL)[2]) is not None
@@ -352,7 +355,8 @@ class ChatFormat:
         return "" if self._usual_prefill and end not in self._usual_prefill else start
 
     def _split(self, turn: str) -> tuple[str, str, list[str]]:
-        """Answer, reasoning, and messages to tools of a turn, which may be cut. Reasoning without an end is no answer."""
+        """Answer, reasoning, and messages to tools of a turn, which may be cut. Reasoning without an end is
+        no answer."""
         if self._has_channels and re.search(r"<\|(?:channel|message)\|>", turn):
             answer, reasoning, to_tools = "", list[str](), list[str]()
             for message in turn.split("<|start|>"):
@@ -374,8 +378,8 @@ class ChatFormat:
 
     @cached_property
     def _around_answer(self) -> re.Pattern[str]:
-        """Control tokens around an answer that are not of it: the one with which the template begins each, and special
-        tokens at its end, but for closing tags such as `</answer>`."""
+        """Control tokens around an answer that are not of it: the one with which the template begins each,
+        and special tokens at its end, but for closing tags such as `</answer>`."""
         try:
             messages: list[Message] = [{"role": "user", "content": "ask"}]
             text = self._render([*messages, {"role": "assistant", "content": _SENTINEL}], [], asks=False)
@@ -388,8 +392,8 @@ class ChatFormat:
         return re.compile(rf"\A(?:{starts})+|(?:(?:{ends})\s*)+\Z")
 
     def _split_reasoning(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The tokens of a turn's reasoning, with its markers and the line ends after it, and the others without the
-        end token."""
+        """The tokens of a turn's reasoning, with its markers and the line ends after it, and the others
+        without the end token."""
         kept, marker = list(ids[:-1] if ids and ids[-1] in self._ends else ids), self._reasoning[1]
         if marker not in self._text(kept):
             return [], kept
@@ -406,8 +410,8 @@ class ChatFormat:
         asks: bool = True,
         imitates: bool = False,
     ) -> str:
-        """The template's text, with a mark inside each forged token. Answers to imitate may contain such tokens, for
-        example around their reasoning. Raises ModelError if the template refuses."""
+        """The template's text, with a mark inside each forged token. Answers to imitate may contain such
+        tokens, for example around their reasoning. Raises ModelError if the template refuses."""
         import jinja2
 
         chat: Any = [

@@ -26,8 +26,8 @@ def check_compiler(device: torch.device) -> None:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         needed = "a C++ compiler and Python's headers" if device.type == "cpu" else "a C compiler and triton"
         raise ModelError(
-            f"train.compile=true, but torch.compile does not work on this machine ({reason}); install {needed}, or set "
-            "train.compile=false"
+            f"train.compile=true, but torch.compile does not work on this machine ({reason}); install "
+            f"{needed}, or set train.compile=false"
         ) from error
 
 

@@ -1,7 +1,9 @@
-"""Experts of mixtures of experts on GPUs: under autocast they are computed in autocast's type, as linear layers are.
+"""Experts of mixtures of experts on GPUs: under autocast they are computed in autocast's type, as linear
+layers are.
 
-transformers multiplies all experts' tokens by one grouped product. Autocast does not know this product, and PyTorch's kernel
-takes bf16 only: for other types it reads the number of tokens of each expert on the host, in every layer.
+transformers multiplies all experts' tokens by one grouped product. Autocast does not know this product, and
+PyTorch's kernel takes bf16 only: for other types it reads the number of tokens of each expert on the host, in
+every layer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def use_grouped_experts(model: PreTrainedModel) -> None:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether the module holds the weights of all experts of a layer as transformers' interface for them asks for."""
+    """Whether the module holds the weights of all experts of a layer as transformers' interface for them asks
+    for."""
     return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
 
 

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 
 def export_model(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer to `folder`, loadable by AutoModelForCausalLM and AutoTokenizer. See export_with."""
+    """Write model and tokenizer to `folder`, loadable by AutoModelForCausalLM and AutoTokenizer. See
+    export_with."""
     export_with(partial(save_pretrained, lm, tokenizer), folder)
 
 
@@ -44,7 +45,8 @@ def export_with(save: Callable[[Path], None], folder: Path) -> None:
             beside.rename(folder)
     except OSError as error:
         raise CheckpointError(
-            f"cannot write the model folder {folder}: {error.strerror or error}; {disk_fix(error)}, or choose another folder"
+            f"cannot write the model folder {folder}: {error.strerror or error}; {disk_fix(error)}, or "
+            "choose another folder"
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)

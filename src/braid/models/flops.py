@@ -1,8 +1,8 @@
 """Floating-point operations of a model, computed from its sizes and the lengths of rows.
 
 A product of [m, k] and [k, n] counts 2 m k n operations; elementwise work, norms and softmax are not counted.
-Attention counts the visible pairs of positions, logits the positions that the policy wrote. Every row counts in
-full, also the prompt that a group shares, so that the figure does not depend on batching.
+Attention counts the visible pairs of positions, logits the positions that the policy wrote. Every row counts
+in full, also the prompt that a group shares, so that the figure does not depend on batching.
 """
 
 from __future__ import annotations

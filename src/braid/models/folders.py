@@ -36,13 +36,14 @@ _JSON_FILES = (
 )
 """Files of a model folder that must be JSON objects."""
 _OTHER_HEADS = re.compile(r"(^|\.)(v_head|value_head|score|classifier|lm_head|mtp|(un)?normalize_\w+)\.")
-"""Weights that a folder may have beside those of the model that is read from it: heads of a critic, a reward model or a
-language model, layers that predict further tokens, and LeRobot's statistics."""
+"""Weights that a folder may have beside those of the model that is read from it: heads of a critic, a reward
+model or a language model, layers that predict further tokens, and LeRobot's statistics."""
 
 
 def local_path(path: str, key: str) -> str:
-    """The folder or hub name `path`, the value of config key `key`, with a leading `~` replaced by the home folder; of a GGUF
-    file, the folder with its converted model. Raises ModelError for a GGUF file that cannot be read."""
+    """The folder or hub name `path`, the value of config key `key`, with a leading `~` replaced by the home
+    folder; of a GGUF file, the folder with its converted model. Raises ModelError for a GGUF file that cannot
+    be read."""
     path = str(Path(path).expanduser()) if path.startswith("~") else path
     return convert(path, key) if is_gguf(path) else path
 
@@ -75,12 +76,14 @@ def check_folder(path: str, key: str, *, needs_weights: bool) -> None:
     if missing:
         has = ", ".join(sorted(p.name for p in folder.iterdir())[:8]) or "nothing"
         raise ModelError(
-            f"{key}={path} is not a Hugging Face model folder: it lacks {' and '.join(missing)}; it contains {has}"
+            f"{key}={path} is not a Hugging Face model folder: it lacks {' and '.join(missing)}; it "
+            f"contains {has}"
         )
 
 
 def local_folder(path: str, key: str) -> Path:
-    """A model folder, downloaded if `path` is a hub name. Raises ModelError if it lacks config.json or weights."""
+    """A model folder, downloaded if `path` is a hub name. Raises ModelError if it lacks config.json or
+    weights."""
     path = local_path(path, key)
     check_folder(path, key, needs_weights=True)
     return Path(path) if isdir(path) else Path(snapshot_download(path))
@@ -105,13 +108,15 @@ def _check_hub_name(name: str, key: str) -> None:
     except Exception as error:  # errors of the hub client and of its HTTP library
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise ModelError(
-            f"{key}={name} is neither a folder nor available from the Hugging Face hub ({reason}); set it to an existing "
-            "folder (paths are relative to the config's folder), or to a hub name while online"
+            f"{key}={name} is neither a folder nor available from the Hugging Face hub ({reason}); set it "
+            "to an existing folder (paths are relative to the config's folder), or to a hub name while "
+            "online"
         ) from error
 
 
 def read(path: str, key: str, kind: str, load: Callable[..., _T], **options: Any) -> _T:
-    """Call transformers' `load` for a folder or hub name. Raises ModelError if it is not a readable `kind`."""
+    """Call transformers' `load` for a folder or hub name. Raises ModelError if it is not a readable
+    `kind`."""
     try:
         return load(path, **options)
     except Exception as error:  # transformers and its libraries raise many types for unusable folders
@@ -126,8 +131,8 @@ def read(path: str, key: str, kind: str, load: Callable[..., _T], **options: Any
 
 
 def read_model(path: str, key: str, kind: str, load: Callable[..., Any], **options: Any) -> PreTrainedModel:
-    """Read a model with all of its weights. Raises ModelError, also if some are missing, of another shape, or unknown to
-    the model; heads for other tasks are left out."""
+    """Read a model with all of its weights. Raises ModelError, also if some are missing, of another shape, or
+    unknown to the model; heads for other tasks are left out."""
     check_folder(path, key, needs_weights=True)
     model, info = read(
         path, key, kind, load, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -150,15 +155,15 @@ def read_model(path: str, key: str, kind: str, load: Callable[..., Any], **optio
     }
     if any(faults.values()):
         raise ModelError(
-            f"{key}={path}: its weights do not fit its config.json, of a {name}: {listed(faults)}; choose a folder whose "
-            "config.json describes its weights"
+            f"{key}={path}: its weights do not fit its config.json, of a {name}: {listed(faults)}; choose a "
+            "folder whose config.json describes its weights"
         )
     return model
 
 
 def read_tokenizer(path: str, key: str, trust_remote_code: bool, **options: Any) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the folder or hub name `path`, which is the value of config key `key`; `options` are those of
-    transformers."""
+    """Load the tokenizer of the folder or hub name `path`, which is the value of config key `key`; `options`
+    are those of transformers."""
     check_folder(path, key, needs_weights=False)
     folder = Path(path)
     if isdir(folder) and not any(isfile(folder / name) for name in _TOKENIZER_FILES):

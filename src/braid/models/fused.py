@@ -1,6 +1,6 @@
-"""Fused norms and gated feed-forward layers, and linear layers with faster products (models.linear). transformers'
-chains of elementwise operations read and write whole activations several times, which took a third of a small model's
-update on CPUs."""
+"""Fused norms and gated feed-forward layers, and linear layers with faster products (models.linear).
+transformers' chains of elementwise operations read and write whole activations several times, which took a
+third of a small model's update on CPUs."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ class GatedMLP(nn.Module):
 
 
 def fuse(model: nn.Module, *, compiles: bool = False) -> int:
-    """Replace modules by those above in place, where the results match; returns their number. Weights and their
-    names stay the same. `compiles`: see models.linear.Linear."""
+    """Replace modules by those above in place, where the results match; returns their number. Weights and
+    their names stay the same. `compiles`: see models.linear.Linear."""
     count = 0
     for parent in list(model.modules()):
         _fuse_rotary(type(parent).__module__)
@@ -125,8 +125,8 @@ _Rotary = Callable[..., tuple[Tensor, Tensor]]
 
 
 def _fuse_rotary(module: str) -> None:
-    """Have a module of transformers compute rotary embeddings with one kernel, on GPUs under autocast, where their chain of
-    ten operations would be in float32. Elsewhere it computes what it did."""
+    """Have a module of transformers compute rotary embeddings with one kernel, on GPUs under autocast, where
+    their chain of ten operations would be in float32. Elsewhere it computes what it did."""
     scope = vars(sys.modules[module]) if module in sys.modules and torch.cuda.is_available() else {}
     original: _Rotary | None = scope.get("apply_rotary_pos_emb")
     if original is None or hasattr(original, "__wrapped__") or not turns_halves(original):
@@ -151,8 +151,8 @@ def _fuse_rotary(module: str) -> None:
 
 @torch.no_grad()
 def turns_halves(rotary: _Rotary) -> bool:
-    """Whether a function is x * cos + (-x2, x1) * sin of queries and keys [B, H, T, d] with their halves x1 and x2,
-    which most of transformers' models have."""
+    """Whether a function is x * cos + (-x2, x1) * sin of queries and keys [B, H, T, d] with their halves x1
+    and x2, which most of transformers' models have."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
     cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))

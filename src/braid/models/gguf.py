@@ -1,7 +1,9 @@
-"""From a GGUF file to an ordinary model folder, once for each file: transformers reads one slowly (14 s for 135M parameters,
-of which most goes into the vocabulary), and a run reads its model several times, in several processes.
+"""From a GGUF file to an ordinary model folder, once for each file: transformers reads one slowly (14 s for
+135M parameters, of which most goes into the vocabulary), and a run reads its model several times, in several
+processes.
 
-The folder is in the user's cache; its weights are the file's numbers in fp32, without quantization. Everything else sees the folder.
+The folder is in the user's cache; its weights are the file's numbers in fp32, without quantization.
+Everything else sees the folder.
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ _SAME = {
     "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
-"""Settings that transformers does not read from the file -> those of its config that must have the same value."""
+"""Settings that transformers does not read from the file -> those of its config that must have the same
+value."""
 
 
 def convert(file: str, key: str) -> str:
-    """The model folder with the content of a GGUF file, made if it is not there. Other processes that want it wait.
-    Raises ModelError, naming config key `key`, for a file that cannot be read as transformers' model of the same function."""
+    """The model folder with the content of a GGUF file, made if it is not there. Other processes that want it
+    wait. Raises ModelError, naming config key `key`, for a file that cannot be read as transformers' model of
+    the same function."""
     where = f"{key}={file}"
     try:
         folder = converted_folder(file)
@@ -69,8 +73,8 @@ def convert(file: str, key: str) -> str:
         except OSError as error:
             size = sum(int(np.prod(shape)) for shape, _ in header.tensors.values()) * 4 / 2**30
             raise ModelError(
-                f"{where}: cannot write the converted model, {size:.2g} GiB, to {folder.parent} ({error}); set XDG_CACHE_HOME "
-                "to a folder with enough space"
+                f"{where}: cannot write the converted model, {size:.2g} GiB, to {folder.parent} ({error}); "
+                "set XDG_CACHE_HOME to a folder with enough space"
             ) from error
     with suppress(OSError):
         os.utime(folder)
@@ -78,12 +82,12 @@ def convert(file: str, key: str) -> str:
 
 
 def _checked(file: str, where: str) -> Header:
-    """The header. Raises ModelError if the package is missing, or the file has an architecture or quantization that cannot
-    be read."""
+    """The header. Raises ModelError if the package is missing, or the file has an architecture or
+    quantization that cannot be read."""
     if find_spec("gguf") is None:
         raise ModelError(
-            f"{where} needs the package gguf, which is not installed; run: pip install 'braid-rl[gguf]', or set it to a "
-            "Hugging Face folder"
+            f"{where} needs the package gguf, which is not installed; run: pip install 'braid-rl[gguf]', or "
+            "set it to a Hugging Face folder"
         )
     try:
         header = read_header(file)
@@ -95,8 +99,9 @@ def _checked(file: str, where: str) -> Header:
     name = header.architecture
     if name.replace("-", "_").replace("moe", "_moe").replace("__", "_") not in known and name not in known:
         raise ModelError(
-            f"{where} has the architecture {name or 'of no name'}, which transformers {version('transformers')} does not read "
-            f"from GGUF; it reads {', '.join(known)}; use the model's Hugging Face folder"
+            f"{where} has the architecture {name or 'of no name'}, which transformers "
+            f"{version('transformers')} does not read from GGUF; it reads {', '.join(known)}; use the "
+            "model's Hugging Face folder"
         )
     import gguf
 
@@ -109,8 +114,9 @@ def _checked(file: str, where: str) -> Header:
             label = getattr(error, "name", None) or _name_of(kind)
             tensor = next(name for name, (_, other) in header.tensors.items() if other == kind)
             raise ModelError(
-                f"{where} has the quantization {label} ({tensor}), which gguf {version('gguf')} cannot undo; use a file with "
-                "another one, such as Q8_0, Q4_K or F16, or the model's Hugging Face folder"
+                f"{where} has the quantization {label} ({tensor}), which gguf {version('gguf')} cannot "
+                "undo; use a file with another one, such as Q8_0, Q4_K or F16, or the model's Hugging Face "
+                "folder"
             ) from error
     return header
 
@@ -168,8 +174,8 @@ def _convert(file: Path, header: Header, folder: Path, where: str) -> None:
 
 
 def _check_read(model: PreTrainedModel, info: dict[str, Any], header: Header, where: str) -> None:
-    """Raise ModelError unless transformers used all that the file has: it skips settings and tensors that it does not
-    know."""
+    """Raise ModelError unless transformers used all that the file has: it skips settings and tensors that it
+    does not know."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
     config: Any = model.config
@@ -196,8 +202,8 @@ def _check_read(model: PreTrainedModel, info: dict[str, Any], header: Header, wh
         ignored.append("rope_freqs.weight")
     if ignored:
         raise ModelError(
-            f"{where}: transformers {version('transformers')} does not read {', '.join(ignored)} from GGUF, and would compute "
-            "another model; use the model's Hugging Face folder"
+            f"{where}: transformers {version('transformers')} does not read {', '.join(ignored)} from GGUF, "
+            "and would compute another model; use the model's Hugging Face folder"
         )
     faults = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     used = sum(tensor.numel() for tensor in {t.data_ptr(): t for t in model.state_dict().values()}.values())
@@ -205,8 +211,8 @@ def _check_read(model: PreTrainedModel, info: dict[str, Any], header: Header, wh
     if faults or used != held:
         why = f", among them {sorted(faults)[0]}" if faults else ""
         raise ModelError(
-            f"{where}: its tensors do not fit transformers' {type(model).__name__}: the file has {held:,} numbers, the model "
-            f"{used:,}{why}; use the model's Hugging Face folder"
+            f"{where}: its tensors do not fit transformers' {type(model).__name__}: the file has {held:,} "
+            f"numbers, the model {used:,}{why}; use the model's Hugging Face folder"
         )
 
 

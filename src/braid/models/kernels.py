@@ -1,4 +1,5 @@
-"""Choices of kernels: of attention over packed rows (`model.attention`), and Liger's (`train.liger_kernels`)."""
+"""Choices of kernels: of attention over packed rows (`model.attention`), and Liger's
+(`train.liger_kernels`)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def check_attention(kind: AttentionKind, device: torch.device) -> None:
         )
         if why_not:
             raise ModelError(
-                f"model.attention=compiled needs kernels compiled by Numba, but {why_not}; or set model.attention=auto"
+                f"model.attention=compiled needs kernels compiled by Numba, but {why_not}; or set "
+                "model.attention=auto"
             )
     if kind != "flash_attention_2":
         return
@@ -95,8 +97,8 @@ def check_liger(device: torch.device) -> None:
         missing.append(f"a CUDA device instead of {device.type}")
     if missing:
         raise ModelError(
-            f"train.liger_kernels=true needs {' and '.join(missing)}; or set train.liger_kernels=false (same results "
-            "up to rounding)"
+            f"train.liger_kernels=true needs {' and '.join(missing)}; or set train.liger_kernels=false "
+            "(same results up to rounding)"
         )
 
 

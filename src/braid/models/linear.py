@@ -1,8 +1,9 @@
-"""Matrix products of linear layers in float32 on CPUs, by oneDNN where it is faster than PyTorch's default, MKL.
+"""Matrix products of linear layers in float32 on CPUs, by oneDNN where it is faster than PyTorch's default,
+MKL.
 
-MKL uses AVX-512 only on Intel's processors. On others oneDNN was measured at twice its rate, with the weights as they
-are: packing them for oneDNN gained up to 29 % more from 64 rows on, for a copy of the weights. On CPU oneDNN gives
-a row the same bits in any batch of two rows or more.
+MKL uses AVX-512 only on Intel's processors. On others oneDNN was measured at twice its rate, with the weights
+as they are: packing them for oneDNN gained up to 29 % more from 64 rows on, for a copy of the weights. On CPU
+oneDNN gives a row the same bits in any batch of two rows or more.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from braid.plan.machine import cpu_info
 _log = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 2**15
-"""Below, the 12 microseconds that a call of oneDNN costs exceed the gain. No choice depends on the number of rows."""
+"""Below, the 12 microseconds that a call of oneDNN costs exceed the gain. No choice depends on the number of
+rows."""
 
 
 @cache
 def cpu_products() -> str:
-    """The library of large float32 products on this machine's CPU: `mkl` (PyTorch's default, whatever it is) or
-    `onednn`. Depends on the processor only, so that a resumed run computes the same bits."""
+    """The library of large float32 products on this machine's CPU: `mkl` (PyTorch's default, whatever it is)
+    or `onednn`. Depends on the processor only, so that a resumed run computes the same bits."""
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     is_slow_in_mkl = torch.backends.cpu.get_cpu_capability() == "AVX512" and cpu_info("vendor_id") not in (
         "GenuineIntel",
@@ -40,8 +42,8 @@ def cpu_products() -> str:
 
 
 class Linear(nn.Linear):
-    """nn.Linear with the products of `cpu_products`. With `compiles` and oneDNN, gradients of weights are those of
-    cpu.products, which was measured at 1.2 to 1.4 times oneDNN's rate."""
+    """nn.Linear with the products of `cpu_products`. With `compiles` and oneDNN, gradients of weights are
+    those of cpu.products, which was measured at 1.2 to 1.4 times oneDNN's rate."""
 
     compiles = False
 
@@ -51,8 +53,8 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, compiles: bool = False) -> Tensor:
-    """x @ weight.T + bias: [..., D], [N, D], [N] -> [..., N]. Differentiable once where oneDNN computes it. `compiles`: see
-    Linear."""
+    """x @ weight.T + bias: [..., D], [N, D], [N] -> [..., N]. Differentiable once where oneDNN computes it.
+    `compiles`: see Linear."""
     if not uses_onednn(x, weight):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -101,7 +103,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad.T @ x. oneDNN copies a first factor that is transposed, at the rate of memory, but not the second."""
+    """grad.T @ x. oneDNN copies a first factor that is transposed, at the rate of memory, but not the
+    second."""
     return (
         _onednn(grad.t(), x.t(), None) if grad.shape[1] <= x.shape[1] else _onednn(x.t(), grad.t(), None).t()
     )

@@ -127,8 +127,8 @@ def _check_architecture(model: PreTrainedModel, expected: str | None, key: str) 
     name = is_of if expected is None else re.sub(r"\.\d+$", "", expected.lower())
     if name not in (is_of, model.config.model_type):
         raise ModelError(
-            f"model.architecture={expected}, but {key} is a model of type {is_of}; change one of them, or remove "
-            "model.architecture"
+            f"model.architecture={expected}, but {key} is a model of type {is_of}; change one of them, or "
+            "remove model.architecture"
         )
 
 

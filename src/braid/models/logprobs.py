@@ -1,5 +1,5 @@
-"""Log-probs, entropies and KL divergences from hidden states, computed in tiles of tokens x vocabulary: the full
-logits of 8,192 tokens and a vocabulary of 151,936 would take 5 GB."""
+"""Log-probs, entropies and KL divergences from hidden states, computed in tiles of tokens x vocabulary: the
+full logits of 8,192 tokens and a vocabulary of 151,936 would take 5 GB."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ DEFAULT_CHUNK_BYTES = 64 * 2**20
 _MIN_COLUMNS = 256
 """Minimum tile width: narrower tiles make matrix products slow, so tokens are split first."""
 _ALIGNED_COLUMNS = 128
-"""On GPUs the width of tiles is a multiple: products with rows of other lengths take kernels of a fraction of the rate."""
+"""On GPUs the width of tiles is a multiple: products with rows of other lengths take kernels of a fraction of
+the rate."""
 _LEAST_BIAS = -1e30
 _CPU_TILE_BYTES = 8 * 2**20
 """Maximum tile size on CPUs: larger tiles do not fit the caches, and their memory is returned to the kernel
@@ -49,13 +50,13 @@ class Head:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, D] -> [N, V] in float32 (float64 for float64 weights); factors of the matrix product have the type
-        of `hidden` or autocast's. Not differentiable, because the logits are modified in place."""
+        """[N, D] -> [N, V] in float32 (float64 for float64 weights); factors of the matrix product have the
+        type of `hidden` or autocast's. Not differentiable, because the logits are modified in place."""
         return self.tile(hidden.to(compute_dtype(hidden)), self.weight, slice(None))
 
     def tile(self, states: Tensor, weight: Tensor, columns: slice, temperature: float = 1.0) -> Tensor:
-        """Logits of `states` for a part of the vocabulary, divided by the temperature. `weight` are the rows of the
-        weight for these `columns`."""
+        """Logits of `states` for a part of the vocabulary, divided by the temperature. `weight` are the rows
+        of the weight for these `columns`."""
         bias = None
         if self.bias is not None:
             # -inf excludes the padding of a vocabulary; times a probability of 0 it would be nan.
@@ -102,8 +103,8 @@ def token_logprobs(
     compiles: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-prob [N] of each of `targets` [N] under softmax(logits / temperature), and optionally the entropy
-    [N] of that distribution p, and its KL(p | q) [N] from the `reference` q. All are in nats, float32 (float64
-    for float64 hidden states) and differentiable.
+    [N] of that distribution p, and its KL(p | q) [N] from the `reference` q. All are in nats, float32
+    (float64 for float64 hidden states) and differentiable.
 
     `hidden` is [N, D]. No [tokens, vocabulary] tensor exceeds `chunk_bytes` (or one element, if that is
     larger). With logits z of p and r of q, and entropy H, the gradients are d log p_t / dz_j = [j = t] - p_j,
@@ -134,8 +135,8 @@ class _Rule:
         return grad if factor == 1.0 else grad.mul_(factor)
 
     def tiles(self, states: Tensor, vocab: int, item_bytes: int) -> tuple[list[slice], list[slice]]:
-        """Slices of the tokens of `states` [N, D] and of the vocabulary. Tiles have as many tokens as possible
-        because the gradient of `weight` is read and written once per slice of tokens."""
+        """Slices of the tokens of `states` [N, D] and of the vocabulary. Tiles have as many tokens as
+        possible because the gradient of `weight` is read and written once per slice of tokens."""
         most = self.chunk_bytes if states.is_cuda else min(self.chunk_bytes, _CPU_TILE_BYTES)
         room, num_tokens = max(1, most // item_bytes), len(states)
         width = max(_MIN_COLUMNS, room // max(1, num_tokens))
@@ -365,9 +366,9 @@ def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    """left @ right + bias. Products of half-precision matrices are float32, because rounding logits to bf16 would
-    change log-probs by up to 0.06; except on CPUs, which lack such a product and multiply several times slower
-    in float32."""
+    """left @ right + bias. Products of half-precision matrices are float32, because rounding logits to bf16
+    would change log-probs by up to 0.06; except on CPUs, which lack such a product and multiply several times
+    slower in float32."""
     if left.device.type != "cpu" and left.dtype in (torch.bfloat16, torch.float16):
         product = torch.mm(left, right, out_dtype=torch.float32)
         return product if bias is None else product.add_(bias)

@@ -1,6 +1,6 @@
-"""Low-rank adapters on a policy (LoRA, Hu et al. 2021, arXiv 2106.09685), through peft: an adapted layer computes
-W x + (alpha / rank) B A x; A and B are trained, W and the rest of the model are frozen. The experts of a layer, which
-transformers keeps in one parameter [experts, ...], have an A and a B each."""
+"""Low-rank adapters on a policy (LoRA, Hu et al. 2021, arXiv 2106.09685), through peft: an adapted layer
+computes W x + (alpha / rank) B A x; A and B are trained, W and the rest of the model are frozen. The experts
+of a layer, which transformers keeps in one parameter [experts, ...], have an A and a B each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> No
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            # In a transformers model peft would read names as those of transformers 4, where experts were layers.
+            # In a transformers model peft would read names as those of transformers 4, where experts were
+            # layers.
             place: nn.Module = model if folder is not None else nn.ModuleDict({"model": model})
             peft.inject_adapter_in_model(settings, place, _ADAPTER)
         except (ValueError, KeyError, RuntimeError) as error:
@@ -105,7 +106,8 @@ class Recipe:
     is_transposed: bool = False
     """Whether W is stored as [in, out], or [experts, in, out]."""
     num_experts: int = 0
-    """Number of experts if W is the parameter of a layer's experts: A is [experts * rank, in], and B [out, rank * experts]."""
+    """Number of experts if W is the parameter of a layer's experts: A is [experts * rank, in], and B [out,
+    rank * experts]."""
 
     @torch.no_grad()
     def weight(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -192,8 +194,8 @@ def _experts(model: nn.Module) -> list[str]:
 
 
 def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """The linear layers and the parameters of experts that `names` select. Each is a suffix of a dotted name; all-linear
-    selects all of them except the head."""
+    """The linear layers and the parameters of experts that `names` select. Each is a suffix of a dotted name;
+    all-linear selects all of them except the head."""
     layers = [
         name
         for name, layer in model.named_modules()
@@ -244,8 +246,8 @@ def _read_settings(folder: Path) -> Any:
     missing = [name for name in (_CONFIG, _WEIGHTS) if not (folder / name).is_file()]
     if missing:
         raise ModelError(
-            f"model.lora.path={folder} is not an adapter folder: it lacks {' and '.join(missing)}; use one that peft's "
-            "save_pretrained wrote"
+            f"model.lora.path={folder} is not an adapter folder: it lacks {' and '.join(missing)}; use one "
+            "that peft's save_pretrained wrote"
         )
     settings = peft.PeftConfig.from_pretrained(str(folder))
     if not isinstance(settings, peft.LoraConfig):
@@ -255,7 +257,8 @@ def _read_settings(folder: Path) -> Any:
         f"{key}={value}" for key, value in kinds.items() if value not in (None, False, "none", [], {})
     ]:
         raise ModelError(
-            f"model.lora.path={folder} has trained parts or options that are not supported: {', '.join(has)}; use plain LoRA"
+            f"model.lora.path={folder} has trained parts or options that are not supported: "
+            f"{', '.join(has)}; use plain LoRA"
         )
     settings.inference_mode, settings.lora_dropout = False, 0.0
     return settings
@@ -265,8 +268,9 @@ def _read_weights(model: PreTrainedModel, folder: Path) -> None:
     saved, mine = load_file(folder / _WEIGHTS), dict(named_adapters(model))
     if any(re.search(r"\.experts\.\d+\.", name) for name in saved):
         raise ModelError(
-            f"model.lora.path={folder} has matrices of each expert by itself, as of transformers 4; this version keeps the "
-            "experts of a layer in one parameter: load the folder with peft and this version of transformers, and save it again"
+            f"model.lora.path={folder} has matrices of each expert by itself, as of transformers 4; this "
+            "version keeps the experts of a layer in one parameter: load the folder with peft and this "
+            "version of transformers, and save it again"
         )
     bases = {f"{_PREFIX}{name}": p for name, p in model.named_parameters() if ".base_layer." in name}
     mine |= {name: bases[name] for name in saved.keys() & bases.keys()}  # peft saves that of an adapted head

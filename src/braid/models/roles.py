@@ -96,8 +96,9 @@ def make_robot_model(
     *,
     rank: int | None = None,
 ) -> TrainableModel:
-    """Build the policy or the critic for a simulator's observations and actions. A given `policy` is the run's own:
-    a warm-up trains it, and the critic of a vision-language-action policy starts as a copy of it."""
+    """Build the policy or the critic for a simulator's observations and actions. A given `policy` is the
+    run's own: a warm-up trains it, and the critic of a vision-language-action policy starts as a copy of
+    it."""
     assert role in ("policy", "critic"), f"simulators have no {role}"
     critic = config.critic
     head: dict[str, Any] = {
@@ -132,7 +133,8 @@ def make_robot_model(
 
 
 def _with_kernels(config: RunConfig, device: torch.device) -> ModelConfig:
-    """`config.model` with `attention: auto` resolved: the same for every process and every resume of a run."""
+    """`config.model` with `attention: auto` resolved: the same for every process and every resume of a
+    run."""
     if config.model.attention != "auto" or device.type != "cpu":
         return config.model
     size = policy_size(config)

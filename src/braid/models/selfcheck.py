@@ -1,6 +1,7 @@
-"""Load-time check that a model under packed attention matches transformers' own forward pass, which any decoder
-that is loaded must pass. First a tiny copy of the architecture is compared in float32, with rows longer than every
-window and length limit that the run can exceed; then the model itself, with its own weights and type."""
+"""Load-time check that a model under packed attention matches transformers' own forward pass, which any
+decoder that is loaded must pass. First a tiny copy of the architecture is compared in float32, with rows
+longer than every window and length limit that the run can exceed; then the model itself, with its own weights
+and type."""
 
 from __future__ import annotations
 
@@ -56,15 +57,16 @@ class Check:
 
 def check_against_plain(lm: CausalLM, longest: int | None = None) -> None:
     """Compare packed rows with the model's own forward pass over each row (eager attention, no cache). Raises
-    ModelError. `longest` is the run's longest row in tokens (None: any); differences beyond it are ignored."""
+    ModelError. `longest` is the run's longest row in tokens (None: any); differences beyond it are
+    ignored."""
     check_tiny_copy(lm, PACKED_ROWS, longest)
     check_own_weights(lm, PACKED_ROWS, longest)
 
 
 @torch.no_grad()
 def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
-    """Compare on a tiny copy; False if it could not be built. Raises ModelError if it disagrees, or if it could not
-    be built and the run's rows may exceed a length at which results may differ."""
+    """Compare on a tiny copy; False if it could not be built. Raises ModelError if it disagrees, or if it
+    could not be built and the run's rows may exceed a length at which results may differ."""
     name, lengths = type(lm.model).__name__, length_keys(lm.model.config)
     passed = frozenset(key for key, length in lengths.items() if longest is None or longest > length)
     if (problem := rotary_problem(lm.model.config.to_dict(), longest)) is not None:
@@ -78,8 +80,8 @@ def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
         if passed:
             key = min(passed, key=lambda k: lengths[k])
             raise ModelError(
-                f"{name}: cannot build a tiny copy to check {check.what} beyond {key}={lengths[key]} ({error}); limit prompt "
-                f"and answer together to {lengths[key]} tokens, or {check.instead}"
+                f"{name}: cannot build a tiny copy to check {check.what} beyond {key}={lengths[key]} "
+                f"({error}); limit prompt and answer together to {lengths[key]} tokens, or {check.instead}"
             ) from error
         _log.info("cannot build a tiny copy of %s (%s); only its own weights are checked", name, error)
         return False
@@ -90,16 +92,17 @@ def check_tiny_copy(lm: CausalLM, check: Check, longest: int | None) -> bool:
     for key, without in [*((key, {key}) for key in by_length), *((key, passed) for key in by_length[:1])]:
         if _difference(lm, check, passed - without) is None:
             raise ModelError(
-                f"{name} is computed incorrectly with {check.what} for rows longer than its {key} of {lengths[key]} tokens "
-                f"({difference}); limit prompt and answer together to that length, or {check.instead}"
+                f"{name} is computed incorrectly with {check.what} for rows longer than its {key} of "
+                f"{lengths[key]} tokens ({difference}); limit prompt and answer together to that length, or "
+                f"{check.instead}"
             )
     raise ModelError(f"{name} cannot run with {check.what}: {difference}; {check.instead}")
 
 
 @torch.no_grad()
 def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
-    """Compare on the model itself; raises ModelError if it disagrees. Differences are averaged because rounding
-    may select another expert at a few positions."""
+    """Compare on the model itself; raises ModelError if it disagrees. Differences are averaged because
+    rounding may select another expert at a few positions."""
     model, rows = lm.model, _random_rows(lm, longest)
     with _plain_attention(model):
         plain = _plain_logprobs(model, rows)
@@ -109,8 +112,9 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
     allowed = _OF_MEAN * rounding + _LEAST
     if not error <= allowed:
         raise ModelError(
-            f"{type(model).__name__} with these weights gives different log-probs with {check.what} than in its own forward "
-            f"pass: by {error:.2g} nats on average, where rounding explains {allowed:.2g}; {check.instead}"
+            f"{type(model).__name__} with these weights gives different log-probs with {check.what} than in "
+            f"its own forward pass: by {error:.2g} nats on average, where rounding explains {allowed:.2g}; "
+            f"{check.instead}"
         )
 
 
@@ -153,8 +157,9 @@ class PlainLogprobs:
         allowed = _OF_WRAPPED * self.rounding + _LEAST
         if not error <= allowed:
             raise ModelError(
-                f"train.backend={backend} gives different log-probs than the model's own forward pass: by {error:.2g} nats on "
-                f"average, where rounding explains {allowed:.2g}; set dtypes in its options to null, or choose another backend"
+                f"train.backend={backend} gives different log-probs than the model's own forward pass: by "
+                f"{error:.2g} nats on average, where rounding explains {allowed:.2g}; set dtypes in its "
+                "options to null, or choose another backend"
             )
 
 
@@ -254,8 +259,8 @@ def _plain_attention(model: PreTrainedModel) -> Generator[None]:
 def _rounding(
     model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], *, fresh: bool = False
 ) -> Tensor:
-    """Rounding errors of `plain`, the log-probs of `rows`, relative to the same module computed in a wider type; or,
-    if its code cannot compute in that type, the rounding error of log-probs of magnitude 10."""
+    """Rounding errors of `plain`, the log-probs of `rows`, relative to the same module computed in a wider
+    type; or, if its code cannot compute in that type, the rounding error of log-probs of magnitude 10."""
     try:
         with _Wider(model.dtype):
             return _errors(plain, _plain_logprobs(model, rows, fresh=fresh))

@@ -45,14 +45,14 @@ def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> S
         tokenizer.chat_template = read_chat_template(config.template, f"{key}.template")
     if not tokenizer.chat_template:
         raise ModelError(
-            f"{key}: the tokenizer of {where[0]} has no chat template; set {key}.template to a Jinja template or the path "
-            "of a .jinja file"
+            f"{key}: the tokenizer of {where[0]} has no chat template; set {key}.template to a Jinja "
+            "template or the path of a .jinja file"
         )
     size = cast("Tensor", model.get_input_embeddings().weight).shape[0]
     if len(tokenizer) > size:
         raise ModelError(
-            f"{key}: the tokenizer of {where[0]} has {len(tokenizer)} tokens, but the reward model has {size}; use the "
-            "tokenizer of the reward model"
+            f"{key}: the tokenizer of {where[0]} has {len(tokenizer)} tokens, but the reward model has "
+            f"{size}; use the tokenizer of the reward model"
         )
     place = device if config.device == "auto" else torch.device(config.device)
     if place.type == "cuda" and not torch.cuda.is_available():
@@ -65,7 +65,8 @@ def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> S
 def _check_label(config: ModelReward, num_labels: int, key: str) -> None:
     if config.label is None and num_labels > 1:
         raise ModelError(
-            f"{key}.path={config.path} has {num_labels} outputs; set {key}.label to the index of the score, 0 to {num_labels - 1}"
+            f"{key}.path={config.path} has {num_labels} outputs; set {key}.label to the index of the score, "
+            f"0 to {num_labels - 1}"
         )
     if (config.label or 0) >= num_labels:
         raise ModelError(
@@ -73,13 +74,14 @@ def _check_label(config: ModelReward, num_labels: int, key: str) -> None:
         )
     if config.activation == "softmax" and num_labels == 1:
         raise ModelError(
-            f"{key}.activation=softmax of a single output is always 1; set {key}.activation to none or sigmoid"
+            f"{key}.activation=softmax of a single output is always 1; set {key}.activation to none or "
+            "sigmoid"
         )
 
 
 class SequenceClassifier:
-    """Scores conversations with the classifier's own forward pass over right-padded batches. In float32 a score
-    does not depend on the other rows of its batch, up to rounding."""
+    """Scores conversations with the classifier's own forward pass over right-padded batches. In float32 a
+    score does not depend on the other rows of its batch, up to rounding."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelReward, *, key: str
@@ -114,8 +116,8 @@ class SequenceClassifier:
                 return ids[:limit], True
             case "error":
                 raise RewardError(
-                    f"{len(ids)} tokens, but the reward model accepts {limit}; set {self._key}.overlong to left or right to "
-                    "cut them"
+                    f"{len(ids)} tokens, but the reward model accepts {limit}; set {self._key}.overlong to "
+                    "left or right to cut them"
                 )
 
     def batches(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -75,8 +75,8 @@ class _ExchangingAttention:
         size, heads, kv_heads = self.ranks.size, query.shape[1], key.shape[1]
         if heads % size or (kv_heads % size and size % kv_heads):
             raise ModelError(
-                f"train.sequence_parallel={size} does not divide the {heads} attention heads and {kv_heads} key/value heads "
-                f"of layer {call.layer}; set it to a divisor of both"
+                f"train.sequence_parallel={size} does not divide the {heads} attention heads and {kv_heads} "
+                f"key/value heads of layer {call.layer}; set it to a divisor of both"
             )
         if size > kv_heads:  # every rank needs at least one
             key, value = (x.repeat_interleave(size // kv_heads, dim=1) for x in (key, value))
@@ -94,8 +94,8 @@ class _ExchangingAttention:
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all along the first axis [N, ...]: entry i is sent to rank i and replaced by the one received from
-    it. This is its own inverse, and so the gradient takes it too."""
+    """All-to-all along the first axis [N, ...]: entry i is sent to rank i and replaced by the one received
+    from it. This is its own inverse, and so the gradient takes it too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

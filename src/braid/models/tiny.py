@@ -1,6 +1,7 @@
-"""Tiny copies of a model's architecture, for checks that would take too long on the model itself. Sizes are reduced,
-and so are the lengths at which an architecture changes its behavior (windows, chunks, the original length of rotary
-embeddings). Config keys are matched by name patterns; there are no special cases per architecture."""
+"""Tiny copies of a model's architecture, for checks that would take too long on the model itself. Sizes are
+reduced, and so are the lengths at which an architecture changes its behavior (windows, chunks, the original
+length of rotary embeddings). Config keys are matched by name patterns; there are no special cases per
+architecture."""
 
 from __future__ import annotations
 
@@ -123,8 +124,8 @@ def tiny_model(
 def _tiny_layers(
     of_layers: dict[str, dict[str, Any]], values: dict[str, Any], is_large: bool
 ) -> dict[int, dict[str, Any]]:
-    """Settings of single layers (transformers' per_layer_config) for the layers that are left. A size that differed from
-    that of the other layers still does."""
+    """Settings of single layers (transformers' per_layer_config) for the layers that are left. A size that
+    differed from that of the other layers still does."""
     num_layers = next(v for k, v in values.items() if re.fullmatch(_LAYERS, k) and type(v) is int)
     kept = {int(number): dict(layer) for number, layer in of_layers.items() if int(number) < num_layers}
     for layer in kept.values() if is_large else ():

@@ -25,9 +25,9 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 def character_tokenizer(
     characters: str, special_tokens: Sequence[str] = (), words: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per character of `characters` and per word, in order, after `<pad>` (0), `<eos>`
-    (1) and `<unk>` (2), which other characters become, and one for each of `special_tokens`. No special tokens are
-    added around a text."""
+    """Build a tokenizer with one token per character of `characters` and per word, in order, after `<pad>`
+    (0), `<eos>` (1) and `<unk>` (2), which other characters become, and one for each of `special_tokens`. No
+    special tokens are added around a text."""
     vocab = {token: i for i, token in enumerate(dict.fromkeys([PAD, EOS, UNKNOWN, *characters, *words]))}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=UNKNOWN))
     parts = "|".join([*map(re.escape, sorted(words, key=len, reverse=True)), r"[\s\S]"])
@@ -45,8 +45,8 @@ def character_tokenizer(
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer, or that of `model.tokenizer`, with the template of `model.chat_template` if set.
-    Raises ModelError."""
+    """Load the model's tokenizer, or that of `model.tokenizer`, with the template of `model.chat_template` if
+    set. Raises ModelError."""
     if config.tokenizer is not None:
         tokenizer = read_tokenizer(
             local_path(config.tokenizer, "model.tokenizer"), "model.tokenizer", config.trust_remote_code
@@ -62,8 +62,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     _set_tokens(tokenizer, config, name)
     if tokenizer.eos_token_id is None:
         raise ModelError(
-            f"the tokenizer of {name} has no end token; set eos_token in its tokenizer_config.json, model.eos_token_id, or "
-            "model.tokenizer to another tokenizer"
+            f"the tokenizer of {name} has no end token; set eos_token in its tokenizer_config.json, "
+            "model.eos_token_id, or model.tokenizer to another tokenizer"
         )
     _check_fits(tokenizer, name, _vocab_size(config))
     return tokenizer
@@ -94,7 +94,8 @@ def end_token_ids(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> tu
         file, ids = tokens_of_files(lambda name: Path(file) if (file := find(name)) else None)
         if outside := [number for number in ids if number >= len(tokenizer)]:
             raise ValueError(
-                f"{file}: eos_token_id {outside[0]} is outside the tokenizer's vocabulary of {len(tokenizer)} tokens"
+                f"{file}: eos_token_id {outside[0]} is outside the tokenizer's vocabulary of "
+                f"{len(tokenizer)} tokens"
             )
     except ValueError as error:
         raise ModelError(
@@ -110,14 +111,15 @@ def _set_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, name: s
             continue
         if number >= len(tokenizer):
             raise ModelError(
-                f"model.{key}_id={number}, but the tokenizer of {name} has {len(tokenizer)} tokens; choose an id below that"
+                f"model.{key}_id={number}, but the tokenizer of {name} has {len(tokenizer)} tokens; choose "
+                "an id below that"
             )
         setattr(tokenizer, key, tokenizer.convert_ids_to_tokens(number))
 
 
 def model_path(config: ModelConfig) -> str:
-    """Folder or hub name of the language model; of a GGUF file, the folder with its converted model. Raises ModelError if
-    the config has none, or the file cannot be read."""
+    """Folder or hub name of the language model; of a GGUF file, the folder with its converted model. Raises
+    ModelError if the config has none, or the file cannot be read."""
     if config.source is None:
         raise ModelError(
             "this run needs a language model; set model.path or model.build instead of model.mlp"
@@ -153,6 +155,6 @@ def _check_fits(tokenizer: PreTrainedTokenizerBase, name: str, vocab_size: int |
     if all(i in added and added[i].special and i not in used for i in outside):
         return
     raise ModelError(
-        f"the tokenizer of {name} has {len(tokenizer)} tokens (ids up to {outside[-1]}), but the model has {vocab_size}; "
-        "use the model's tokenizer, or resize its embeddings"
+        f"the tokenizer of {name} has {len(tokenizer)} tokens (ids up to {outside[-1]}), but the model has "
+        f"{vocab_size}; use the model's tokenizer, or resize its embeddings"
     )

@@ -109,7 +109,8 @@ def _python_call(call: ast.expr, schemas: Schemas) -> _Read | _Malformed:
         first = next(iter(schemas.get(name, {}).get("properties", {})), "name")
         return _Malformed(
             "bad_arguments",
-            f"wrong arguments of {_shown(name)}: a positional argument; write arguments as name=value, such as {first}=...",
+            f"wrong arguments of {_shown(name)}: a positional argument; write arguments as name=value, such "
+            f"as {first}=...",
         )
     values = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
     return name, parse_json(
@@ -147,8 +148,8 @@ def _typed(pairs: Sequence[tuple[str, str]], schema: Mapping[str, Any]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """How a model family writes calls: patterns of a call's start and end, and the function that reads the body between
-    them. An end marker within `quoted`, a string of the body, does not end the call."""
+    """How a model family writes calls: patterns of a call's start and end, and the function that reads the
+    body between them. An end marker within `quoted`, a string of the body, does not end the call."""
 
     start: str
     end: str
@@ -215,10 +216,11 @@ def detect_format(template: str | None) -> ToolFormat | None:
 def parse_calls(
     text: str, tools: Sequence[ToolSchema], tool_format: ToolFormat, new_id: Callable[[], str]
 ) -> tuple[str, tuple[ToolCall, ...]]:
-    """The text around the calls, and the calls in order, each with its status. Without tools nothing is a call.
+    """The text around the calls, and the calls in order, each with its status. Without tools nothing is a
+    call.
 
-    `tag` is for models without a chat template: `<calculator>12*7</calculator>` calls a tool that has one required
-    string argument, or gives its arguments as a JSON object.
+    `tag` is for models without a chat template: `<calculator>12*7</calculator>` calls a tool that has one
+    required string argument, or gives its arguments as a JSON object.
     """
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
     if not schemas:
@@ -263,8 +265,8 @@ def _found(
 
 
 def _end(text: str, start: int, tokens: re.Pattern[str]) -> tuple[int, int] | None:
-    """Where the call whose body begins at `start` ends, and where the text goes on, passing over end markers in
-    strings; None if the body is malformed."""
+    """Where the call whose body begins at `start` ends, and where the text goes on, passing over end markers
+    in strings; None if the body is malformed."""
     for token in tokens.finditer(text, start):
         if token.lastgroup is not None:
             return token.span() if token.lastgroup == "end" else None

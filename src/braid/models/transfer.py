@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def to_device(values: Tensor | NDArray | Sequence[int], device: torch.device) -> Tensor:
-    """`values` on `device`, with their dtype. To a GPU from pinned memory: a copy from other memory would wait until the GPU
-    has done all that was asked of it before."""
+    """`values` on `device`, with their dtype. To a GPU from pinned memory: a copy from other memory would
+    wait until the GPU has done all that was asked of it before."""
     tensor = torch.as_tensor(values)
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)

@@ -19,8 +19,9 @@ from .value_head import ValueHead, with_head
 class ValueModel(TrainableModel):
     """The value of the state before each token that the policy wrote. Initial values are 0.
 
-    `backbone` maps token ids to hidden states. Weights are named as in a transformers token classifier with one label, with `head_name` as the name of
-    its head: with `score`, AutoModelForTokenClassification loads them.
+    `backbone` maps token ids to hidden states. Weights are named as in a transformers token classifier with
+    one label, with `head_name` as the name of its head: with `score`, AutoModelForTokenClassification loads
+    them.
     """
 
     def __init__(

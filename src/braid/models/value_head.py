@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from .batch import PackedBatch
 
 Detaching = Literal["never", "alone", "always"]
-"""When the value loss does not train the features that values are predicted from. alone: where a model computes nothing but values,
-as in the warm-up of a critic, which must not change the policy whose features it shares."""
+"""When the value loss does not train the features that values are predicted from. alone: where a model
+computes nothing but values, as in the warm-up of a critic, which must not change the policy whose features it
+shares."""
 RATE = 0.01
 """Weight of the newest returns in the running moments. With bias correction (arXiv 1602.07714, section 2.2),
 so that early moments are plain means."""
@@ -39,7 +40,8 @@ def detached(features: Tensor, detaches: Detaching, outputs: frozenset[Output]) 
 
 
 class ValueHead(nn.Linear):
-    """v = mean + deviation * (w . hidden + b), one value per hidden state, or one for each of `num_values` actions.
+    """v = mean + deviation * (w . hidden + b), one value per hidden state, or one for each of `num_values`
+    actions.
 
     Without `normalizes`, mean is 0 and deviation 1. With it they are those of the returns seen in training
     (PopArt, van Hasselt et al. 2016, arXiv 1602.07714): when the moments change, w and b are rescaled so that
@@ -74,7 +76,8 @@ class ValueHead(nn.Linear):
         return mean, deviation
 
     def _mean_and_deviation(self) -> Tensor:
-        """Mean and deviation of returns [2], in float64 on the head's device: forward passes don't wait for it."""
+        """Mean and deviation of returns [2], in float64 on the head's device: forward passes don't wait for
+        it."""
         mean, square = self.moments[:2] / self.moments[2]
         deviation = (square - mean * mean).clamp(min=0).sqrt().clamp(min=MIN_DEVIATION)
         is_new, first = self.moments[2] == 0, torch.zeros_like(mean)
@@ -100,8 +103,8 @@ class ValueHead(nn.Linear):
         return self.outputs(self.of_positions(values, batch), VALUES.intersection(names))
 
     def of_positions(self, values: Tensor, batch: PackedBatch) -> Tensor:
-        """[K] of observations -> [T] of positions; or [K, num_values], of which a position has that of its action's place in
-        the chunk."""
+        """[K] of observations -> [T] of positions; or [K, num_values], of which a position has that of its
+        action's place in the chunk."""
         at = values[batch.observed]
         return at if at.ndim == 1 else at.gather(1, batch.unit.unsqueeze(1) // batch.action_size).squeeze(1)
 

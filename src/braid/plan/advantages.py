@@ -57,7 +57,8 @@ def advantage_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
     if recipe.advantage.divides_by_mean and negative:
         yield (
             negative,
-            f"makes rewards negative, but {recipe.advantage.kind} learns nothing from groups with a mean of 0 or less",
+            f"makes rewards negative, but {recipe.advantage.kind} learns nothing from groups with a mean of "
+            "0 or less",
         )
     env, compares = config.env, recipe.advantage.compares_group or recipe.reward_mean == "group"
     if compares and isinstance(env, SimulatorEnv) and not env.fixed_reset_states:
@@ -70,8 +71,8 @@ def advantage_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
     if given.then == "resample" and config.run.max_epochs is not None:
         yield (
             "run.max_epochs",
-            "the number of rounds assumes one batch of prompts per round; rounds that resample draw more, so the run makes "
-            "more passes over the data",
+            "the number of rounds assumes one batch of prompts per round; rounds that resample draw more, "
+            "so the run makes more passes over the data",
         )
     if given.then != "mask" and all(getattr(given, bound) is None for bound in _BOUNDS):
         why = f"only groups without a valid answer are dropped, as none of {', '.join(_BOUNDS)} is set"

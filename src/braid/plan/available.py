@@ -63,8 +63,9 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def machine_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    """(key, message) of every package, GPU and kernel that the run needs and this machine lacks. Not an error for commands that
-    only inspect a config. Of a cluster that the run joins, only packages are checked: its machines may have GPUs."""
+    """(key, message) of every package, GPU and kernel that the run needs and this machine lacks. Not an error
+    for commands that only inspect a config. Of a cluster that the run joins, only packages are checked: its
+    machines may have GPUs."""
     yield from missing_packages(config, plan)
     if plan.layout.mode != "in_process" and config.cluster.is_joined:
         return
@@ -109,7 +110,8 @@ def _needs_gpu(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads for which vLLM has kernels on CPUs (vllm/v1/attention/backends/cpu_attn.py of vLLM 0.32)."""
+"""Sizes of attention heads for which vLLM has kernels on CPUs (vllm/v1/attention/backends/cpu_attn.py of vLLM
+0.32)."""
 
 
 def _head_size_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -247,9 +247,10 @@ def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
         here, there = (f"{of.kind} on {format_numbers(of.devices)}" for of in (policy, reference))
         yield (
             "algorithm.kl_estimator",
-            f"full compares all logits of policy ({here}) and reference ({there}), which must run in the same processes: set "
-            "train.backend and reference.train.backend to the same value (single, fsdp, fsdp2 or deepspeed), and place both on "
-            "the same devices in cluster.placement; or use k1, k2 or k3",
+            f"full compares all logits of policy ({here}) and reference ({there}), which must run in the "
+            "same processes: set train.backend and reference.train.backend to the same value (single, "
+            "fsdp, fsdp2 or deepspeed), and place both on the same devices in cluster.placement; or use "
+            "k1, k2 or k3",
         )
 
 
@@ -362,8 +363,9 @@ def _suspicious_batches(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if least > memory / 4 or most > memory:
             yield (
                 "rollout.prompts_per_round",
-                f"a round of {plan.trajectories_per_round:,} trajectories takes {least / 2**30:.3g} to {most / 2**30:.3g} GiB of "
-                f"memory, and this machine has {memory / 2**30:.3g} GiB; smaller rounds learn from newer answers",
+                f"a round of {plan.trajectories_per_round:,} trajectories takes {least / 2**30:.3g} to "
+                f"{most / 2**30:.3g} GiB of memory, and this machine has {memory / 2**30:.3g} GiB; smaller "
+                "rounds learn from newer answers",
             )
     if plan.old_logprobs == "current" and (steps := plan.steps_per_round) > 1:
         why = f"with current all ratios are 1, so there is no clipping over the {steps} steps of a round"
@@ -411,8 +413,9 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if layout.has_gpus and shared and policy and not policy.offload:
         yield (
             "train.offload",
-            "policy and rollout share GPUs, but the policy's weights and optimizer stay there during rollout; if memory is "
-            "short, set train.offload={weights: true, gradients: true, optimizer: true}",
+            "policy and rollout share GPUs, but the policy's weights and optimizer stay there during "
+            "rollout; if memory is short, set train.offload={weights: true, gradients: true, optimizer: "
+            "true}",
         )
 
 
@@ -424,8 +427,8 @@ def _suspicious_ranks(config: RunConfig, of: RoleLayout) -> Iterator[Finding]:
     if rows < num_ranks:
         yield (
             f"{section_of(config, role)}.steps_per_pass",
-            f"a step has {rows} rows for the {num_ranks} data-parallel ranks of the {role}, so some ranks are idle; lower it, "
-            "or use fewer devices for the role",
+            f"a step has {rows} rows for the {num_ranks} data-parallel ranks of the {role}, so some ranks "
+            "are idle; lower it, or use fewer devices for the role",
         )
     for name in ("tensor", "sequence", "context"):
         if any(len({of.workers[rank].node for rank in group}) > 1 for group in of.groups.get(name, ())):

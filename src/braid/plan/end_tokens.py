@@ -82,8 +82,8 @@ def _shown(token: int | str, texts: Mapping[int, str]) -> str:
 
 
 def _special_tokens(folder: Path) -> dict[int, str]:
-    """Id -> text of the tokens added to the tokenizer's vocabulary, including special tokens; of a GGUF file, of all
-    tokens."""
+    """Id -> text of the tokens added to the tokenizer's vocabulary, including special tokens; of a GGUF file,
+    of all tokens."""
     if is_gguf(folder):
         return dict(enumerate(_gguf_settings(folder).get("tokenizer.ggml.tokens", ())))
     found: dict[int, str] = {}

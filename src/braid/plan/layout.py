@@ -3,8 +3,8 @@
 Training roles have one rank per device; rollout has one engine per device, or one per `tensor_parallel` *
 `pipeline_parallel` devices. A role that is not in `cluster.placement` is placed with the policy, and a policy
 that is not, on all devices (with backend `single` on device 0). `inference` has workers only on devices
-without the policy. Simulators have workers if `env` is placed on other devices than rollout; otherwise they and reward
-models run on the rollout devices.
+without the policy. Simulators have workers if `env` is placed on other devices than rollout; otherwise they
+and reward models run on the rollout devices.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def _all(ranks: Ranks) -> set[int]:
 
 
 def _per_rollout_worker(ranks: Ranks, num_rollout: int) -> tuple[Ranks, list[Refusal]]:
-    """The devices of the simulators' workers, each of which belongs to one rollout worker: one or more per rollout worker, in
-    order; several may share a process's device."""
+    """The devices of the simulators' workers, each of which belongs to one rollout worker: one or more per
+    rollout worker, in order; several may share a process's device."""
     count = len(ranks)
     if not divides(count, num_rollout):
         why = f"env has {count} processes and rollout {num_rollout} workers; make one a multiple of the other"

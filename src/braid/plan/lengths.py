@@ -60,9 +60,10 @@ def rotary_problem(model: Mapping[str, Any], longest: int | None) -> str | None:
         if limit is not None and (longest is None or longest > limit):
             reach = "have any length" if longest is None else f"may have {longest} tokens"
             return (
-                f"{text.get('model_type', 'the model')} with {kind} rotary embeddings is computed incorrectly for rows longer "
-                f"than its {key} of {limit} tokens, since frequencies then depend on the longest row of a batch, and rows of "
-                f"this run {reach}; keep prompt and answer together within {limit} tokens"
+                f"{text.get('model_type', 'the model')} with {kind} rotary embeddings is computed "
+                f"incorrectly for rows longer than its {key} of {limit} tokens, since frequencies then "
+                f"depend on the longest row of a batch, and rows of this run {reach}; keep prompt and "
+                f"answer together within {limit} tokens"
             )
     return None
 

@@ -100,8 +100,8 @@ def parse_devices(text: str, num_devices: int | None = None) -> Devices | None:
             count = len(ranks)
             if ranks[0] != len(processes):
                 raise ValueError(
-                    f"{text!r}: processes are numbered from 0 without gaps; the processes in {part.strip()!r} must start at "
-                    f"{len(processes)}"
+                    f"{text!r}: processes are numbered from 0 without gaps; the processes in "
+                    f"{part.strip()!r} must start at {len(processes)}"
                 )
         processes += _shared_out(devices, count, part)
     return Devices(tuple(processes))
@@ -115,8 +115,8 @@ def _numbers(text: str, whole: str) -> list[int]:
     found = _RANGE.fullmatch(text)
     if found is None:
         raise ValueError(
-            f"invalid placement {whole!r}: {text!r} is not a number, a range like 0-3, or `all`; write for example all, 0-3, "
-            "0,2 or 0-7:0-3"
+            f"invalid placement {whole!r}: {text!r} is not a number, a range like 0-3, or `all`; write for "
+            "example all, 0-3, 0,2 or 0-7:0-3"
         )
     first, last = int(found[1]), int(found[2] or found[1])
     if not 0 <= last - first < MAX_DEVICES:

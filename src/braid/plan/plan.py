@@ -34,11 +34,13 @@ class Memory:
 class Plan:
     """Everything derived from a config.
 
-    Token counts are upper bounds; None if there are no tokens (simulators). With `learns_values`, values
-    are learned by a separate critic (`needs_critic`) or by a value head of the policy. `planned_rounds` and the planned
-    steps are None while they depend on an unknown number of training prompts, and 0 for commands other than
-    train; `planned_warmup_steps` are those of critic warm-up on a value head of the policy. Steps are upper bounds
-    too: a round with fewer valid prompts than mini-batches has fewer. `memory` is empty if the model's size is unknown. `round_bytes` is the least and the most host memory of a round's trajectories.
+    Token counts are upper bounds; None if there are no tokens (simulators). With `learns_values`, values are
+    learned by a separate critic (`needs_critic`) or by a value head of the policy. `planned_rounds` and the
+    planned steps are None while they depend on an unknown number of training prompts, and 0 for commands
+    other than train; `planned_warmup_steps` are those of critic warm-up on a value head of the policy. Steps
+    are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `memory` is empty if
+    the model's size is unknown. `round_bytes` is the least and the most host memory of a round's
+    trajectories.
     """
 
     verb: Verb
@@ -75,7 +77,8 @@ class Plan:
 
     @property
     def engines_in_turns(self) -> tuple[int, ...]:
-        """Rollout ranks whose engines sleep during training, since it uses their devices. None with a pipeline."""
+        """Rollout ranks whose engines sleep during training, since it uses their devices. None with a
+        pipeline."""
         return () if self.is_pipelined else self.layout.engines_sharing_devices
 
     @property
@@ -97,7 +100,8 @@ class Plan:
 
     @property
     def num_schedule_steps(self) -> int:
-        """Total optimizer steps of the policy's model, those of critic warm-up on its value head among them."""
+        """Total optimizer steps of the policy's model, those of critic warm-up on its value head among
+        them."""
         assert self.planned_warmup_steps is not None, "with max_epochs, pass num_prompts to resolve()"
         return self.num_steps + self.planned_warmup_steps
 

@@ -17,9 +17,9 @@ from .placement import format_numbers, parse_placement
 
 _SectionT = TypeVar("_SectionT", bound=Section)
 _PARALLEL_SIZES = (
-    "sequence_parallel fsdp.size fsdp.reshard_after_forward deepspeed.hpz_partition_size megatron.tensor_parallel "
-    "megatron.pipeline_parallel megatron.virtual_pipeline megatron.context_parallel megatron.expert_parallel "
-    "megatron.expert_tensor_parallel"
+    "sequence_parallel fsdp.size fsdp.reshard_after_forward deepspeed.hpz_partition_size "
+    "megatron.tensor_parallel megatron.pipeline_parallel megatron.virtual_pipeline "
+    "megatron.context_parallel megatron.expert_parallel megatron.expert_tensor_parallel"
 )
 """Keys of a role's training settings whose defaults are those of one device."""
 

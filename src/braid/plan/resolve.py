@@ -73,8 +73,8 @@ def default_verb(config: RunConfig) -> Verb:
 
 
 def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
-    """The named recipe with the config's overrides; `off` becomes None. Where tokens may be older than the round
-    that trains on them, or are sampled in a lower precision, a recipe without a correction gets one."""
+    """The named recipe with the config's overrides; `off` becomes None. Where tokens may be older than the
+    round that trains on them, or are sampled in a lower precision, a recipe without a correction gets one."""
     names, algorithm = {field.name for field in fields(Recipe)}, config.algorithm
     given = {name: value for name, value in algorithm if name in names and value is not None}
     recipe, corrections = RECIPES[algorithm.recipe], algorithm.corrections
@@ -88,7 +88,8 @@ def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
     recipe = replace(recipe, **_without_off(given))
     if not isinstance(config.env, SimulatorEnv):
         return recipe
-    # Log-probs and entropies of a simulator's rows are already at their levels; returns are those of decisions or actions.
+    # Log-probs and entropies of a simulator's rows are already at their levels; returns are those of
+    # decisions or actions.
     advantage = recipe.advantage.of_simulator("action" if algorithm.reward_level == "action" else "turn")
     return replace(recipe, logprob_level="token", entropy_level="token", advantage=advantage)
 

@@ -1,5 +1,5 @@
-"""Model sizes, from a build spec, the headers of a folder's safetensors files or that of a GGUF file, without loading the
-model."""
+"""Model sizes, from a build spec, the headers of a folder's safetensors files or that of a GGUF file, without
+loading the model."""
 
 from __future__ import annotations
 
@@ -42,11 +42,12 @@ _GGUF_LAYERS = {
 }
 """Linear layers by the names of llama.cpp -> those of transformers; others have no common ones."""
 _LEAST_COMPILED = 4e10
-"""Tokens of a round, at most, times parameters: two seconds of sampling, of which compiled steps save half. To compile them
-takes five seconds once, and as much for attention in training."""
+"""Tokens of a round, at most, times parameters: two seconds of sampling, of which compiled steps save half.
+To compile them takes five seconds once, and as much for attention in training."""
 _TRAJECTORY_BYTES, _TOKEN_BYTES = 5700, 64
-"""Host memory of a trajectory until its round ends, and of each token that it samples (its id and log-prob as Python numbers).
-Measured as the growth of a run in one process: rounds of 12,800 and 64,000 trajectories of one token, and 12,800 of 64."""
+"""Host memory of a trajectory until its round ends, and of each token that it samples (its id and log-prob as
+Python numbers). Measured as the growth of a run in one process: rounds of 12,800 and 64,000 trajectories of
+one token, and 12,800 of 64."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per number of each dtype."""
 
@@ -54,9 +55,10 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 @dataclass(frozen=True, slots=True)
 class ModelSize:
     """Sizes of a language model. `num_experts` is per layer (0 without experts). `head_parameters` counts an
-    output head that is not tied to the embedding. `linear` maps the dotted name of each linear layer, and of each parameter
-    that holds a weight of all experts, to the parameters of its rank-1 adapter: inputs plus outputs, of every expert. `is_latent`: keys and values are
-    compressed (multi-head latent attention), so that `head_dim` is not the size that engines store."""
+    output head that is not tied to the embedding. `linear` maps the dotted name of each linear layer, and of
+    each parameter that holds a weight of all experts, to the parameters of its rank-1 adapter: inputs plus
+    outputs, of every expert. `is_latent`: keys and values are compressed (multi-head latent attention), so
+    that `head_dim` is not the size that engines store."""
 
     parameters: int
     head_parameters: int
@@ -134,8 +136,8 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
 
 
 def size_of_folder(folder: str | Path | None) -> ModelSize | None:
-    """Size of the model in a Hugging Face folder or GGUF file; None if its files do not contain it (the loader reports a
-    folder that is not a model)."""
+    """Size of the model in a Hugging Face folder or GGUF file; None if its files do not contain it (the
+    loader reports a folder that is not a model)."""
     if folder is None:
         return None
     try:
@@ -188,8 +190,9 @@ def _size_of_gguf(file: str | Path) -> ModelSize:
 
 
 def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:
-    """ModelSize.linear from the shapes of a folder's tensors: all matrices except embeddings, routers and the output head.
-    Files may have a tensor for each expert; in the model, those of a layer are one parameter, and gate and up are one too."""
+    """ModelSize.linear from the shapes of a folder's tensors: all matrices except embeddings, routers and the
+    output head. Files may have a tensor for each expert; in the model, those of a layer are one parameter,
+    and gate and up are one too."""
     out: dict[str, int] = {}
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
@@ -230,9 +233,9 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def engine_dtype(config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> str:
-    """Dtype in which the native engine computes: by default that of training, but that of fp32 weights where compiled
-    steps, which are faster than bf16 on CPUs without AMX (docs/benchmarks.md), are worth it. `num_parameters`: of the policy,
-    None if unknown."""
+    """Dtype in which the native engine computes: by default that of training, but that of fp32 weights where
+    compiled steps, which are faster than bf16 on CPUs without AMX (docs/benchmarks.md), are worth it.
+    `num_parameters`: of the policy, None if unknown."""
     trains_in, chosen = training_dtype(config, has_gpus=has_gpus), config.rollout.native.dtype
     if chosen != "auto":
         return chosen
@@ -260,8 +263,9 @@ def training_dtype(config: RunConfig, *, has_gpus: bool) -> str:
 
 
 def is_worth_compiling(config: RunConfig, num_parameters: int) -> bool:
-    """Whether a round on a CPU computes long enough to compile kernels for it. The number of rounds, which a resume may
-    change, doesn't count: results differ by rounding, and a resumed run has those of an unbroken one."""
+    """Whether a round on a CPU computes long enough to compile kernels for it. The number of rounds, which a
+    resume may change, doesn't count: results differ by rounding, and a resumed run has those of an unbroken
+    one."""
     rollout = config.rollout
     num_tokens = rollout.prompts_per_round * rollout.group_size * rollout.sampling.max_new_tokens
     return num_tokens * num_parameters >= _LEAST_COMPILED
@@ -287,8 +291,8 @@ def _is_compiling(config: RunConfig, num_parameters: int | None) -> bool:
 def round_bytes(
     config: RunConfig, num_trajectories: int, max_output_tokens: int | None
 ) -> tuple[int, int] | None:
-    """Least and most host memory of a round's trajectories, if the longest has `max_output_tokens`; None for simulators, whose
-    observations vary."""
+    """Least and most host memory of a round's trajectories, if the longest has `max_output_tokens`; None for
+    simulators, whose observations vary."""
     if isinstance(config.env, SimulatorEnv):
         return None
     least = num_trajectories * _TRAJECTORY_BYTES

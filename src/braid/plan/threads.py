@@ -17,8 +17,9 @@ _SAMPLING = ("rollout", "env")
 
 
 def num_sharing(config: RunConfig, layout: Layout, role: Role, node: int, *, is_pipelined: bool) -> int:
-    """Number of processes of machine `node` that compute at the same time as a worker of `role` there, itself included. An
-    engine of several devices has a process for each; a server that was started elsewhere counts for nothing."""
+    """Number of processes of machine `node` that compute at the same time as a worker of `role` there, itself
+    included. An engine of several devices has a process for each; a server that was started elsewhere counts
+    for nothing."""
     if layout.mode == "in_process":
         has_child = served_engine(config) is not None and engine_devices(config) > 0
         return 2 if has_child and is_pipelined else 1

@@ -96,7 +96,8 @@ _UNLESS: tuple[tuple[str, str, str], ...] = (
     ("@.backend", "megatron", "@.megatron.*"),
     ("@.megatron.recompute_granularity", "full", "@.megatron.{recompute_method,recompute_num_layers}"),
 )
-"""(key, values, keys): no effect unless `key` has one of these values. `@` is each section of training settings."""
+"""(key, values, keys): no effect unless `key` has one of these values. `@` is each section of training
+settings."""
 
 _WHILE: tuple[tuple[str, Any, str], ...] = (
     ("algorithm.entropy_coef", 0, "algorithm.entropy_level"),
@@ -165,8 +166,10 @@ ONLY_EVALUATES = "an evaluation trains nothing"
 def _evaluation(_: RunConfig, __: Plan) -> _Unused:
     yield (
         ONLY_EVALUATES,
-        "run.{max_rounds,max_epochs,max_restarts} rollout.{prompts_per_round,group_size,filter.*} algorithm.* reference.* "
-        "critic.{path,train.*,warmup_rounds,normalize_values} checkpoint.{every_rounds,every_s,at_end,keep} eval.{every_rounds,before,at_end} data.train[].* data.{shuffle,seed,mix} "
+        "run.{max_rounds,max_epochs,max_restarts} rollout.{prompts_per_round,group_size,filter.*} "
+        "algorithm.* reference.* critic.{path,train.*,warmup_rounds,normalize_values} "
+        "checkpoint.{every_rounds,every_s,at_end,keep} eval.{every_rounds,before,at_end} "
+        "data.train[].* data.{shuffle,seed,mix} "
         "train.{optimizer.*,steps_per_pass,passes_per_round,shuffle,max_grad_norm,micro_batch_rows,micro_batch_tokens} "
         "train.{infer_batch_rows,infer_batch_tokens,grad_scaler.*,gradient_checkpointing} sft.*",
     )
@@ -218,7 +221,8 @@ def _losses(config: RunConfig, plan: Plan) -> _Unused:
         yield f"{old_logprobs} there is nothing to correct", "algorithm.corrections"
     if plan.old_logprobs == "interpolated" and not config.max_lag:
         yield (
-            "rounds are sampled with the weights that they start from, so interpolated log-probs are the engine's",
+            "rounds are sampled with the weights that they start from, so interpolated log-probs are the "
+            "engine's",
             "algorithm.corrections",
         )
     if plan.old_logprobs == "current":
@@ -253,8 +257,9 @@ def _prompts(config: RunConfig, plan: Plan) -> _Unused:
         tokenizer = "" if is_vla else " model.tokenizer"
         yield (
             "a simulator has no text",
-            f"{{rollout,eval}}.sampling.{{{text}}} rollout.{{native,max_sequence_tokens,print_outputs,check_weights}} "
-            f"reward.overlong checkpoint.export_every_rounds critic.path model.chat_template{tokenizer} "
+            f"{{rollout,eval}}.sampling.{{{text}}} "
+            f"rollout.{{native,max_sequence_tokens,print_outputs,check_weights}} reward.overlong "
+            f"checkpoint.export_every_rounds critic.path model.chat_template{tokenizer} "
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}",
         )
     if is_of_text(config):

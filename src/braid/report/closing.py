@@ -31,9 +31,9 @@ def closing(
     samples: tuple[Path, Path],
     files: Mapping[str, Path],
 ) -> RenderableType:
-    """Stack the parts of the closing report, to be printed with crop=False: a path is one line, however long. `results`
-    and `samples` are of the first and the last evaluation; they and the `files` may be missing. The first results are
-    None if there was one evaluation."""
+    """Stack the parts of the closing report, to be printed with crop=False: a path is one line, however long.
+    `results` and `samples` are of the first and the last evaluation; they and the `files` may be missing. The
+    first results are None if there was one evaluation."""
     style = {"finished": "bold green", "interrupted": "bold yellow", "stopped": "bold yellow"}.get(
         status, "bold red"
     )

@@ -16,8 +16,8 @@ from .names import position
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Accumulated value of a metric: a `Mean`, whose `number` is the sum over `count` items, a `Sum`, or a `Min` or
-    `Max`, which are nan if any value is."""
+    """Accumulated value of a metric: a `Mean`, whose `number` is the sum over `count` items, a `Sum`, or a
+    `Min` or `Max`, which are nan if any value is."""
 
     kind: Literal["Mean", "Sum", "Min", "Max"]
     number: float

@@ -42,7 +42,8 @@ def _place(text: str) -> str:
 
 
 def _of_kinds(prefix: str, kinds: Mapping[str, type[Kind]]) -> list[Metric]:
-    """Metrics that the kinds of a family declare. One that several report has the meaning that each of them gives it."""
+    """Metrics that the kinds of a family declare. One that several report has the meaning that each of them
+    gives it."""
     meanings: dict[str, dict[str, list[str]]] = {}
     for kind, family in kinds.items():
         for name, meaning in family.metrics.items():
@@ -63,8 +64,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/std", "", "Standard deviation of the same rewards."),
     Metric("reward/shaped_mean", "", "Mean of the same rewards as training sees them (reward.truncated, overlong, scale, shift, clip)."),
     Metric("reward/greedy_mean", "", "Mean reward of the greedy answers that are the baseline (remax)."),
-    Metric("reward/same_in_group_fraction", "", "Share of groups whose valid trajectories all have the same training reward, so that their advantages are zero."),
-    Metric("reward/kl", "nats", "Mean KL of policy from reference per token, where it is subtracted from the reward or the advantage; before the coefficient."),
+    Metric("reward/same_in_group_fraction", "",
+        "Share of groups whose valid trajectories all have the same training reward, so that their "
+        "advantages are zero."),
+    Metric("reward/kl", "nats",
+        "Mean KL of policy from reference per token, where it is subtracted from the reward or the "
+        "advantage; before the coefficient."),
     Metric("algorithm/kl_coef", "", "KL coefficient of the round, if adapted by kl_target."),
     Metric("reward/source/<source>", "", "Mean reward on one source."),
     Metric("reward/part/<part>", "", "Mean score of one reward part, before its weight."),
@@ -74,7 +79,9 @@ METRICS: tuple[Metric, ...] = (
     # rollout
     Metric("rollout/epoch", "", "Complete passes over the training prompts."),
     Metric("rollout/trajectories", "", "Trajectories sampled, invalid ones counted."),
-    Metric("rollout/tokens", "tokens", "Tokens written by the policy, including dropped groups and greedy answers; of robot policies positions, as algorithm.logprob_level counts them."),
+    Metric("rollout/tokens", "tokens",
+        "Tokens written by the policy, including dropped groups and greedy answers; of robot policies "
+        "positions, as algorithm.logprob_level counts them."),
     Metric("rollout/tokens_per_s", "tokens/s", "The same per second of rollout."),
     Metric("rollout/output_length_mean", "tokens", "Mean tokens that the policy wrote in a trajectory."),
     Metric("rollout/output_length_max", "tokens", "Most tokens that the policy wrote in a trajectory."),
@@ -85,10 +92,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("env/reply_p<k>_s", "s", "Percentile (50, 90, 99) of the time that one reply of the environment took."),
     Metric("env/tool_s", "s", "Mean time of env/step_s spent in tools."),
     Metric("env/sample_s", "s", "Mean time that the policy took in a trajectory to write its turns, to compare env/step_s with."),
-    Metric("env/truncated/<limit>", "", "Share of valid trajectories ended by a limit: turns, context, turn_tokens (one turn's), time, the environment's own, or rollout (a simulator's max_steps_per_rollout)."),
+    Metric("env/truncated/<limit>", "",
+        "Share of valid trajectories ended by a limit: turns, context, turn_tokens (one turn's), time, the "
+        "environment's own, or rollout (a simulator's max_steps_per_rollout)."),
     Metric("env/calls/<tool>/<status>", "", "The next metric for one tool."),
-    Metric("env/calls/<status>", "", "Mean number of the policy's tool calls in a trajectory, by status: ok, bad_json, not_an_object, unknown_tool, bad_arguments; and missing: turns without the call that a program required."),
-    Metric("env/reward/<name>", "", "Mean reward of one agent, where agents have rewards of their own; or one of a program's rewards by name."),
+    Metric("env/calls/<status>", "",
+        "Mean number of the policy's tool calls in a trajectory, by status: ok, bad_json, not_an_object, "
+        "unknown_tool, bad_arguments; and missing: turns without the call that a program required."),
+    Metric("env/reward/<name>", "",
+        "Mean reward of one agent, where agents have rewards of their own; or one of a program's rewards "
+        "by name."),
     Metric("env/mix/<kind>/<name>_s", "s", "A time above, of one kind of environment in env.mix."),
     Metric("env/mix/<kind>/<name>", "", "Another metric of env/, of one kind of environment in env.mix."),
     Metric("env/steps", "", "Env steps that simulators executed, including dropped groups."),
@@ -97,12 +110,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("env/success_at_end", "", "Share of them with a success at their last env step."),
     Metric("env/<name>", "", "Mean of a metric of the environment's own, summed over a trajectory."),
     Metric("rollout/batches", "", "Batches of prompts drawn (rollout.filter.then=resample)."),
-    Metric("rollout/dropped_groups/<reason>", "", "Groups kept out of training: by min_std, min_mean or max_mean of rollout.filter; surplus in a full round; baseline (remax) or every answer invalid."),
+    Metric("rollout/dropped_groups/<reason>", "",
+        "Groups kept out of training: by min_std, min_mean or max_mean of rollout.filter; surplus in a "
+        "full round; baseline (remax) or every answer invalid."),
     Metric("rollout/replaced_groups", "", "Copies of kept groups in place of dropped ones (rollout.filter.then=replace)."),
     Metric("rollout/masked_trajectories", "", "Trajectories kept out of the loss by algorithm.mask_truncated or mask_long_failures."),
     Metric("rollout/empty_rounds", "", "1 for a round with nothing to train on."),
     # the pipelined loop
-    Metric("pipeline/lag_mean", "", "Mean lag of the tokens trained on: versions between the weights that wrote them and those being trained."),
+    Metric("pipeline/lag_mean", "",
+        "Mean lag of the tokens trained on: versions between the weights that wrote them and those being "
+        "trained."),
     Metric("pipeline/lag_max", "", "Maximum such lag."),
     Metric("pipeline/lag_share/<n>", "", "Share of these tokens with lag n."),
     Metric("pipeline/dropped_tokens", "tokens", "Tokens sampled and not trained on: of dropped groups, and of groups sampled again."),
@@ -114,7 +131,9 @@ METRICS: tuple[Metric, ...] = (
     # policy
     Metric("policy/loss", "", "The policy's loss, KL and entropy terms included."),
     Metric("policy/entropy", "nats", "Mean entropy of the distribution sampled from, per token."),
-    Metric("policy/kl", "nats", "Mean KL of the policy from the reference, per token, by the config's estimator; with full in the reward or the advantage only reward/kl."),
+    Metric("policy/kl", "nats",
+        "Mean KL of the policy from the reference, per token, by the config's estimator; with full in the "
+        "reward or the advantage only reward/kl."),
     Metric("policy/approx_kl", "nats", "Mean KL of the policy from itself before the round's first step (k3)."),
     Metric("policy/ratio_mean", "", "Mean probability ratio of the policy to itself before the round's first step."),
     Metric("policy/ratio_max", "", "Maximum such ratio."),
@@ -158,12 +177,16 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<source>/invalid_fraction", "", "Their share."),
     # performance
     Metric("train/tokens_per_s", "tokens/s", "Tokens trained on per second of update, including prompts and repeated passes."),
-    Metric("flops/rollout_per_s", "FLOP/s", "Model operations of sampling per second of rollout (train.count_flops; formula in braid/models/flops.py)."),
+    Metric("flops/rollout_per_s", "FLOP/s",
+        "Model operations of sampling per second of rollout (train.count_flops; formula in "
+        "braid/models/flops.py)."),
     Metric("flops/infer_per_s", "FLOP/s", "Model operations of log-probs and values before the update, per second of computing them."),
     Metric("flops/train_per_s", "FLOP/s", "Model operations of optimizer steps per second of their duration."),
     Metric("time/round_s", "s", "Time since the previous line."),
     Metric("time/score_s", "s", "Time to score groups, summed over them; overlaps sampling and other groups."),
-    Metric("time/<verb>_s", "s", "Time of one stage: warm_up, rollout, compute_advantages, update, sync_weights, evaluate, export, save."),
+    Metric("time/<verb>_s", "s",
+        "Time of one stage: warm_up, rollout, compute_advantages, update, sync_weights, evaluate, export, "
+        "save."),
     Metric("memory/peak_rss_bytes", "bytes", "Peak resident memory of the driver process."),
 )  # fmt: skip
 
@@ -187,7 +210,8 @@ def reserved_names(prefix: str) -> frozenset[str]:
 
 @cache
 def position(name: str) -> int:
-    """The index of the entry that describes `name`; those of users' kinds follow the table. Undeclared names are a bug."""
+    """The index of the entry that describes `name`; those of users' kinds follow the table. Undeclared names
+    are a bug."""
     for i, metric in enumerate((*METRICS, *_OWN.values())):
         if metric.pattern.fullmatch(name):
             return i

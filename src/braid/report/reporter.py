@@ -292,8 +292,8 @@ class Reporter:
 
 
 def _eval_results(flat: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Extract source -> name -> value from the metrics of a round. eval/part/<part> is of no source, unless one is called
-    part."""
+    """Extract source -> name -> value from the metrics of a round. eval/part/<part> is of no source, unless
+    one is called part."""
     results: dict[str, dict[str, float]] = {}
     has_parts = "eval/part/num" not in flat
     for name, value in flat.items():

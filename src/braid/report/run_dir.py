@@ -83,8 +83,8 @@ class RunDir:
         if holds_run(path):
             raise _problem(
                 "run.name",
-                f"{path} already contains a run; set run.resume=latest to resume it, or run.if_exists=new (or another "
-                f"run.name) to start a new one, or delete the folder",
+                f"{path} already contains a run; set run.resume=latest to resume it, or run.if_exists=new "
+                "(or another run.name) to start a new one, or delete the folder",
             )
         return cls(path)
 
@@ -97,7 +97,8 @@ class RunDir:
         return path.read_text()
 
     def take_id(self, run_id: str) -> None:
-        """Take the run id of the folder's own checkpoints, if it has none: it was copied without hidden files."""
+        """Take the run id of the folder's own checkpoints, if it has none: it was copied without hidden
+        files."""
         path = self.path / ".run_id"
         if not path.exists():
             self._write(path, run_id)

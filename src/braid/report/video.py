@@ -1,4 +1,5 @@
-"""Videos (extra `video`): of episodes, a grid of them with rewards drawn below each; and reading those of others."""
+"""Videos (extra `video`): of episodes, a grid of them with rewards drawn below each; and reading those of
+others."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ _TILE, _STRIP = 192, 30
 def write_video(
     path: Path, episodes: Sequence[Recording], *, frames_per_s: int = 10, overlay: bool = True
 ) -> None:
-    """Write an mp4 (H.264) of the episodes as one grid; one that ends earlier stays at its last frame. `overlay` draws
-    title, step, reward, return and success below each, and a line between them."""
+    """Write an mp4 (H.264) of the episodes as one grid; one that ends earlier stays at its last frame.
+    `overlay` draws title, step, reward, return and success below each, and a line between them."""
     import av  # 60 ms, and only a run with videos has it
 
     height, width = (max(e.frames[0].shape[axis] for e in episodes) for axis in (0, 1))
@@ -50,8 +51,8 @@ def write_video(
 
 
 def read_video(path: Path, count: int, *, start_s: float = 0.0) -> NDArray[np.uint8]:
-    """The first `count` frames [S, h, w, 3] from `start_s` on, or fewer if there are no more. Raises OSError or ValueError if
-    it is not a video."""
+    """The first `count` frames [S, h, w, 3] from `start_s` on, or fewer if there are no more. Raises OSError
+    or ValueError if it is not a video."""
     try:
         import av
     except ImportError as error:

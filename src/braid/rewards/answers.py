@@ -31,7 +31,8 @@ def tagged_answer(text: str) -> str | None:
 
 
 def last_boxes(text: str) -> list[Box]:
-    r"""The last `\boxed{...}` or `\fbox{...}` that is closed, after those before it that "and", "or" or a comma connect with it."""
+    r"""The last `\boxed{...}` or `\fbox{...}` that is closed, after those before it that "and", "or" or a
+    comma connect with it."""
     open_braces: list[tuple[int, int] | None] = []  # of boxes: their start, and that of their content
     boxes: list[tuple[int, int, int]] = []  # start, start of the content, end of the content
     for mark in _BRACE.finditer(text):

@@ -71,7 +71,8 @@ def references_of(prompt: Prompt) -> list[str]:
     answer = prompt.fields.get("answer")
     if answer is None or answer == []:
         raise RewardError(
-            "the prompt has no reference answer; set answer_key of its source to the right column, or complete the data"
+            "the prompt has no reference answer; set answer_key of its source to the right column, or "
+            "complete the data"
         )
     return [str(item) for item in (answer if isinstance(answer, list) else [answer])]
 

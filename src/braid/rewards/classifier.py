@@ -15,7 +15,8 @@ from .base import Classifier
 class ModelPart:
     """Scores the conversation of prompt and response (the answer of the policy's last turn).
 
-    Forward passes run in a thread, one at a time, so that the time limits of other parts' calls hold meanwhile.
+    Forward passes run in a thread, one at a time, so that the time limits of other parts' calls hold
+    meanwhile.
     """
 
     def __init__(self, classifier: Classifier) -> None:

@@ -1,7 +1,8 @@
-"""Tests that call a function of the program with JSON values: rows of LiveCodeBench, DeepCoder, TACO and APPS.
+"""Tests that call a function of the program with JSON values: rows of LiveCodeBench, DeepCoder, TACO and
+APPS.
 
-A call becomes the two texts that programs.py runs in separate sandboxes: an entry point, added to the program, and an
-assertion, which compares the result where the expected value is.
+A call becomes the two texts that programs.py runs in separate sandboxes: an entry point, added to the
+program, and an assertion, which compares the result where the expected value is.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _NAME = re.compile(r"(?:Solution(?:\(\))?\.)?([^\W\d]\w*)")
 _STDIN, _CALLS = frozenset({"stdin", "stdin_stdout", "stdio"}), frozenset({"functional", "function_call"})
 
 _MODULES = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json "
-    "builtins typing"
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator "
+    "io sys json builtins typing"
 )
 PRELUDE = "\n".join(
     [
@@ -32,8 +33,9 @@ ENTRY = "braid_entry"
 
 
 def called_function(test: Mapping[str, Any], metadata: Any = None) -> str | None:
-    """Name of the function that a test calls; None if the test is a program's input and output. `metadata` is that of
-    the row, for LiveCodeBench. Raises ValueError if the name is missing or the kind of test unknown."""
+    """Name of the function that a test calls; None if the test is a program's input and output. `metadata` is
+    that of the row, for LiveCodeBench. Raises ValueError if the name is missing or the kind of test
+    unknown."""
     kind = test.get("testtype") or test.get("type")
     if kind is not None and kind not in _STDIN | _CALLS:
         known = ", ".join(sorted(_STDIN | _CALLS))
@@ -49,8 +51,8 @@ def called_function(test: Mapping[str, Any], metadata: Any = None) -> str | None
     if not function:
         if kind in _CALLS:
             raise ValueError(
-                f"a test of the type {kind!r} does not name its function; add 'fn_name' to it, or a column 'metadata' "
-                "with {func_name}, as in LiveCodeBench"
+                f"a test of the type {kind!r} does not name its function; add 'fn_name' to it, or a column "
+                "'metadata' with {func_name}, as in LiveCodeBench"
             )
         return None
     name = _NAME.fullmatch(function) if isinstance(function, str) else None
@@ -75,16 +77,17 @@ def entry_to(function: str, code: str) -> str:
 
 
 def assertion_of(arguments: Any, expected: Any) -> str:
-    """Text of a test that calls the entry point. Texts are JSON, of arguments one value a line (LiveCodeBench); lists are
-    the arguments, and the expected value may be in a list of its own (TACO, APPS). Raises ValueError for others."""
+    """Text of a test that calls the entry point. Texts are JSON, of arguments one value a line
+    (LiveCodeBench); lists are the arguments, and the expected value may be in a list of its own (TACO, APPS).
+    Raises ValueError for others."""
     is_wrapped = isinstance(expected, list) and len(expected) == 1 and not isinstance(arguments, str)
     if isinstance(arguments, str):
         arguments = [_parsed(line, "input") for line in arguments.splitlines() if line.strip()]
         expected = _parsed(expected, "output") if isinstance(expected, str) else expected
     elif not isinstance(arguments, list):
         raise ValueError(
-            f"the input {str(arguments)[:80]!r} of a function call is neither a list of arguments nor JSON text, one "
-            "argument a line"
+            f"the input {str(arguments)[:80]!r} of a function call is neither a list of arguments nor JSON "
+            "text, one argument a line"
         )
     elif (
         len(arguments) == 1 and isinstance(arguments[0], dict) and all(map(_INTEGER.fullmatch, arguments[0]))

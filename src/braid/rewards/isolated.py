@@ -34,8 +34,8 @@ GRACE_S = 1.0
 MARKED_NUMBER = re.compile(
     r"####[ \t]*+\$?([-+]?(?:[\d,]*+\.\d++|[\d,]*+(?<=\d))(?:/\d++)?)\.?[ \t]*+$", re.MULTILINE
 )
-"""An answer in the format of GSM8K, at the end of a line; does not match a heading such as `#### 1. Idea`. Possessive, so
-that a megabyte of digits takes no longer to reject than to read."""
+"""An answer in the format of GSM8K, at the end of a line; does not match a heading such as `#### 1. Idea`.
+Possessive, so that a megabyte of digits takes no longer to reject than to read."""
 
 
 _SPELLINGS = {
@@ -57,10 +57,10 @@ _PROSE = re.compile(rf"\d\s+{_WORD}(?![\w({{\\])|(?<![\\\w{{]){_WORD}:?\s+\\?[-$
 
 
 def load_math() -> Callable[[str, Sequence[str], bool], float]:
-    r"""Return `score(text, references, is_formula)`: 1.0 if the answer in `text`, which has no reasoning, equals a
-    reference for math-verify. The answer is what stands in the last `<answer>` tag; in this, or in `text`, it is the
-    content of the last `\boxed`, else the last number marked by `####`, else what math-verify finds. `is_formula`:
-    `text` is only the answer, and needs no markup.
+    r"""Return `score(text, references, is_formula)`: 1.0 if the answer in `text`, which has no reasoning,
+    equals a reference for math-verify. The answer is what stands in the last `<answer>` tag; in this, or in
+    `text`, it is the content of the last `\boxed`, else the last number marked by `####`, else what
+    math-verify finds. `is_formula`: `text` is only the answer, and needs no markup.
 
     math-verify's own time limits are disabled: they work only in the main thread, and count a slow comparison
     as a wrong answer.
@@ -109,7 +109,8 @@ def _reference(reference: str, parse: Callable[[str], list[Any]]) -> list[Any]:
 
 
 def _formula(text: str, parse: Callable[[str], list[Any]]) -> list[Any]:
-    """Parse a text that is only an answer: without markup as one formula, unless it is prose with a number."""
+    """Parse a text that is only an answer: without markup as one formula, unless it is prose with a
+    number."""
     text = text.strip()
     if _MARKUP.search(text) or _PROSE.search(text):
         return parse(text) or parse(f"${text}$")

@@ -137,8 +137,8 @@ def fill_template(template: str, trajectory: Trajectory, *, key: str) -> str:
 
 
 def score_reader(config: JudgeReward, timeout_s: float, *, key: str) -> Callable[[str], float]:
-    """Return a function that parses the score from a judge's reply. A reply without a score raises RewardError
-    and is never scored 0."""
+    """Return a function that parses the score from a judge's reply. A reply without a score raises
+    RewardError and is never scored 0."""
     scores = {word.casefold(): score for word, score in config.scores.items()}
     words = "|".join(map(regex.escape, sorted(config.scores, key=len, reverse=True)))
     pattern = config.pattern or (rf"(?<!\w)({words})(?!\w)" if words else NUMBER)

@@ -112,7 +112,8 @@ def _without_service(key: str, what: str) -> ConfigError:
 def _math(
     processes: ScoringProcesses, extract: Extract | None, timeout_s: float, trajectory: Trajectory
 ) -> float | Later:
-    """1 if math-verify finds the answer equal to a reference; 0 while the reasoning lasts, or without a match."""
+    """1 if math-verify finds the answer equal to a reference; 0 while the reasoning lasts, or without a
+    match."""
     references = references_of(trajectory.prompt)
     text = without_reasoning(trajectory.answer_text, is_parsed=bool(trajectory.reasoning_text))
     answer = extract(text) if extract is not None else text
@@ -156,8 +157,8 @@ def _reasoning_gym(
     fields, answer = trajectory.prompt.fields, extract(trajectory.answer_text)
     if "reasoning_gym" not in fields:
         raise RewardError(
-            f"source {trajectory.prompt.source!r} is not procedural, so it has no scorer of reasoning-gym; use another "
-            "kind of reward for it"
+            f"source {trajectory.prompt.source!r} is not procedural, so it has no scorer of reasoning-gym; "
+            "use another kind of reward for it"
         )
     generator, params, expected = (
         fields["reasoning_gym"][name] for name in ("generator", "params", "answer")
@@ -179,8 +180,8 @@ def _compares_text(generator: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The names that a function is called with: those of OFFERED and of columns. `declared` is None for `**kwargs`, which
-    take them all; `required` have no default; `params` have values in the config."""
+    """The names that a function is called with: those of OFFERED and of columns. `declared` is None for
+    `**kwargs`, which take them all; `required` have no default; `params` have values in the config."""
 
     path: str
     declared: frozenset[str] | None
@@ -197,8 +198,8 @@ class Arguments:
         for name in sorted(self.columns - prompt.fields.keys()):
             near = suggest(name, [*OFFERED, *prompt.fields])
             raise RewardError(
-                f"{self.path!r} needs {name!r}{near}; braid provides {', '.join(OFFERED)} and the row's columns "
-                f"{', '.join(map(repr, prompt.fields)) or '(none)'}; set other parameters in params",
+                f"{self.path!r} needs {name!r}{near}; braid provides {', '.join(OFFERED)} and the row's "
+                f"columns {', '.join(map(repr, prompt.fields)) or '(none)'}; set other parameters in params",
                 is_final=True,
             )
 
@@ -223,7 +224,8 @@ class Arguments:
 
 
 class GroupPart:
-    """A function that scores the valid trajectories of a group in one call: each argument is a list, and so is the result."""
+    """A function that scores the valid trajectories of a group in one call: each argument is a list, and so
+    is the result."""
 
     def __init__(
         self, call: Callable[[Mapping[str, Any]], Later], arguments: Arguments, close: Callable[[], None]
@@ -231,7 +233,8 @@ class GroupPart:
         self._call, self._arguments, self.close = call, arguments, close
 
     async def scores(self, trajectories: Sequence[Trajectory]) -> list[object]:
-        """What the function returns for each. Raises RewardError if it fails, or returns anything but a list of this length."""
+        """What the function returns for each. Raises RewardError if it fails, or returns anything but a list
+        of this length."""
         arguments = [self._arguments.of(trajectory) for trajectory in trajectories]
         result: Any = await self._call({name: [one[name] for one in arguments] for name in arguments[0]})()
         try:
@@ -240,8 +243,8 @@ class GroupPart:
             values = None
         if values is None or len(values) != len(trajectories):
             raise RewardError(
-                f"returned {shown(result)}; with group=true a function returns a list with a number for each of the "
-                f"{len(trajectories)} trajectories that it is given"
+                f"returned {shown(result)}; with group=true a function returns a list with a number for "
+                f"each of the {len(trajectories)} trajectories that it is given"
             )
         return values
 

@@ -2,8 +2,8 @@
 
 Runs inside a scoring process (isolated.py), the only one that knows the expected output. A program that reads
 and prints receives its input, and its output is compared here. Assertions run in a second sandbox and access
-the program through messages with plain values (isolation.confined), which are forwarded here: expected values are
-never in the program's process.
+the program through messages with plain values (isolation.confined), which are forwarded here: expected values
+are never in the program's process.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class ProgramTest(NamedTuple):
 
 def read_tests(value: Any, metadata: Any = None) -> list[ProgramTest]:
     """Parse the tests in a column: text with assertions, a list of such texts or of {input, output}, a dict
-    {inputs, outputs} of two lists, or any of these as JSON text; inputs and outputs are those of a program, or of a
-    function: see function_calls, also for the row's `metadata`. Raises ValueError for anything else."""
+    {inputs, outputs} of two lists, or any of these as JSON text; inputs and outputs are those of a program,
+    or of a function: see function_calls, also for the row's `metadata`. Raises ValueError for anything
+    else."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         value = parse_json(value)
     match value:
@@ -49,13 +50,14 @@ def read_tests(value: Any, metadata: Any = None) -> list[ProgramTest]:
         case [_, *_]:
             return [_test(item, metadata) for item in value]
     raise ValueError(
-        f"{str(value)[:80]!r} are not tests; write a string with assertions, a list of such strings, a list of "
-        "{input, output}, or {inputs, outputs} with two lists of equal length"
+        f"{str(value)[:80]!r} are not tests; write a string with assertions, a list of such strings, a list "
+        "of {input, output}, or {inputs, outputs} with two lists of equal length"
     )
 
 
 def _test(item: Any, metadata: Any) -> ProgramTest:
-    """One test: assertions; the input and output of a program, each text or a list of lines; or those of a function."""
+    """One test: assertions; the input and output of a program, each text or a list of lines; or those of a
+    function."""
     match item:
         case str():
             return ProgramTest(item)
@@ -68,8 +70,8 @@ def _test(item: Any, metadata: Any) -> ProgramTest:
             if isinstance(stdin, str) and isinstance(expected, str):
                 return ProgramTest(input=stdin, output=expected)
     raise ValueError(
-        f"{str(item)[:80]!r} is not a test; write a string with assertions, or {{input, output}}, each a string or "
-        "a list of lines"
+        f"{str(item)[:80]!r} is not a test; write a string with assertions, or {{input, output}}, each a "
+        "string or a list of lines"
     )
 
 

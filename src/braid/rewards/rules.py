@@ -102,9 +102,9 @@ _NO_WORD = (
 def choice(config: ChoiceReward) -> Score:
     """One of four scores: whether the letter of the answer equals that of a reference, and is in a box.
 
-    The letter is sought after the reasoning, in the last `<answer>` tag if there is one: in the last box, else after the
-    last "answer is" or "answer:", else the last that stands alone. Letters connected by a comma, "and" or "or" are a
-    wrong answer. A reference starts with its letter: "B", "(B)" or "B. Paris".
+    The letter is sought after the reasoning, in the last `<answer>` tag if there is one: in the last box,
+    else after the last "answer is" or "answer:", else the last that stands alone. Letters connected by a
+    comma, "and" or "or" are a wrong answer. A reference starts with its letter: "B", "(B)" or "B. Paris".
     """
     boxed_right, right, boxed_wrong, wrong = config.scores
     letters, more = config.letters, regex.IGNORECASE

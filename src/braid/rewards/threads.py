@@ -53,7 +53,8 @@ async def within(future: Future[T], timeout_s: float, limit: str | None = None) 
 
 
 def _as_reward_error(error: BaseException) -> BaseException:
-    """A RewardError for any exception, also for one that would end the thread or the run; cancellation stays."""
+    """A RewardError for any exception, also for one that would end the thread or the run; cancellation
+    stays."""
     is_own = isinstance(error, RewardError | asyncio.CancelledError)
     return error if is_own else RewardError(described(error))
 
@@ -71,8 +72,8 @@ class CallThreads:
         self._late = [future for future in self._late if not future.done()]
         if len(self._late) >= self._max_stuck:
             raise RewardError(
-                f"{len(self._late)} earlier calls are still running after reward.timeout_s={timeout_s:g}; add a time limit to "
-                "the function, or raise reward.timeout_s"
+                f"{len(self._late)} earlier calls are still running after reward.timeout_s={timeout_s:g}; "
+                "add a time limit to the function, or raise reward.timeout_s"
             )
         future = start(function)
         try:

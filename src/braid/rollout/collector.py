@@ -1,6 +1,7 @@
-"""The rollout worker: samples groups, scores each as soon as its last member is sampled, and keeps the trajectories
-until they are turned into rows. The driver (trainer.rollouts) names prompts by their index in the data and receives
-only metadata; tokens leave as rows for training, or as whole trajectories for reports."""
+"""The rollout worker: samples groups, scores each as soon as its last member is sampled, and keeps the
+trajectories until they are turned into rows. The driver (trainer.rollouts) names prompts by their index in
+the data and receives only metadata; tokens leave as rows for training, or as whole trajectories for
+reports."""
 
 from __future__ import annotations
 
@@ -123,10 +124,10 @@ class Collector:
         """`greedy` samples the greedy answer to each training prompt, for recipes whose baseline is its
         reward. All drivers sample with `engine`. `shape` computes the reward used for training; None for the
         reward itself. `limits` are the numbers of prompts that are sampled at a time. `link` receives new
-        weights; None if the engine reads the trainer's tensors. `check` is called with each new version. `close_envs` ends
-        what environments share. Sampling goes on `in_background`, or only
-        while the caller waits for groups. `opponent` gets the weights of versions that are multiples of
-        `opponent_every`; only the first ones if that is 0. `spaces` are a simulator's."""
+        weights; None if the engine reads the trainer's tensors. `check` is called with each new version.
+        `close_envs` ends what environments share. Sampling goes on `in_background`, or only while the caller
+        waits for groups. `opponent` gets the weights of versions that are multiples of `opponent_every`; only
+        the first ones if that is 0. `spaces` are a simulator's."""
         self._streams: dict[Use, _Stream] = {
             use: _Stream(prompts[use], drivers[use], limits.get(use)) for use in drivers
         }
@@ -137,8 +138,8 @@ class Collector:
         self._loop = Loop(in_background=in_background)
 
     def submit(self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]) -> None:
-        """Start to sample and score a group for each of `prompts` (indices into the data of `use`); the random
-        numbers of each depend only on its key."""
+        """Start to sample and score a group for each of `prompts` (indices into the data of `use`); the
+        random numbers of each depend only on its key."""
 
         async def start() -> None:
             stream = self._streams[use]
@@ -224,8 +225,8 @@ class Collector:
     def set_weights(
         self, version: int, when: NewWeights = "drain", ticket: Mapping[str, Any] | None = None
     ) -> None:
-        """See Engine.set_weights. The weights come through the link, from the sender of `ticket`; without a link
-        they are the trainer's own tensors."""
+        """See Engine.set_weights. The weights come through the link, from the sender of `ticket`; without a
+        link they are the trainer's own tensors."""
         load = None if self._link is None else partial(self._link.take, version, ticket)
         self._loop.run(self._engine.set_weights(version, when, load))
         if version % (self._opponent_every or max(1, version + 1)) == 0:

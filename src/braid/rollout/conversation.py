@@ -1,7 +1,8 @@
 """One agent's conversation in an episode: tokens of messages and of the policy's turns, recorded as segments.
 
-In a later turn the policy reads exactly the tokens that it read and wrote before, followed by the new messages. Where
-the template drops the reasoning of earlier turns (`env.thinking=as_template`), a new segment begins instead.
+In a later turn the policy reads exactly the tokens that it read and wrote before, followed by the new
+messages. Where the template drops the reasoning of earlier turns (`env.thinking=as_template`), a new segment
+begins instead.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Conversation:
         number: int = 0,
         is_trained: bool = True,
     ) -> None:
-        """`key` seeds the random numbers of its turns, together with the agent, the `number` of its conversation, and
-        that of the turn."""
+        """`key` seeds the random numbers of its turns, together with the agent, the `number` of its
+        conversation, and that of the turn."""
         self._engine, self._chat, self._trajectory, self._key = engine, chat, trajectory, key
         self._agent, self._is_trained = agent, is_trained
         name = f"{agent}/{number}" if number else agent
@@ -77,7 +78,8 @@ class Conversation:
         self.open(messages, self._tools)
 
     async def turn(self, sampling: Sampling, max_tokens: int) -> tuple[Turn, Action] | None:
-        """Sample a turn; None if `max_tokens` of context and turn leave no room for one. Raises EngineError."""
+        """Sample a turn; None if `max_tokens` of context and turn leave no room for one. Raises
+        EngineError."""
         room = max_tokens - self.num_tokens
         if room < 1:
             return None

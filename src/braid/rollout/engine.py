@@ -52,7 +52,8 @@ class Sampling:
 class Request:
     """One completion to sample. `key` seeds its random numbers: the same key, prompt and weights give the
     same tokens whatever else runs. Requests with equal `prompt_ids` that wait together are prefilled once.
-    The turns of a `conversation` have the same name, by which an engine finds the cache of the turns before."""
+    The turns of a `conversation` have the same name, by which an engine finds the cache of the turns
+    before."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -147,9 +148,9 @@ def check_request(request: Request, *, longest: int, key: str) -> None:
         raise EngineError(f"max_new_tokens={new} must be at least 1")
     if prompt + new > longest:
         raise EngineError(
-            f"{prompt} prompt tokens + max_new_tokens={new} = {prompt + new} tokens, above the engine's {longest} "
-            f"positions; raise {key} if the model allows more, or lower rollout.sampling.max_new_tokens or "
-            "data.max_prompt_tokens"
+            f"{prompt} prompt tokens + max_new_tokens={new} = {prompt + new} tokens, above the engine's "
+            f"{longest} positions; raise {key} if the model allows more, or lower "
+            "rollout.sampling.max_new_tokens or data.max_prompt_tokens"
         )
 
 

@@ -13,9 +13,9 @@ from braid.types import EnvSteps, Group, PolicyVersion, Row, Status, Trajectory,
 def group_rows(group: Group, place: int, first: int) -> list[Row]:
     """Rows of one group with index `place`, whose first trajectory has index `first` among all.
 
-    The rewards of a trajectory's rows, or of those of one player, sum to its training reward: rewards of turns or env
-    steps are placed where they were given, the contribution of reward parts and shaping at the last position.
-    `Row.baseline` is the training reward of the group's greedy answer.
+    The rewards of a trajectory's rows, or of those of one player, sum to its training reward: rewards of
+    turns or env steps are placed where they were given, the contribution of reward parts and shaping at the
+    last position. `Row.baseline` is the training reward of the group's greedy answer.
     """
     greedy = group.greedy
     rows: list[Row] = []

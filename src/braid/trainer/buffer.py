@@ -1,4 +1,5 @@
-"""The driver's view of the rollout buffer: it assigns rows to ranks by their metadata, and forwards only references.
+"""The driver's view of the rollout buffer: it assigns rows to ranks by their metadata, and forwards only
+references.
 
 The driver's cost grows with the number of rows, not with their tokens.
 """
@@ -97,8 +98,8 @@ class Buffer:
     def _shares(
         self, model: ModelGroup, rows: Sequence[RowMetadata], *, is_bare: bool
     ) -> tuple[list[tuple[Ref, list[int]]], Ref]:
-        """A reference to the rows of each share with their indices into `rows`, in order, and one to a row for ranks
-        without any, which take part in a pass without contributing."""
+        """A reference to the rows of each share with their indices into `rows`, in order, and one to a row
+        for ranks without any, which take part in a pass without contributing."""
 
         def taken(shard: int, indices: list[int]) -> Ref:
             return self.shards.start_on(shard, RolloutBuffer.take, indices, is_bare).refs[0]

@@ -62,8 +62,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What a run is built from: its config, the plan that follows from it, the data of a text run, and for `braid eval`
-    the checkpoint to evaluate."""
+    """What a run is built from: its config, the plan that follows from it, the data of a text run, and for
+    `braid eval` the checkpoint to evaluate."""
 
     loaded: Loaded
     plan: Plan
@@ -115,8 +115,8 @@ def build(
 class _Workers:
     """The workers of a run, with what the driver needs of them.
 
-    An engine that reads the policy's own tensors is built after it. Others come before all models: they size their caches by
-    the memory that they find free, and then sleep if models use their devices too.
+    An engine that reads the policy's own tensors is built after it. Others come before all models: they size
+    their caches by the memory that they find free, and then sleep if models use their devices too.
     """
 
     def __init__(self, spec: RunSpec, cluster: Cluster, run_dir: Path) -> None:
@@ -166,7 +166,8 @@ class _Workers:
         return reset_states(env)
 
     def _make_simulators(self, *, reads_policy: bool) -> Factory[Simulator]:
-        """Create the simulators that are not the rollout workers' own; returns what creates a rollout worker's."""
+        """Create the simulators that are not the rollout workers' own; returns what creates a rollout
+        worker's."""
         config, cluster = self._cluster.config, self._cluster
         assert isinstance(config.env, SimulatorEnv), "other environments have text inputs"
         new_simulator = partial(_simulator, config, self._spec.loaded.base_dir)
@@ -261,7 +262,8 @@ def _simulator_host(
     num_rollout: int,
     place: Place,
 ) -> SimulatorHost:
-    """This worker's part of the environments of one of `num_rollout` rollout workers; `functions` are those of GIVEN."""
+    """This worker's part of the environments of one of `num_rollout` rollout workers; `functions` are those
+    of GIVEN."""
     from braid.envs.simulators.remote import SimulatorHost
 
     GIVEN.update(functions)

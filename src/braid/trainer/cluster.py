@@ -6,9 +6,9 @@
     rollout          engines with drivers and scorer
     rows             the rollout buffer
 
-Each group of ranks is one of training.worker.Rank, beside which the models are added. Their placement is
-the plan's layout. Importing libraries takes most of the startup time: `launched` lets all workers import in parallel
-with each other and with the driver, so this file imports no large library itself.
+Each group of ranks is one of training.worker.Rank, beside which the models are added. Their placement is the
+plan's layout. Importing libraries takes most of the startup time: `launched` lets all workers import in
+parallel with each other and with the driver, so this file imports no large library itself.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ _RANKS_READ = ("braid.training.worker", "braid.models.selfcheck", "braid.models.
 @contextmanager
 def launched(loaded: Loaded, verb: Verb) -> Iterator[RayCluster | None]:
     """Start the processes of a run on workers and stop them at the end of the block at the latest. Yields
-    None for a run in one process. Raises ConfigError, before anything starts, if this machine cannot run it."""
+    None for a run in one process. Raises ConfigError, before anything starts, if this machine cannot run
+    it."""
     loaded = with_absolute_paths(loaded)
     config = loaded.config
     plan = resolve(config, verb=verb, origin_of=loaded.origin)
@@ -85,7 +86,8 @@ class Cluster(ABC):
 
     @abstractmethod
     def make(self, factories: Mapping[str, Factory[Any]], logs: Path) -> dict[str, WorkerGroup[Any]]:
-        """Create the workers of `factories`, by name of the group, with log files in `logs`. Returns all groups."""
+        """Create the workers of `factories`, by name of the group, with log files in `logs`. Returns all
+        groups."""
 
     def model(
         self,
@@ -96,8 +98,8 @@ class Cluster(ABC):
         name: str | None = None,
         spaces: Spaces | None = None,
     ) -> ModelGroup:
-        """Create a role's model on its ranks. `config` defaults to the run's, `name` to the role's; `spaces` are those of
-        a simulator in another process."""
+        """Create a role's model on its ranks. `config` defaults to the run's, `name` to the role's; `spaces`
+        are those of a simulator in another process."""
         from braid.training.group import ModelGroup
         from braid.training.worker import make_backend
 
@@ -168,8 +170,8 @@ class RayCluster(Cluster):
         cls, config: RunConfig, layout: Layout, *, is_pipelined: bool, is_restart: bool = False
     ) -> RayCluster:
         """Connect to a cluster, or start a large enough one on this machine; then start the processes of the
-        layout at their placement. `make` waits for them. A restart waits for machines that the cluster has lost. Raises
-        ConfigError if the cluster lacks the resources that the layout needs."""
+        layout at their placement. `make` waits for them. A restart waits for machines that the cluster has
+        lost. Raises ConfigError if the cluster lacks the resources that the layout needs."""
         from braid.cluster.ray import Machines, RayGroup, connect, num_cluster_gpus
 
         finds_none = config.run.device == "auto" and not layout.has_gpus
@@ -186,8 +188,8 @@ class RayCluster(Cluster):
                     [
                         Problem(
                             "run.device",
-                            f"auto finds no GPU on this machine, and the Ray cluster has {num_gpus}; set run.device=cuda, and "
-                            "cluster.devices_per_node, to use them, or run.device=cpu",
+                            f"auto finds no GPU on this machine, and the Ray cluster has {num_gpus}; set "
+                            "run.device=cuda, and cluster.devices_per_node, to use them, or run.device=cpu",
                         )
                     ]
                 )

@@ -62,10 +62,10 @@ def make_collector(
     run_dir: Path,
     new_simulator: Factory[Simulator] | None,
 ) -> Collector:
-    """Create the collector of a rollout worker. In the driver's process a native engine reads the policy's own
-    tensors, which are then not offloaded, or copies them in a pipelined run; in a separate process it has a copy of
-    the model. Other engines have child processes, or are servers. Weight syncs update the weights of all but the
-    first."""
+    """Create the collector of a rollout worker. In the driver's process a native engine reads the policy's
+    own tensors, which are then not offloaded, or copies them in a pipelined run; in a separate process it has
+    a copy of the model. Other engines have child processes, or are servers. Weight syncs update the weights
+    of all but the first."""
     device, is_local = device_of(config), plan.layout.mode == "in_process"
     policy: Any = place.workers.get("policy")
     check, link = None, None
@@ -161,8 +161,9 @@ def native_engine(
     owns_weights: bool = False,
     bytes_to_come: Callable[[], int] | None = None,
 ) -> NativeEngine:
-    """The native engine, sampling with `lm` in the dtype of `engine_dtype`; with `owns_weights` with a copy of its
-    weights. `bytes_to_come` as in NativeEngine. Raises ModelError if it decodes this architecture incorrectly."""
+    """The native engine, sampling with `lm` in the dtype of `engine_dtype`; with `owns_weights` with a copy
+    of its weights. `bytes_to_come` as in NativeEngine. Raises ModelError if it decodes this architecture
+    incorrectly."""
     options, autocast = config.rollout.native.model_dump(), None
     options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
     size, has_gpus = sum(parameter.numel() for parameter in lm.model.parameters()), lm.device.type != "cpu"
@@ -279,8 +280,8 @@ def simulator_collector(
     policy: ActingPolicy,
     link: WeightLink | None = None,
 ) -> Collector:
-    """A collector of a simulator's episodes, sampled with the trained policy's own tensors, or with those that `link`
-    writes to."""
+    """A collector of a simulator's episodes, sampled with the trained policy's own tensors, or with those
+    that `link` writes to."""
     env, rollout = config.env, config.rollout
     assert isinstance(env, SimulatorEnv), "only Gymnasium simulators are implemented"
 

@@ -1,4 +1,5 @@
-"""The commands of the command line: open the run folder, build the run, run its loop, and report the outcome."""
+"""The commands of the command line: open the run folder, build the run, run its loop, and report the
+outcome."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ _HOLDS_WEIGHTS = ("model.path.", "model.gguf.", "model.build.", "model.mlp.", "m
 """Keys that say which weights a model has."""
 
 _COUNTED = {"token": "action tokens", "action": "env steps", "chunk": "decisions"}
-"""algorithm.logprob_level of a robot policy -> what a position of its rows is, of which the console shows the number."""
+"""algorithm.logprob_level of a robot policy -> what a position of its rows is, of which the console shows the
+number."""
 
 
 def train(loaded: Loaded, cluster: RayCluster | None = None, *, sinks: Sequence[Sink] = ()) -> Outcome:
@@ -119,8 +121,8 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
     model = loaded.config.model
     if model.mlp is not None:
         raise ConfigError(
-            f"{run_dir} trained an MLP (model.mlp), which cannot be exported to Hugging Face format; its weights are "
-            f"safetensors files in {run_dir / 'checkpoints'}"
+            f"{run_dir} trained an MLP (model.mlp), which cannot be exported to Hugging Face format; its "
+            f"weights are safetensors files in {run_dir / 'checkpoints'}"
         )
     disable_progress_bar()
     weights = _trained_of(run_dir, step).weights
@@ -161,9 +163,9 @@ def _refuse_other_model(loaded: Loaded, trained: Trained) -> None:
     problems = [
         Problem(
             change.key,
-            f"is {change.after or 'absent'}, but was {change.before or 'absent'} in {trained.folder}, whose weights are "
-            "evaluated; remove it, or evaluate that model without a run (braid eval CONFIG.yaml). If it is the same model "
-            "in another folder, set run.allow_changes=true",
+            f"is {change.after or 'absent'}, but was {change.before or 'absent'} in {trained.folder}, whose "
+            "weights are evaluated; remove it, or evaluate that model without a run (braid eval "
+            "CONFIG.yaml). If it is the same model in another folder, set run.allow_changes=true",
             loaded.origin(change.key),
         )
         for change in changes(trained.config, to_yaml(loaded), loaded.origins)
@@ -207,7 +209,8 @@ def _run(
     sinks: Sequence[Sink] = (),
     trained: Trained | None = None,
 ) -> Outcome:
-    """Run `verb` on the processes of `cluster`, if it is open. `trained` is what to evaluate, if not the config's model."""
+    """Run `verb` on the processes of `cluster`, if it is open. `trained` is what to evaluate, if not the
+    config's model."""
     config = loaded.config
     keep_freed_memory()
     disable_progress_bar()
@@ -272,15 +275,16 @@ def _run_in_folder(
 
 
 def _stored(loaded: Loaded, name: str) -> Loaded:
-    """The config as the run folder `name` stores it: with the name that if_exists gave the folder, and without what
-    only this start was told. A stored run.allow_changes would allow those of every later resume."""
+    """The config as the run folder `name` stores it: with the name that if_exists gave the folder, and
+    without what only this start was told. A stored run.allow_changes would allow those of every later
+    resume."""
     run = loaded.config.run.model_copy(update={"name": name, "resume": "none", "allow_changes": False})
     return replace(loaded, config=loaded.config.model_copy(update={"run": run}))
 
 
 def _divide_cores(config: RunConfig, plan: Plan) -> None:
-    """Of several processes, log the numbers of CPU threads; in this one, torch has at most its share of the cores, unless the
-    user has set the number. Workers have theirs from the start (cluster.ray)."""
+    """Of several processes, log the numbers of CPU threads; in this one, torch has at most its share of the
+    cores, unless the user has set the number. Workers have theirs from the start (cluster.ray)."""
     sharing = num_sharing(config, plan.layout, "policy", 0, is_pipelined=plan.is_pipelined)
     if plan.layout.mode != "in_process" or sharing > 1:
         logger.info("CPU threads: %s (%s)", *thread_counts(config, plan))
@@ -320,7 +324,8 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
     problems = [
         Problem(
             change.key,
-            f"is {change.after}, but was {change.before} in {folder}; restore it, or set run.allow_changes=true",
+            f"is {change.after}, but was {change.before} in {folder}; restore it, or set "
+            "run.allow_changes=true",
             loaded.origin(change.key),
         )
         for change in changed
@@ -330,14 +335,14 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
         run_dir.take_id(about["run_id"])
     if about and about["run_id"] != run_dir.run_id:
         message = (
-            f"{folder} is a checkpoint of another run than the one in {run_dir.path}; to resume from it anyway, set "
-            "run.allow_changes=true"
+            f"{folder} is a checkpoint of another run than the one in {run_dir.path}; to resume from it "
+            "anyway, set run.allow_changes=true"
         )
         problems.append(Problem("run.resume", message, loaded.origin("run.resume")))
     if original := _original(store, run_dir, about.get("run_id"), changed):
         message = (
-            f"{run_dir.path} is a copy of {original}, and {store.folder} holds that run's checkpoints; set checkpoint.dir "
-            "to a copy of them"
+            f"{run_dir.path} is a copy of {original}, and {store.folder} holds that run's checkpoints; set "
+            "checkpoint.dir to a copy of them"
         )
         problems.append(Problem("checkpoint.dir", message, loaded.origin("checkpoint.dir")))
     if problems:
@@ -347,7 +352,8 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
 def _original(
     store: CheckpointStore, run_dir: RunDir, run_id: str | None, changed: Sequence[Change]
 ) -> Path | None:
-    """The run folder that wrote the newest checkpoint, if this one is a copy of it with the same folder of checkpoints."""
+    """The run folder that wrote the newest checkpoint, if this one is a copy of it with the same folder of
+    checkpoints."""
     before = {change.key: change.before or "" for change in changed}
     name = before.get("run.name", run_dir.path.name)
     folder = Path(before.get("run.output_dir", run_dir.path.parent), name)
@@ -362,15 +368,16 @@ def _refuse_checkpoints_of_others(store: CheckpointStore) -> None:
     remove."""
     if store.steps():
         message = (
-            f"{store.folder} contains checkpoints of another run; set run.resume=latest to resume that run, or choose another "
-            "folder, or remove them"
+            f"{store.folder} contains checkpoints of another run; set run.resume=latest to resume that run, "
+            "or choose another folder, or remove them"
         )
         raise ConfigError([Problem("checkpoint.dir", message, "file system")])
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempts:
-    """Builds a run and runs it, again after transient failures, on the processes of `cluster` if it is open."""
+    """Builds a run and runs it, again after transient failures, on the processes of `cluster` if it is
+    open."""
 
     spec: RunSpec
     reporter: Reporter
@@ -379,11 +386,11 @@ class _Attempts:
     cluster: RayCluster | None
 
     def keep_trying(self, begin: Callable[[], None], resume: str) -> None:
-        """Run to the end, from the checkpoint `resume` unless that is "none". After a transient failure, restart from the newest checkpoint, up to run.max_restarts times, with
-        exponential backoff.
+        """Run to the end, from the checkpoint `resume` unless that is "none". After a transient failure,
+        restart from the newest checkpoint, up to run.max_restarts times, with exponential backoff.
 
-        `begin` starts to write the run's files: before anything is built, but of a run that is resumed only after its
-        checkpoint has been loaded, so that a resume that fails leaves them as they are."""
+        `begin` starts to write the run's files: before anything is built, but of a run that is resumed only
+        after its checkpoint has been loaded, so that a resume that fails leaves them as they are."""
         max_restarts, store = self.spec.loaded.config.run.max_restarts, self.store
         which, has_begun = resume, False
         for restart in itertools.count(1):
@@ -418,7 +425,8 @@ class _Attempts:
 
     @contextmanager
     def _built(self, *, is_restart: bool) -> Iterator[Run]:
-        """A new run, whose workers, with their engines, environments and reward processes, are stopped after the block."""
+        """A new run, whose workers, with their engines, environments and reward processes, are stopped after
+        the block."""
         with ExitStack() as stack:
             with self.reporter.phase("build"):
                 cluster = open_cluster(self.spec, self.cluster, is_restart=is_restart)
@@ -476,8 +484,10 @@ def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed |
         )
     if verb != "eval" and target.min_gain is not None and not is_at_least(last - first, target.min_gain):
         problems.append(
-            f"the gain in {name} is unknown, since the first or the last evaluation has no valid answer or was not made"
+            f"the gain in {name} is unknown, since the first or the last evaluation has no valid answer or "
+            "was not made"
             if math.isnan(last - first)
-            else f"{name} rose from {first:.3f} to {last:.3f}, by less than eval.target.min_gain={target.min_gain:g}"
+            else f"{name} rose from {first:.3f} to {last:.3f}, by less than "
+            f"eval.target.min_gain={target.min_gain:g}"
         )
     return TargetMissed("; ".join(problems)) if problems else None

@@ -27,7 +27,8 @@ from braid.rollout.sessions.programs import Program, run_command, run_function
 def chat_format(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, end_token_ids: Sequence[int]
 ) -> ChatFormat:
-    """The format of the policy's conversations. Raises ModelError if its chat template cannot be continued."""
+    """The format of the policy's conversations. Raises ModelError if its chat template cannot be
+    continued."""
     env, data = config.env, config.data
     of_chat: dict[str, Any] = {}
     if isinstance(env, ChatEnv):
@@ -72,7 +73,8 @@ def env_maker(
 
 
 def external_key(env: ProgramEnv) -> str | None:
-    """The key of programs that are not started here; None if they are. Raises ConfigError without a good one."""
+    """The key of programs that are not started here; None if they are. Raises ConfigError without a good
+    one."""
     if env.program != "external":
         return None
     name = "BRAID_EXTERNAL_KEY"

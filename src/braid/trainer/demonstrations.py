@@ -24,8 +24,9 @@ _NUM_NOISES = 8
 
 
 def demonstration_rows(config: RunConfig) -> list[Row]:
-    """A row for each frame of `sft.demonstrations`, several for pi0: its observation, and the chunk of actions that begins
-    there. The last action of an episode is repeated where the chunk goes on. Raises DataError and ModelError."""
+    """A row for each frame of `sft.demonstrations`, several for pi0: its observation, and the chunk of
+    actions that begins there. The last action of an episode is repeated where the chunk goes on. Raises
+    DataError and ModelError."""
     sft, vla = config.sft, config.model.vla
     assert sft is not None, "the plan checks that it is there"
     assert sft.demonstrations is not None, "the plan checks that it is there"
@@ -63,22 +64,24 @@ def demonstration_rows(config: RunConfig) -> list[Row]:
 
 
 def check_images(config: RunConfig, rows: Sequence[Row], spaces: Spaces) -> None:
-    """Raise DataError if the images of demonstrations are not those that the policy reads in the simulator."""
+    """Raise DataError if the images of demonstrations are not those that the policy reads in the
+    simulator."""
     vla = config.model.vla
     assert vla is not None, "the plan checks that it is there"
     seen = [name for name in rows[0].observations if name not in ("prompt_ids", "state")]
     read = list(spaces.images)[: vla.num_images]
     if seen != read:
         raise DataError(
-            f"sft.demonstrations has the images {', '.join(seen)}, but the policy reads {', '.join(read)} of the environment; "
-            "give them the same names"
+            f"sft.demonstrations has the images {', '.join(seen)}, but the policy reads {', '.join(read)} "
+            "of the environment; give them the same names"
         )
 
 
 def _inputs(
     config: RunConfig, processor: Processor, chunks: NDArray[np.float64], generator: torch.Generator
 ) -> list[dict[str, NDArray]]:
-    """The policy's inputs [S, P, ...] for normalized chunks of actions [S, H, A], drawn several times for pi0."""
+    """The policy's inputs [S, P, ...] for normalized chunks of actions [S, H, A], drawn several times for
+    pi0."""
     vla, path = processor.config, config.model.path
     assert path is not None, "the plan checks that it is there"
     if vla.kind != "pi0":

@@ -148,8 +148,8 @@ class EngineLink:
 
 @dataclass(frozen=True, slots=True)
 class LocalWeightLink:
-    """See collector.WeightLink. Sends the weights of the policy among the `workers` of this process to engines in other
-    ones."""
+    """See collector.WeightLink. Sends the weights of the policy among the `workers` of this process to
+    engines in other ones."""
 
     workers: Mapping[str, Any]
     engine: RemoteEngine | Router

@@ -35,8 +35,9 @@ class Evaluation:
         )
 
     def evaluate(self, round_: int) -> Metrics:
-        """Measure mean@n and pass@k of each evaluation source, and reward parts; every evaluation uses the same random
-        numbers. Raises RolloutError, once the samples are stored, if too many trajectories of a source are invalid."""
+        """Measure mean@n and pass@k of each evaluation source, and reward parts; every evaluation uses the
+        same random numbers. Raises RolloutError, once the samples are stored, if too many trajectories of a
+        source are invalid."""
         metrics, sampling, reports = Metrics(), self.sampling, self.sampling.reports
         with reports.timed("evaluate", metrics):
             results, groups = self._sample()
@@ -78,10 +79,10 @@ class Evaluation:
 
 
 def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: float) -> dict[str, float]:
-    """Compute mean@n, its range and pass@k. mean@n: mean reward of valid trajectories. pass@k: probability that at least
-    one of k of a prompt's n samples succeeds, 1 - C(n - c, k) / C(n, k) for c successes (Chen et al. 2021),
-    averaged over prompts with at least k valid samples. A trajectory succeeds if its reward is at least `success`, or as
-    the simulator says."""
+    """Compute mean@n, its range and pass@k. mean@n: mean reward of valid trajectories. pass@k: probability
+    that at least one of k of a prompt's n samples succeeds, 1 - C(n - c, k) / C(n, k) for c successes (Chen
+    et al. 2021), averaged over prompts with at least k valid samples. A trajectory succeeds if its reward is
+    at least `success`, or as the simulator says."""
     rewards = [[t.reward for t in g.valid if t.reward is not None] for g in groups]
     n = max((len(g.trajectories) for g in groups), default=0)
     passed = [[_is_success(t, success) for t in g.valid] for g in groups]

@@ -15,7 +15,8 @@ from .run import Run
 
 
 class Trained(NamedTuple):
-    """The policy in a checkpoint: its weights, the checkpoint's folder, and the config of the run that saved it."""
+    """The policy in a checkpoint: its weights, the checkpoint's folder, and the config of the run that saved
+    it."""
 
     weights: Mapping[str, torch.Tensor]
     folder: Path

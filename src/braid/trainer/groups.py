@@ -23,12 +23,13 @@ Updated = tuple[Counters, Metrics]
 """The counters after an update, and its metrics."""
 
 _TICK_S, _IDLE_TICK_S = 0.02, 0.5
-"""How long to wait for groups, in seconds, while an update runs, whose end has to be noticed, and otherwise."""
+"""How long to wait for groups, in seconds, while an update runs, whose end has to be noticed, and
+otherwise."""
 
 
 class GroupsInFlight:
-    """Samples and trains as `pipeline` decides, and reports to it. `train` is the update of a round; while it runs,
-    only its thread uses the models."""
+    """Samples and trains as `pipeline` decides, and reports to it. `train` is the update of a round; while it
+    runs, only its thread uses the models."""
 
     def __init__(
         self,
@@ -81,7 +82,8 @@ class GroupsInFlight:
         self._update = in_thread(lambda: self._train(selection))
 
     def _complete(self, selection: Selection) -> None:
-        """Complete a round's selection, with metrics of everything that was sampled for it and since the last one."""
+        """Complete a round's selection, with metrics of everything that was sampled for it and since the last
+        one."""
         sampling, left_out, round_ = self._sampling, self._left_out, self._progress.round
         sampled = [*selection.kept, *selection.dropped, *left_out]
         metrics = selection.metrics
@@ -94,8 +96,8 @@ class GroupsInFlight:
         self._costs, self._left_out, self._since_s = Metrics(), [], now_s
 
     def wait(self) -> None:
-        """Wait until groups are finished or the update ends, or until the run is asked to stop. Raises the exception
-        of a group or of the update."""
+        """Wait until groups are finished or the update ends, or until the run is asked to stop. Raises the
+        exception of a group or of the update."""
         progress = self._progress
         with nullcontext() if self._update else progress.reports.reporter.phase("rollout"):
             while not self._poll() and not progress.stop.is_requested:
@@ -138,8 +140,8 @@ class GroupsInFlight:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """At the end of the block, cancel the running groups. After an error, wait for the update, which may fail
-        too."""
+        """At the end of the block, cancel the running groups. After an error, wait for the update, which may
+        fail too."""
         try:
             yield
         except Exception:

@@ -1,5 +1,5 @@
-"""The loop of supervised learning (`braid sft`), where a round is one optimizer step; and supervised learning as the
-warm-up before reinforcement learning."""
+"""The loop of supervised learning (`braid sft`), where a round is one optimizer step; and supervised learning
+as the warm-up before reinforcement learning."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Imitation(Run):
 
 
 def warm_up(run: Run) -> None:
-    """Run the supervised warm-up if the run has one; then copy the policy's weights to the reference and the critic."""
+    """Run the supervised warm-up if the run has one; then copy the policy's weights to the reference and the
+    critic."""
     models, progress = run.models, run.progress
     if (supervised := models.warm_up) is not None:
         models.rollouts.sleep()

@@ -117,8 +117,8 @@ def _own_tasks(env: EnvConfig) -> dict[str, PromptSet]:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What makes the environments of a simulator: their name, the registered id, class or function, its arguments, and
-    whether it makes a VectorEnv."""
+    """What makes the environments of a simulator: their name, the registered id, class or function, its
+    arguments, and whether it makes a VectorEnv."""
 
     name: str
     id: str

@@ -53,8 +53,8 @@ class Update(NamedTuple):
 
 
 class Learner:
-    """Computes advantages and updates the models. `reward_moments` are those of all rounds so far, if rewards are
-    normalised by them."""
+    """Computes advantages and updates the models. `reward_moments` are those of all rounds so far, if rewards
+    are normalised by them."""
 
     def __init__(
         self, config: RunConfig, plan: Plan, models: Models, buffer: Buffer, reports: Reports
@@ -70,8 +70,8 @@ class Learner:
             return Rows(self._buffer.open(self._models.rollouts.start_rows(selection.kept)), metrics)
 
     def compute_advantages(self, rows: Sequence[RowMetadata], kl_coef: float | None) -> Rows:
-        """Compute log-probs, values and advantages of the round's rows. Returns the rows to train on; an empty list if
-        there is nothing to learn from. `kl_coef` as in Counters."""
+        """Compute log-probs, values and advantages of the round's rows. Returns the rows to train on; an
+        empty list if there is nothing to learn from. `kl_coef` as in Counters."""
         recipe, metrics = self._plan.recipe, Metrics()
         with self._reports.timed("compute_advantages", metrics):
             if rows:
@@ -114,8 +114,8 @@ class Learner:
             call.wait()
 
     def count_empty(self, counters: Counters, selection: Selection, rows: Sequence[RowMetadata]) -> int:
-        """The number of consecutive rounds without `rows` to train on, this one included, which is logged. Raises
-        TrainingError after MAX_EMPTY_ROUNDS."""
+        """The number of consecutive rounds without `rows` to train on, this one included, which is logged.
+        Raises TrainingError after MAX_EMPTY_ROUNDS."""
         if rows:
             return 0
         num_empty = counters.empty_rounds + 1
@@ -126,15 +126,15 @@ class Learner:
             ) + "algorithm.mask_truncated or mask_long_failures masks all remaining trajectories"
         if num_empty >= MAX_EMPTY_ROUNDS:
             raise TrainingError(
-                f"{num_empty} consecutive rounds, up to round {counters.round}, had nothing to train on. In the last "
-                f"one: {why}. {self._reports.watch.diagnosis()}"
+                f"{num_empty} consecutive rounds, up to round {counters.round}, had nothing to train on. In "
+                f"the last one: {why}. {self._reports.watch.diagnosis()}"
             )
         logger.warning("round %d has nothing to train on: %s", counters.round, why)
         return num_empty
 
     def update(self, rows: Sequence[RowMetadata], counters: Counters) -> Update:
-        """Take the round's optimizer steps: the critic's, then the policy's, each on separate mini-batches; or those of a
-        policy with a value head. Does nothing without rows."""
+        """Take the round's optimizer steps: the critic's, then the policy's, each on separate mini-batches;
+        or those of a policy with a value head. Does nothing without rows."""
         metrics, num_steps = Metrics(), 0
         if not rows:
             return Update(num_steps, metrics)
@@ -204,8 +204,8 @@ class Learner:
     def steer_kl(
         self, kl_coef: float | None, measured: Metrics, rows: Sequence[RowMetadata]
     ) -> tuple[float | None, Metrics]:
-        """With kl_target, adapt the KL coefficient for the next round to the KL per token `measured` in this round's
-        rewards, advantages or loss. Returns the new coefficient, as in Counters."""
+        """With kl_target, adapt the KL coefficient for the next round to the KL per token `measured` in this
+        round's rewards, advantages or loss. Returns the new coefficient, as in Counters."""
         recipe, metrics = self._plan.recipe, Metrics()
         if recipe.kl_target is None or self._models.reference is None:
             return kl_coef, metrics
@@ -226,8 +226,8 @@ class Learner:
         return self._plan.recipe.kl_coef if steered is None else steered
 
     def store(self, round_: int, selection: Selection, rows: Sequence[RowMetadata]) -> None:
-        """Write the round's trajectories (samples/, dropped groups last) and the arrays of its rows (batches/),
-        if due."""
+        """Write the round's trajectories (samples/, dropped groups last) and the arrays of its rows
+        (batches/), if due."""
         report, name = self._config.report, f"round_{round_:06d}"
         is_read, is_kept = (
             is_due(round_, every) for every in (report.samples_every_rounds, report.batches_every_rounds)

@@ -23,10 +23,12 @@ Export = Callable[[Path], None]
 
 
 class Models:
-    """The models of the training roles, and the rollout workers. On workers, weights pass by reference, past the driver.
+    """The models of the training roles, and the rollout workers. On workers, weights pass by reference, past
+    the driver.
 
-    `inference` computes the policy's log-probs before the update, if it has separate devices for that. `warm_up` is the
-    supervised warm-up before the first round; None once it is complete. `export` is None for models that are not exported.
+    `inference` computes the policy's log-probs before the update, if it has separate devices for that.
+    `warm_up` is the supervised warm-up before the first round; None once it is complete. `export` is None for
+    models that are not exported.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class Models:
         self._config = config
 
     def follow_warm_up(self) -> None:
-        """Copy the weights of the supervised warm-up to the policy, the reference and the critic, unless the config gives
-        those separate weights, and drop it. Without a warm-up all start from the same weights."""
+        """Copy the weights of the supervised warm-up to the policy, the reference and the critic, unless the
+        config gives those separate weights, and drop it. Without a warm-up all start from the same
+        weights."""
         if self.warm_up is None:
             return
         config, trained = self._config, self.warm_up.model
@@ -61,9 +64,9 @@ class Models:
         self.warm_up = None
 
     def update_reference(self, epoch: int, num_updates: int) -> int:
-        """Copy the policy's weights to the reference every reference.update_every_epochs passes over the prompts: merged
-        if it was loaded from a separate folder and so has no adapters. `num_updates` were made before; returns the new
-        number."""
+        """Copy the policy's weights to the reference every reference.update_every_epochs passes over the
+        prompts: merged if it was loaded from a separate folder and so has no adapters. `num_updates` were
+        made before; returns the new number."""
         every = self._config.reference.update_every_epochs
         if not every or epoch // every <= num_updates:
             return num_updates
@@ -73,15 +76,15 @@ class Models:
         return epoch // every
 
     def sync_weights(self, version: int, when: NewWeights = "drain") -> None:
-        """Sync the policy's weights to the engines as `version`, `when` as in Engine.set_weights, and to the role that
-        computes its log-probs on separate devices, if there is one."""
+        """Sync the policy's weights to the engines as `version`, `when` as in Engine.set_weights, and to the
+        role that computes its log-probs on separate devices, if there is one."""
         self.rollouts.set_weights(version, when)
         if self.inference is not None:
             _copy(self.policy, self.inference)
 
     def start_sampling(self) -> None:
-        """Until `end_sampling`, keep in host memory what train.offload names; at all other times engines that share devices
-        with models sleep."""
+        """Until `end_sampling`, keep in host memory what train.offload names; at all other times engines that
+        share devices with models sleep."""
         for model in self.by_role.values():
             model.ranks.call(TrainingBackend.to_host)
         self.rollouts.wake()
@@ -93,7 +96,8 @@ class Models:
             model.ranks.call(TrainingBackend.to_device)
 
     def flops_metrics(self) -> Metrics:
-        """Floating-point operations per second of inference and training since the last call, with train.count_flops."""
+        """Floating-point operations per second of inference and training since the last call, with
+        train.count_flops."""
         metrics = Metrics()
         if not self._config.train.count_flops:
             return metrics
@@ -107,15 +111,16 @@ class Models:
         return metrics
 
     def held_bytes(self) -> Mapping[str, Mapping[str, int]]:
-        """Memory held by each role and by the engine's cache, in bytes. Gradients exist only during a step."""
+        """Memory held by each role and by the engine's cache, in bytes. Gradients exist only during a
+        step."""
         roles = {role: asdict(model.held_bytes()) for role, model in self.by_role.items()}
         return roles | {"engine": {"kv_cache": self.rollouts.cache_bytes}}
 
     def write(
         self, state: Mapping[str, Any], folder: Path
     ) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-        """Have the models' workers write to `folder`. Returns `state` with the rest that `restore` needs for a bit-exact
-        resume, and the files written."""
+        """Have the models' workers write to `folder`. Returns `state` with the rest that `restore` needs for
+        a bit-exact resume, and the files written."""
         whole: dict[str, object] = dict(state)
         env = self._config.env
         has_opponent = isinstance(env, AgentEnvConfig) and env.opponents is not None
@@ -135,8 +140,8 @@ class Models:
                 model.restore(state[role], folder / role)
 
     def answer(self, within_s: float) -> bool:
-        """Whether all ranks of the models to save answer a call: one that is stopped, or waits for another process that is,
-        does not."""
+        """Whether all ranks of the models to save answer a call: one that is stopped, or waits for another
+        process that is, does not."""
         calls = [
             (model.ranks, model.ranks.start(TrainingBackend.data_place)) for model in self._saved().values()
         ]
@@ -144,8 +149,9 @@ class Models:
         return all(ranks.is_done(call, max(0.0, until_s - time.monotonic())) for ranks, call in calls)
 
     def _saved(self) -> dict[str, ModelGroup]:
-        """The models to save in a checkpoint. Excludes a reference that always equals the folder it was loaded
-        from, and inference, which equals the policy; during the warm-up, only the model being trained."""
+        """The models to save in a checkpoint. Excludes a reference that always equals the folder it was
+        loaded from, and inference, which equals the policy; during the warm-up, only the model being
+        trained."""
         if self.warm_up is not None:
             return {"warm_up": self.warm_up.model}
         config = self._config.reference

@@ -1,6 +1,7 @@
 """The loop of on-policy reinforcement learning.
 
-    prompts ─rollout─> scored groups ─compute advantages─> rows ─update─> weights ─sync weights─> the next round
+    prompts ─rollout─> scored groups ─compute advantages─> rows ─update─> weights ─sync weights─> the next
+    round
 
 One round is one rollout batch with its optimizer steps; the rollout draws more batches if the filter asks for
 it. Invariants:
@@ -8,13 +9,13 @@ it. Invariants:
 1. Every token of a round is sampled from the weights at the start of the round (version = round - 1).
 2. The engine has version r before any prompt of round r + 1 is sampled.
 3. Invalid trajectories enter neither rewards, baselines nor denominators; dropped groups enter nothing.
-4. A checkpoint holds the state between two rounds, between a round's update and its evaluation, or between two
-   steps of the warm-up. A resume continues the run from there. When the run is asked to stop, a round that cannot
-   finish in time is abandoned.
+4. A checkpoint holds the state between two rounds, between a round's update and its evaluation, or between
+   two steps of the warm-up. A resume continues the run from there. When the run is asked to stop, a round
+   that cannot finish in time is abandoned.
 
-Sampling samples and scores, Learner computes advantages and updates; Models syncs weights, Progress reports and saves. A
-stage returns what it made, with its metrics. build.py builds them from the plan. Language models and simulators differ in the
-workers, not in the loop.
+Sampling samples and scores, Learner computes advantages and updates; Models syncs weights, Progress reports
+and saves. A stage returns what it made, with its metrics. build.py builds them from the plan. Language models
+and simulators differ in the workers, not in the loop.
 """
 
 from __future__ import annotations

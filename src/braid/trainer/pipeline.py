@@ -223,8 +223,8 @@ class Pipeline:
         self.counts = Counter(state["counts"])
 
     def start_at(self, version: int) -> None:
-        """Before the first event: start with weights of `version` and without groups, unless they were loaded. A
-        checkpoint of the on-policy loop has no pipeline."""
+        """Before the first event: start with weights of `version` and without groups, unless they were
+        loaded. A checkpoint of the on-policy loop has no pipeline."""
         if version != self.version:
             self.load(start_of(version))
 

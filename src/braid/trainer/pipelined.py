@@ -9,8 +9,8 @@ pipeline.py decides on the order and bounds the lag; this file executes its deci
 
 1. The version of a round's new weights is the number of rounds. No token is written by weights more than
    max_lag versions older than those that its round trains, unless over_lag=keep allows it.
-2. Evaluation, reports and checkpoints come after a sync, while nothing is trained. A checkpoint names the groups
-   in flight, which a resume samples again with the same keys.
+2. Evaluation, reports and checkpoints come after a sync, while nothing is trained. A checkpoint names the
+   groups in flight, which a resume samples again with the same keys.
 3. With max_lag=0 the weights are those of on_policy.py, to the bit.
 """
 

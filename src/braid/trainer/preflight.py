@@ -49,9 +49,9 @@ _MAX_EXAMPLES = 4
 
 
 def check(loaded: Loaded, verb: Verb) -> tuple[Plan, Trajectory | None]:
-    """Resolve the plan of a run and check everything that can be checked without building it. Returns also an example of
-    what its rewards read, a prompt answered with its reference; None without rewards of a text. Raises ConfigError,
-    DataError and ModelError."""
+    """Resolve the plan of a run and check everything that can be checked without building it. Returns also an
+    example of what its rewards read, a prompt answered with its reference; None without rewards of a text.
+    Raises ConfigError, DataError and ModelError."""
     loaded = with_absolute_paths(loaded)
     with environment(loaded.config.cluster.variables):
         inputs = read_inputs(loaded, verb)
@@ -132,7 +132,8 @@ def _part_problems(loaded: Loaded, number: int, prompts: Prompts, chat: ChatForm
 
 
 def _unscorable(part: RewardPart, key: str, prompts: Prompts, base_dir: Path) -> Iterator[Problem]:
-    """Prompts that lack the columns that the part reads, as one problem. Data that have passed are not read again."""
+    """Prompts that lack the columns that the part reads, as one problem. Data that have passed are not read
+    again."""
     is_judge = isinstance(part, JudgeReward)
     is_in_file = is_judge or isinstance(part, FunctionReward)
     known = (
@@ -174,7 +175,8 @@ def _reader(part: RewardPart, key: str, base_dir: Path) -> Callable[[Prompt], ob
             def read(prompt: Prompt) -> None:
                 if "reasoning_gym" not in prompt.fields:
                     raise RewardError(
-                        f"source {prompt.source!r} is not procedural; list only procedural sources in {key}.sources"
+                        f"source {prompt.source!r} is not procedural; list only procedural sources in "
+                        f"{key}.sources"
                     )
 
             return read

@@ -21,7 +21,8 @@ from .reports import Reports, is_due
 logger = logging.getLogger(__name__)
 
 _ANSWER_S = 8.0
-"""Seconds in which idle ranks answer; those that do not are not waited for when the run has been asked to stop."""
+"""Seconds in which idle ranks answer; those that do not are not waited for when the run has been asked to
+stop."""
 _SAVED_SHARE = 0.02
 """Largest share of wall-clock time that time-based saving may take."""
 _LEAST_S = 10.0
@@ -69,8 +70,9 @@ class SaveClock:
 class Progress:
     """Counters and unreported metrics of a run, which are saved together with the rest of its state.
 
-    `metrics` are those of the round whose line is not written yet; stages return theirs, and the loops merge them
-    here. `stop` has the signals that ask the run to stop, `num_rounds` is the number of its last round, if it has rounds.
+    `metrics` are those of the round whose line is not written yet; stages return theirs, and the loops merge
+    them here. `stop` has the signals that ask the run to stop, `num_rounds` is the number of its last round,
+    if it has rounds.
     """
 
     def __init__(
@@ -129,7 +131,8 @@ class Progress:
         self.advance(is_reported=True)
 
     def check_time(self) -> None:
-        """Raise RoundCut if the run has been asked to stop, and an update like the last one would take too long."""
+        """Raise RoundCut if the run has been asked to stop, and an update like the last one would take too
+        long."""
         self.stop.check_time(self._update_s)
 
     @contextmanager
@@ -190,14 +193,14 @@ class Progress:
         logger.info("resumed from %s, %s, step %d", folder, where, step)
         if self.num_rounds is not None and self.round >= self.num_rounds and self.counters.is_reported:
             logger.warning(
-                "the run has finished all its %d rounds; to train longer, raise run.max_rounds or run.max_epochs (braid sft: "
-                "sft.steps)",
+                "the run has finished all its %d rounds; to train longer, raise run.max_rounds or "
+                "run.max_epochs (braid sft: sft.steps)",
                 self.num_rounds,
             )
 
     def stop_if_asked(self) -> None:
-        """If a signal has asked the run to stop, save unsaved state and raise KeyboardInterrupt; if a callback has,
-        StopTraining."""
+        """If a signal has asked the run to stop, save unsaved state and raise KeyboardInterrupt; if a
+        callback has, StopTraining."""
         if self.stop.is_requested:
             self._end(self.state())
         if self.reports.reporter.is_stop_asked:
@@ -208,8 +211,8 @@ class Progress:
 
     @contextmanager
     def given_up_when_late(self) -> Iterator[None]:
-        """Wrap a block that changes no model. If the run has been asked to stop, and the block fails or cannot
-        finish in the remaining time, save the state from before the block and end the run."""
+        """Wrap a block that changes no model. If the run has been asked to stop, and the block fails or
+        cannot finish in the remaining time, save the state from before the block and end the run."""
         before = self.state()
         try:
             yield
@@ -222,8 +225,8 @@ class Progress:
 
     @contextmanager
     def cut_when_late(self) -> Iterator[None]:
-        """Wrap a weight sync. If the run has been asked to stop, and the block cannot finish in the remaining time, save the
-        state and end the run."""
+        """Wrap a weight sync. If the run has been asked to stop, and the block cannot finish in the remaining
+        time, save the state and end the run."""
         try:
             with self.stop.cuttable():
                 yield

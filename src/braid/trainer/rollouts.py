@@ -29,8 +29,8 @@ class WeightSender(Protocol):
 
 @dataclass(slots=True)
 class _Stream:
-    """The groups of one use. `homes` has the rank of the worker of each group; `running` has the prompt of each
-    that is not finished yet."""
+    """The groups of one use. `homes` has the rank of the worker of each group; `running` has the prompt of
+    each that is not finished yet."""
 
     homes: dict[Key, int] = field(default_factory=dict)
     running: dict[Key, int] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class Rollouts:
     """Number of tokens in the prompts of each worker's running groups, plus one for each."""
 
     def submit(self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]) -> None:
-        """Start to sample a group for each of `prompts` (indices into the data of `use`), and return. The random
-        numbers of each depend only on its key, which identifies the group. In order, each group goes to the least
-        loaded worker; ties go to the first."""
+        """Start to sample a group for each of `prompts` (indices into the data of `use`), and return. The
+        random numbers of each depend only on its key, which identifies the group. In order, each group goes
+        to the least loaded worker; ties go to the first."""
         stream = self._streams[use]
         ranks = range(self.workers.size)
         shares: list[list[int]] = [[] for _ in ranks]
@@ -72,8 +72,9 @@ class Rollouts:
         )
 
     def finished(self, use: Use, within_s: float | None = None) -> tuple[list[Group], Metrics]:
-        """Wait until groups are sampled and scored that have not been returned yet, unless none runs, or until
-        `within_s` seconds have passed. Returns them without tokens and texts, and the metrics of scoring."""
+        """Wait until groups are sampled and scored that have not been returned yet, unless none runs, or
+        until `within_s` seconds have passed. Returns them without tokens and texts, and the metrics of
+        scoring."""
         stream, metrics, groups = self._streams[use], Metrics(), list[Group]()
         while stream.running and not groups:
             for rank in {stream.homes[key] for key in stream.running}:
@@ -115,8 +116,8 @@ class Rollouts:
         return list(self._streams[use].running)
 
     def start_rows(self, groups: Sequence[Group]) -> list[Ref]:
-        """Start to build the rows of `groups`, of the use train. Returns a reference to the list of rows of each
-        worker."""
+        """Start to build the rows of `groups`, of the use train. Returns a reference to the list of rows of
+        each worker."""
         kept: list[list[tuple[Key, int, int]]] = [[] for _ in range(self.workers.size)]
         first = 0
         for place, group in enumerate(groups):

@@ -107,8 +107,8 @@ def selection_metrics(selection: Selection) -> Metrics:
 
 
 def lag_metrics(selection: Selection, left_out: Sequence[Group], version: int) -> Metrics:
-    """Lags of the tokens that a pipelined round trains on, from weights of `version`; and what it does not train on,
-    with the groups `left_out` since the last round."""
+    """Lags of the tokens that a pipelined round trains on, from weights of `version`; and what it does not
+    train on, with the groups `left_out` since the last round."""
     metrics, lags = Metrics(), Counter[int]()
     for trajectory in (t for group in selection.kept for t in group.valid):
         for written, num in trajectory.lengths.versions:

@@ -36,8 +36,8 @@ class Run(ABC):
             self.models.sync_weights(progress.round, when)
 
     def finish_round(self) -> None:
-        """Evaluate, export, report and save at the end of a round. Before the first round: evaluate and report
-        the initial policy."""
+        """Evaluate, export, report and save at the end of a round. Before the first round: evaluate and
+        report the initial policy."""
         progress = self.progress
         with progress.given_up_when_late():
             if self.evaluation.is_due(progress.round, is_last=progress.is_last_round):

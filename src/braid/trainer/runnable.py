@@ -1,5 +1,5 @@
-"""Whether this machine can run a config, as far as the plan and the models' configs tell: the list of checks that precede
-everything that a run starts or writes. Imports transformers only where a check needs it."""
+"""Whether this machine can run a config, as far as the plan and the models' configs tell: the list of checks
+that precede everything that a run starts or writes. Imports transformers only where a check needs it."""
 
 from __future__ import annotations
 

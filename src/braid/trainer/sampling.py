@@ -48,7 +48,8 @@ class Sampling:
         self.validity = Validity(config.rollout.max_invalid_fraction)
 
     def rollout(self, round_: int) -> Selection:
-        """Sample and score a round's groups: batches of prompts are drawn until rollout.filter is satisfied."""
+        """Sample and score a round's groups: batches of prompts are drawn until rollout.filter is
+        satisfied."""
         rollout = self.config.rollout
         selection = Selection(rollout.filter, rollout.prompts_per_round)
         sampled: list[Group] = []
@@ -65,9 +66,9 @@ class Sampling:
         return selection
 
     def _rollout_batch(self, round_: int, batch: int, metrics: Metrics) -> list[Group]:
-        """Sample and score the groups of one batch of prompts, and shape the rewards of valid trajectories. Returns
-        the groups without tokens, which stay on the workers. Raises RolloutError if too many trajectories are
-        invalid."""
+        """Sample and score the groups of one batch of prompts, and shape the rewards of valid trajectories.
+        Returns the groups without tokens, which stay on the workers. Raises RolloutError if too many
+        trajectories are invalid."""
         rollout = self.config.rollout
         prompts = self.sampler.take(rollout.prompts_per_round)
         numbers = range(batch * len(prompts), (batch + 1) * len(prompts))
@@ -80,8 +81,8 @@ class Sampling:
         return groups
 
     def collect_eval(self, prompts: Sequence[int], group_size: int) -> list[Group]:
-        """Sample and score a group for each of the evaluation's `prompts`, in their order. Every evaluation uses the same
-        random numbers."""
+        """Sample and score a group for each of the evaluation's `prompts`, in their order. Every evaluation
+        uses the same random numbers."""
         with self._stop.cuttable():
             self.rollouts.forget("eval")
             self.models.start_sampling()
@@ -99,7 +100,8 @@ class Sampling:
             log_outputs(round_, self.rollouts.whole("train", groups))
 
     def show_films(self, env: SimulatorEnv, use: Use, round_: int, groups: Sequence[Group]) -> None:
-        """Write a video of the episodes that were filmed (see SimulatorDriver); warn if they are all invalid."""
+        """Write a video of the episodes that were filmed (see SimulatorDriver); warn if they are all
+        invalid."""
         video, every = env.video, env.video.train_every_rounds or 1
         filmed = [g for g in groups if g.key[-1] < video.num_episodes and g.key[-2] % every == 0]
         whole = self.rollouts.whole(use, filmed)
@@ -121,8 +123,8 @@ class Sampling:
         return status_metrics(trajectories)
 
     def complete(self, selection: Selection, groups: Sequence[Group], round_: int) -> None:
-        """Complete the selection of a round, and its metrics, of all `groups` that were sampled and scored, including
-        dropped ones. Raises TrainingError if all of them are invalid."""
+        """Complete the selection of a round, and its metrics, of all `groups` that were sampled and scored,
+        including dropped ones. Raises TrainingError if all of them are invalid."""
         selection.fill((self.config.run.seed, COPY_KEY, round_))
         metrics = selection.metrics
         metrics.merge(group_metrics(self.config, groups))
@@ -140,7 +142,8 @@ class Sampling:
             )
 
     def _rates(self, groups: Sequence[Group], seconds: float) -> Metrics:
-        """What this round's sampling wrote, and its rates; floating-point operations by the formula of models.flops."""
+        """What this round's sampling wrote, and its rates; floating-point operations by the formula of
+        models.flops."""
         metrics, trajectories = Metrics(), [t for group in groups for t in group.sampled]
         outputs = sum(t.num_output_tokens for t in trajectories)
         metrics.add("rollout/tokens", outputs)

@@ -26,8 +26,8 @@ round was already full. The others are keys of the filter."""
 
 def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
     """Reason to drop a group; None to keep it. Uses the unbiased standard deviation; a single trajectory has
-    none, so min_std does not apply to it, as in ROLL and SkyRL; if agents have rewards of their own, the largest of
-    their standard deviations counts.
+    none, so min_std does not apply to it, as in ROLL and SkyRL; if agents have rewards of their own, the
+    largest of their standard deviations counts.
 
     Unlike here, RLinf keeps a group whose mean is exactly at a bound.
     """
@@ -50,8 +50,8 @@ def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
 class Selection:
     """The groups of one round, added batch by batch. `size` is the target: prompts_per_round.
 
-    `kept` is in the order in which the prompts were drawn; `num_replaced` of them are copies. `metrics` are those of all
-    that was sampled for the round.
+    `kept` is in the order in which the prompts were drawn; `num_replaced` of them are copies. `metrics` are
+    those of all that was sampled for the round.
     """
 
     config: FilterConfig

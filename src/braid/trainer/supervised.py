@@ -54,8 +54,8 @@ class Supervised:
 def supervised_of(
     config: RunConfig, plan: Plan, inputs: TextInputs | None, new_model: Callable[[], ModelGroup]
 ) -> Supervised | None:
-    """Supervised learning as set by the config's `sft`; None without it, and for evaluations. Without `inputs`, of a
-    robot policy. Raises DataError and ModelError."""
+    """Supervised learning as set by the config's `sft`; None without it, and for evaluations. Without
+    `inputs`, of a robot policy. Raises DataError and ModelError."""
     sft = config.sft
     if sft is None or plan.verb == "eval":
         return None

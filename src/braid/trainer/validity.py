@@ -1,4 +1,5 @@
-"""Invalid trajectories of a round or an evaluation: counted, warned of with their reason, and too many refused."""
+"""Invalid trajectories of a round or an evaluation: counted, warned of with their reason, and too many
+refused."""
 
 from __future__ import annotations
 
@@ -25,8 +26,9 @@ class Validity:
     """Share of the trajectories that a reason had made invalid when it was last warned of."""
 
     def check(self, trajectories: Sequence[Trajectory], where: str) -> None:
-        """Warn of the commonest reason of invalid trajectories: when it is new, and again once its share has doubled. Raises
-        RolloutError if more than rollout.max_invalid_fraction are invalid. `where` names the trajectories: "round 3"."""
+        """Warn of the commonest reason of invalid trajectories: when it is new, and again once its share has
+        doubled. Raises RolloutError if more than rollout.max_invalid_fraction are invalid. `where` names the
+        trajectories: "round 3"."""
         reasons = _by_kind(trajectories)
         if not reasons:
             return
@@ -35,7 +37,8 @@ class Validity:
         limit = self.max_fraction
         if num_invalid > limit * len(trajectories):
             raise RolloutError(
-                f"{what}, above rollout.max_invalid_fraction={limit:g}; most common: {most_common(trajectories)}"
+                f"{what}, above rollout.max_invalid_fraction={limit:g}; most common: "
+                f"{most_common(trajectories)}"
             )
         kind = next(iter(reasons))
         share = len(reasons[kind]) / len(trajectories)

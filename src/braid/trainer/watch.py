@@ -44,8 +44,8 @@ FAR_KL = 1.0
 @dataclass(slots=True)
 class LearningWatch:
     """Watches the metrics of each round. A sign is logged after PATIENCE consecutive rounds, and again only
-    after it has disappeared in between. Its advice follows from the metrics of SEEN, at first (since the run began or was
-    resumed) and now."""
+    after it has disappeared in between. Its advice follows from the metrics of SEEN, at first (since the run
+    began or was resumed) and now."""
 
     config: RunConfig
     plan: Plan
@@ -81,8 +81,8 @@ class LearningWatch:
         if has_equal_rewards and (mean := metrics.get("reward/mean")) is not None:
             yield (
                 "equal rewards",
-                f"all answers of every group have the same reward (mean {mean:g}), so comparing them teaches nothing. "
-                + (damage or self._on_equal_rewards(mean)),
+                f"all answers of every group have the same reward (mean {mean:g}), so comparing them "
+                "teaches nothing. " + (damage or self._on_equal_rewards(mean)),
             )
         elif damage:
             yield "damage", damage
@@ -90,13 +90,13 @@ class LearningWatch:
         if self._is_text and truncated >= MOST_TRUNCATED and not damage:
             if (first := self._first["rollout/truncated_fraction"]) < MOST_TRUNCATED / 2:
                 advice = (
-                    f"{first:.0%} were at first: check whether the reward pays for length, or set reward.overlong. Seen: "
-                    f"{self._changes()}"
+                    f"{first:.0%} were at first: check whether the reward pays for length, or set "
+                    f"reward.overlong. Seen: {self._changes()}"
                 )
             else:
                 advice = (
-                    f"raise rollout.sampling.max_new_tokens={self.config.rollout.sampling.max_new_tokens}, or check the "
-                    "model's end tokens with `braid show`"
+                    f"raise rollout.sampling.max_new_tokens={self.config.rollout.sampling.max_new_tokens}, "
+                    "or check the model's end tokens with `braid show`"
                 )
             yield "truncated answers", f"{truncated:.0%} of the answers are truncated; {advice}"
         for role in ("policy", "sft"):
@@ -104,8 +104,9 @@ class LearningWatch:
             if metrics.get(f"{role}/grad_norm") == 0.0 and not is_explained:
                 yield (
                     f"{role} gradient",
-                    f"{role}/grad_norm is exactly 0, so the weights do not change. Check samples/ for advantages that are all 0, "
-                    "whether algorithm.mask_truncated or corrections mask everything, and whether weights are frozen",
+                    f"{role}/grad_norm is exactly 0, so the weights do not change. Check samples/ for "
+                    "advantages that are all 0, whether algorithm.mask_truncated or corrections mask "
+                    "everything, and whether weights are frozen",
                 )
 
     def _on_equal_rewards(self, mean: float) -> str:
@@ -120,8 +121,8 @@ class LearningWatch:
             advice = "All are right: use harder data"
         else:
             advice = (
-                "Read some answers in samples/: if all are wrong, check the reward and the prompt, or use easier data or "
-                "supervised fine-tuning first (sft); if all are right, use harder data"
+                "Read some answers in samples/: if all are wrong, check the reward and the prompt, or use "
+                "easier data or supervised fine-tuning first (sft); if all are right, use harder data"
             )
         return f"{advice}. Seen: {self._changes()}" if self._changes() else advice
 
@@ -130,8 +131,8 @@ class LearningWatch:
         return not isinstance(self.config.env, SimulatorEnv)
 
     def _damage(self) -> str:
-        """That updates have damaged the policy, by its entropy and KL, and the remedy; empty if they have not, or if the
-        reward has risen meanwhile."""
+        """That updates have damaged the policy, by its entropy and KL, and the remedy; empty if they have
+        not, or if the reward has risen meanwhile."""
         first, now = self._first, self._latest
         if now.get("reward/mean", 0.0) > first.get("reward/mean", 0.0):
             return ""
@@ -147,8 +148,9 @@ class LearningWatch:
             return ""
         lr = f"train.optimizer.lr={self.config.train.optimizer.lr:g}"
         return (
-            f"The policy {what}, and the mean reward has not risen: the updates are too large. Lower {lr}, raise "
-            f"algorithm.kl_coef, and start again or resume from a checkpoint before. Seen: {self._changes()}"
+            f"The policy {what}, and the mean reward has not risen: the updates are too large. Lower {lr}, "
+            "raise algorithm.kl_coef, and start again or resume from a checkpoint before. Seen: "
+            f"{self._changes()}"
         )
 
     def _changes(self) -> str:
@@ -162,8 +164,8 @@ class LearningWatch:
     def diagnosis(self) -> str:
         """Why there may be nothing to train on, and what to do about it."""
         return self._damage() or (
-            "The task may be too easy or too hard for the policy: change the data or the reward, or relax the filter"
-            + (f". Seen: {self._changes()}" if self._changes() else "")
+            "The task may be too easy or too hard for the policy: change the data or the reward, or relax "
+            "the filter" + (f". Seen: {self._changes()}" if self._changes() else "")
         )
 
     def _fall(self, round_: int) -> str:
@@ -180,7 +182,8 @@ class LearningWatch:
             return ""
         first = round_ - len(self._rewards) + 1 + best
         return (
-            f"the mean reward has fallen from {then.mean():.3g} in rounds {first} to {first + WINDOW - 1} to {now.mean():.3g} in "
-            f"the last {WINDOW} (up to {round_}); lower train.optimizer.lr={self.config.train.optimizer.lr:g}, raise "
-            f"algorithm.kl_coef, or resume from an earlier checkpoint. Seen: {self._changes()}"
+            f"the mean reward has fallen from {then.mean():.3g} in rounds {first} to {first + WINDOW - 1} "
+            f"to {now.mean():.3g} in the last {WINDOW} (up to {round_}); lower "
+            f"train.optimizer.lr={self.config.train.optimizer.lr:g}, raise algorithm.kl_coef, or resume "
+            f"from an earlier checkpoint. Seen: {self._changes()}"
         )

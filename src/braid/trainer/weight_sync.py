@@ -24,8 +24,8 @@ _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": 
 
 @dataclass(slots=True)
 class WeightSync:
-    """Weight sync from `ranks` (with the policy) to `engines`. With `merged`, adapters are merged into the weights that are sent. The
-    connection is opened at the first sync."""
+    """Weight sync from `ranks` (with the policy) to `engines`. With `merged`, adapters are merged into the
+    weights that are sent. The connection is opened at the first sync."""
 
     ranks: WorkerGroup[Rank]
     engines: WorkerGroup[Collector]

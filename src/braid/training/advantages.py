@@ -1,8 +1,9 @@
 """Advantage computation: from the rewards and values of a round's rows to advantages and returns.
 
-Owns the order of the stages. The advantages are in algorithms/advantages. Rewards, baselines and statistics are of trajectories, whose rows follow each other
-in the order of its segments; returns run over all of them. If agents have rewards of their own, the rows of each agent
-(Row.player) are a trajectory here, and compared with those of the same agent.
+Owns the order of the stages. The advantages are in algorithms/advantages. Rewards, baselines and statistics
+are of trajectories, whose rows follow each other in the order of its segments; returns run over all of them.
+If agents have rewards of their own, the rows of each agent (Row.player) are a trajectory here, and compared
+with those of the same agent.
 
     center and scale rewards       reward_mean, reward_std (per trajectory sum)
     clip rewards                   reward_clip (per trajectory sum)
@@ -43,8 +44,9 @@ def compute_advantages(
     kl_coef: float | None = None,
     running: RunningMoments | None = None,
 ) -> dict[str, float]:
-    """Write `advantages` (and `returns`, if values are learned) into each row, from the rewards and values of its trajectory.
-    `rewards` are replaced by the processed rewards that the advantages are computed from, then in float32.
+    """Write `advantages` (and `returns`, if values are learned) into each row, from the rewards and values of
+    its trajectory. `rewards` are replaced by the processed rewards that the advantages are computed from,
+    then in float32.
 
     `kl_coef` overrides the recipe's, since it may change from round to round. `running` holds the moments of
     all earlier rounds for statistics of kind "running", and is updated with this one. Returns metrics by

@@ -38,8 +38,8 @@ class Loss:
     `compute(outputs, batch)` returns the micro-batch's share of the step's loss, a scalar, already weighted
     with `batch.weights` (so that the shares of all micro-batches add up to the loss), and metrics. `outputs`
     names what the model must compute for it. `limits` bounds the means of metrics over the whole step: when
-    one is above its limit, the step is not taken. With `whole_trajectories` all rows of a trajectory must be in
-    one micro-batch, however long they are together.
+    one is above its limit, the step is not taken. With `whole_trajectories` all rows of a trajectory must be
+    in one micro-batch, however long they are together.
     """
 
     outputs: frozenset[Output]
@@ -105,8 +105,8 @@ class TrainingBackend(Protocol):
     """
 
     def data_place(self) -> tuple[int, int]:
-        """(index, number) of the rank's share of the rows. Ranks that work on the same rows (of one tensor, pipeline,
-        context or sequence parallel group) have the same share, and each returns the results."""
+        """(index, number) of the rank's share of the rows. Ranks that work on the same rows (of one tensor,
+        pipeline, context or sequence parallel group) have the same share, and each returns the results."""
         ...
 
     def infer(
@@ -117,8 +117,9 @@ class TrainingBackend(Protocol):
         ...
 
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row) -> StepReport:
-        """One optimizer step over the rows of all ranks. `weights` [B] is the loss weight of each position of a row
-        (algorithms.aggregate.row_weights, computed over the whole step). Every rank reports the whole step."""
+        """One optimizer step over the rows of all ranks. `weights` [B] is the loss weight of each position of
+        a row (algorithms.aggregate.row_weights, computed over the whole step). Every rank reports the whole
+        step."""
         ...
 
     def use_reference(self, logits: Callable[[PackedBatch], TiledLogits]) -> None:
@@ -131,8 +132,8 @@ class TrainingBackend(Protocol):
         ...
 
     def full_weights(self, merged: bool = False) -> dict[str, Tensor]:
-        """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others. In a single process these
-        are the trained tensors themselves. `merged` as in iter_weights."""
+        """Checkpoint name -> whole tensor in host memory, on rank 0; empty on the others. In a single process
+        these are the trained tensors themselves. `merged` as in iter_weights."""
         ...
 
     def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -142,19 +143,20 @@ class TrainingBackend(Protocol):
         ...
 
     def load_weights(self, weights: Mapping[str, Tensor], *, heads_differ: bool = False) -> None:
-        """Load whole tensors by their checkpoint names, all of the model's. Raises ModelError if some are missing,
-        unknown or of another shape. `heads_differ`: a critic takes the weights of a policy (models.base.check_fit)."""
+        """Load whole tensors by their checkpoint names, all of the model's. Raises ModelError if some are
+        missing, unknown or of another shape. `heads_differ`: a critic takes the weights of a policy
+        (models.base.check_fit)."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """Weights, optimizer and step counters, as tensors and plain data: everything that `load` needs to continue
-        bit for bit. Whole tensors on rank 0; the other ranks return only the small parts. The tensors may be the
-        live ones: write or copy them before the next step."""
+        """Weights, optimizer and step counters, as tensors and plain data: everything that `load` needs to
+        continue bit for bit. Whole tensors on rank 0; the other ranks return only the small parts. The
+        tensors may be the live ones: write or copy them before the next step."""
         ...
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore copies of what `state` returned on rank 0; every rank gets the whole. Raises CheckpointError if it
-        belongs to another model."""
+        """Restore copies of what `state` returned on rank 0; every rank gets the whole. Raises
+        CheckpointError if it belongs to another model."""
         ...
 
     def save(self, folder: str) -> Written:

@@ -106,9 +106,9 @@ class ModelGroup:
 
 
 def share_rows(rows: Sequence[Sized], num_ranks: int, *, balances: bool) -> list[list[int]]:
-    """Indices of the rows of each share. The rows of a trajectory stay together; those with the same prompt do
-    if the shares remain about equal, since the prompt is then stored once. With `balances` shares have about
-    equally many tokens, else equally many trajectories, in order."""
+    """Indices of the rows of each share. The rows of a trajectory stay together; those with the same prompt
+    do if the shares remain about equal, since the prompt is then stored once. With `balances` shares have
+    about equally many tokens, else equally many trajectories, in order."""
     trajectories = trajectories_of(rows)
     if not balances:
         bounds = np.linspace(0, len(trajectories), num_ranks + 1).round().astype(int).tolist()

@@ -41,11 +41,12 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 
 
     With logprob_level action or chunk, the surrogate is that of decisions: of the sum of a decision's
     log-probs. It is divided among the decision's tokens, so the weights of rows must count decisions; so it
-    is with turn_weighting: turns, where each token has its own surrogate. KL, corrections and metrics stay those of tokens. entropy_level is the same for
-    the entropy bonus: the entropy of a token is then that of its decision, the sum.
+    is with turn_weighting: turns, where each token has its own surrogate. KL, corrections and metrics stay
+    those of tokens. entropy_level is the same for the entropy bonus: the entropy of a token is then that of
+    its decision, the sum.
 
-    A sequence is a trajectory, whatever rows it was cut into; losses that compare sequences need the rows of a
-    trajectory in one micro-batch.
+    A sequence is a trajectory, whatever rows it was cut into; losses that compare sequences need the rows of
+    a trajectory in one micro-batch.
 
     The step is dropped if the mean ratio over all of its tokens exceeds early_stop_ratio. RLinf instead
     multiplies the loss of each micro-batch with too large a ratio by 0, and takes the step with the rest.
@@ -66,15 +67,17 @@ def _reads_sequences(recipe: Recipe) -> bool:
 
 
 def value_loss_of(recipe: Recipe) -> Loss:
-    """value_loss_coef * value loss, at the positions that the policy wrote; if values are those of turns or actions, at the
-    first position of each, so the weights of rows must count these. Reads the fields `values` (of the critic before the update) and
-    `returns`. Clip bounds are in units of the critic's deviation (ValueHead.deviation)."""
+    """value_loss_coef * value loss, at the positions that the policy wrote; if values are those of turns or
+    actions, at the first position of each, so the weights of rows must count these. Reads the fields `values`
+    (of the critic before the update) and `returns`. Clip bounds are in units of the critic's deviation
+    (ValueHead.deviation)."""
     return Loss(frozenset({"values", "value_deviation"}), partial(_value_loss, recipe))
 
 
 def with_value_loss(loss: Loss, recipe: Recipe) -> Loss:
-    """The sum of a policy's `loss` and the value loss, for a policy with a value head. Weights are those of `policy_loss`. Where
-    the two count different units, those of the value loss weigh as much as their tokens do in the policy's."""
+    """The sum of a policy's `loss` and the value loss, for a policy with a value head. Weights are those of
+    `policy_loss`. Where the two count different units, those of the value loss weigh as much as their tokens
+    do in the policy's."""
 
     def compute(outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Diagnostics]:
         of_policy, diagnostics = loss.compute(outputs, batch)

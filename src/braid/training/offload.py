@@ -34,7 +34,8 @@ def move_states(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def release_memory() -> None:
-    """Return memory that PyTorch's allocator keeps to the device, where engines in other processes need it."""
+    """Return memory that PyTorch's allocator keeps to the device, where engines in other processes need
+    it."""
     torch.cuda.empty_cache()
 
 
@@ -70,8 +71,8 @@ def pinned(num_bytes: int) -> Tensor:
     cuda: Any = torch.cuda.cudart()
     if error := int(cuda.cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):
         raise TrainingError(
-            f"cannot pin {num_bytes} bytes of host memory for train.offload (CUDA error {error}); turn it off, or raise the "
-            "limit of locked memory"
+            f"cannot pin {num_bytes} bytes of host memory for train.offload (CUDA error {error}); turn it "
+            "off, or raise the limit of locked memory"
         )
     of_size.append(memory)
     return tensor

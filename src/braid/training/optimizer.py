@@ -37,9 +37,9 @@ def build_optimizer(
     masters: Mapping[Tensor, Tensor] | None = None,
     matrices: Collection[Tensor] | None = None,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer, fused where torch can, over the trainable parameters, or over their master weights in `masters`.
-    Weight decay applies to matrices, not to vectors (biases, norms, standard deviations); `matrices` are given where
-    parameters are flat shards.
+    """Build an optimizer, fused where torch can, over the trainable parameters, or over their master weights
+    in `masters`. Weight decay applies to matrices, not to vectors (biases, norms, standard deviations);
+    `matrices` are given where parameters are flat shards.
 
     adamw: Loshchilov & Hutter 2019, arXiv 1711.05101. sgd: w <- w - rate * (g + weight_decay * w), without
     momentum. Each group's "scale" is its peak rate relative to `lr`: `value_lr / lr` for the parameters of

@@ -69,8 +69,8 @@ def grouped_micro_batches(
     rows: Sequence[Row], max_tokens: int, max_rows: int | None = None, *, whole_trajectories: bool = False
 ) -> list[list[int]]:
     """Micro-batches of rows (indices) in which rows with the same prompt stay together, so that `pack` stores
-    the prompt once; a group that is too large is split. With `whole_trajectories` the rows of a trajectory are
-    never split, even if they are too large together."""
+    the prompt once; a group that is too large is split. With `whole_trajectories` the rows of a trajectory
+    are never split, even if they are too large together."""
     units: dict[object, list[list[int]]] = {}
     for together in trajectories_of(rows) if whole_trajectories else [[i] for i in range(len(rows))]:
         prompt = _prompt(rows[together[0]])
@@ -120,8 +120,8 @@ def pack(
 ) -> PackedBatch:
     """The rows concatenated, as tensors on `device`; inputs, observations, mask and fields keep their dtypes.
 
-    `weights` [B] are repeated over each row's positions, in float32. All rows have the same inputs, observations
-    and fields.
+    `weights` [B] are repeated over each row's positions, in float32. All rows have the same inputs,
+    observations and fields.
     """
     lengths = tuple(len(row) for row in rows)
     shared = _shared(rows)

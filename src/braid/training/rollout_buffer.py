@@ -1,12 +1,13 @@
 """The rollout buffer: the rows of a round, between the rollout workers that make them and the ranks that
 train.
 
-    rollout workers ─rows─> RolloutBuffer ─shares of rows─> ranks ─log-probs, values─> RolloutBuffer ─mini-batches─> ranks
+    rollout workers ─rows─> RolloutBuffer ─shares of rows─> ranks ─log-probs, values─> RolloutBuffer
+    ─mini-batches─> ranks
 
 A plain object in a worker group: in the driver's process, or in separate ones, in which case the driver
-(trainer.buffer) handles only references and RowMetadata. Each process holds the whole trajectories of some rollout
-workers. Numbers that depend on all rows are computed in the first process, to which the others lend their rows
-without inputs and observations.
+(trainer.buffer) handles only references and RowMetadata. Each process holds the whole trajectories of some
+rollout workers. Numbers that depend on all rows are computed in the first process, to which the others lend
+their rows without inputs and observations.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .step_fields import write_step_fields
 
 @dataclass(slots=True)  # frozen ones are slow to send, and there is one for each row
 class RowMetadata:
-    """Row metadata without arrays: `index` is the row's index in the RolloutBuffer of process `shard`; the others as
-    in Row."""
+    """Row metadata without arrays: `index` is the row's index in the RolloutBuffer of process `shard`; the
+    others as in Row."""
 
     shard: int
     index: int
@@ -93,7 +94,8 @@ class RolloutBuffer:
         places: Sequence[tuple[int, int, int]],
         results: Sequence[Sequence[Mapping[Output, NDArray[np.float32]]]],
     ) -> None:
-        """Write a model's outputs, by share, into `field` of rows: (index, share, place in the share) of each."""
+        """Write a model's outputs, by share, into `field` of rows: (index, share, place in the share) of
+        each."""
         for index, share, place in places:
             self._rows[index].fields[field] = results[share][place][output]
 
@@ -113,7 +115,8 @@ class RolloutBuffer:
             row.fields["is_success"] = np.full(len(row), value, np.float32)
 
     def lend(self) -> list[Row]:
-        """The rows for the first process, without inputs and observations unless they are anchor states (GiGPO)."""
+        """The rows for the first process, without inputs and observations unless they are anchor states
+        (GiGPO)."""
         if self._recipe.advantage.reads_observations:
             return self._rows
         return [replace(row, inputs={}, observations={}) for row in self._rows]
@@ -134,8 +137,8 @@ class RolloutBuffer:
     def compute_advantages(
         self, kl_coef: float, running: RunningMoments
     ) -> tuple[dict[str, float], RunningMoments]:
-        """See advantages.compute_advantages, over the rows of all processes. Returns its metrics, and `running` updated
-        with this round's rewards."""
+        """See advantages.compute_advantages, over the rows of all processes. Returns its metrics, and
+        `running` updated with this round's rewards."""
         rows = sorted(
             (row for part in (self._rows, *self._lent) for row in part), key=lambda row: row.trajectory
         )

@@ -194,8 +194,8 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def boxes_of_range(flat: Tensor, shape: Sequence[int], start: int) -> Iterator[tuple[list[int], Tensor]]:
-    """Boxes (offsets, part) in `flat` [n], which holds a tensor's elements from `start` in row-major order. The
-    parts are views."""
+    """Boxes (offsets, part) in `flat` [n], which holds a tensor's elements from `start` in row-major order.
+    The parts are views."""
     row = math.prod(shape[1:])
     while len(flat):
         if not shape:
@@ -247,8 +247,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def read_into(source: Path | Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Read into the `state`'s Boxes in place, from the files in a folder or from a state of whole tensors.
-    Collective: each rank passes its boxes under the same names. Raises CheckpointError if the source belongs to
-    another model."""
+    Collective: each rank passes its boxes under the same names. Raises CheckpointError if the source belongs
+    to another model."""
     boxes: dict[str, Any] = _flattened(state)
     expected = {name: box.shape for name, box in boxes.items()}
     described = {name: shape for name, (shape, _) in _described(source).items()}
@@ -260,9 +260,9 @@ def read_into(source: Path | Mapping[str, Any], state: Mapping[str, Any]) -> Non
             tuple(shapes[wrong[0]]) if wrong[0] in shapes else "absent" for shapes in (expected, stored)
         )
         raise CheckpointError(
-            f"the checkpoint{f' {source}' if isinstance(source, Path) else ''} is of a different model: {wrong[0]} is {here} in "
-            f"this run and {there} in the checkpoint ({len(wrong)} tensors differ); resume with the model of the checkpoint, or "
-            "start a new run"
+            f"the checkpoint{f' {source}' if isinstance(source, Path) else ''} is of a different model: "
+            f"{wrong[0]} is {here} in this run and {there} in the checkpoint ({len(wrong)} tensors differ); "
+            "resume with the model of the checkpoint, or start a new run"
         )
     if isinstance(source, Path):
         with _quiet():

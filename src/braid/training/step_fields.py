@@ -23,8 +23,8 @@ def write_step_fields(
 ) -> None:
     """Write the fields that the recipe needs into the rows of a step, replacing those of an earlier step.
 
-    `is_chosen` (of a policy loss that selects tokens): 1 at the selected tokens, else 0, from `advantages` and
-    `old_logprobs`. The random numbers are seeded by `key` and each trajectory.
+    `is_chosen` (of a policy loss that selects tokens): 1 at the selected tokens, else 0, from `advantages`
+    and `old_logprobs`. The random numbers are seeded by `key` and each trajectory.
 
     `supervised_weights` (supervised_coef > 0): weight of each position in the supervised term, from
     `is_success`. The term is aggregated as the recipe says (`constant` for token_sum_constant), over

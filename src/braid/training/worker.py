@@ -1,5 +1,5 @@
-"""The processes of training roles: how ranks join, the models that they hold, and what leaves them: synced weights
-and exported models.
+"""The processes of training roles: how ranks join, the models that they hold, and what leaves them: synced
+weights and exported models.
 
 Only what every process needs is imported at the top; the driver names these classes and functions too.
 """
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 
 def device_of(config: RunConfig) -> torch.device:
-    """The device that run.device names; auto is CUDA if there is a GPU. Raises ConfigError if there is none."""
+    """The device that run.device names; auto is CUDA if there is a GPU. Raises ConfigError if there is
+    none."""
     name = config.run.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -100,8 +101,9 @@ class Rank:
 def make_backend(
     place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int, spaces: Spaces | None = None
 ) -> TrainingBackend:
-    """Build this rank's part of a role's model, in the process of a Rank or in that of the driver. `total_steps` is
-    the length of the learning rate schedule. A reference in the process of a policy is that policy's. `spaces` are those of a simulator in another process."""
+    """Build this rank's part of a role's model, in the process of a Rank or in that of the driver.
+    `total_steps` is the length of the learning rate schedule. A reference in the process of a policy is that
+    policy's. `spaces` are those of a simulator in another process."""
     train, device = train_config(config, role), _own_device(config)
     if train.backend == "single":
         backend: TrainingBackend = _single(place, role, config, total_steps, device, spaces)
@@ -224,10 +226,11 @@ def check_reach(device: torch.device, place: Place, timeout_s: float) -> None:
     except (RuntimeError, TimeoutError) as error:
         variable = f"{how.upper()}_SOCKET_IFNAME"
         raise TrainingError(
-            f"rank {place.rank} of {place.size} on {socket.gethostname()} cannot exchange data with the others by {how} within "
-            f"{timeout_s:g} s ({str(error) or 'no answer'}). Its network interface is {os.environ.get(variable) or 'chosen by ' + how}; "
-            f"set {variable} in cluster.env to one by which all machines reach each other, and open all ports between them "
-            f"(NCCL_DEBUG=INFO logs more), or raise cluster.start_timeout_s"
+            f"rank {place.rank} of {place.size} on {socket.gethostname()} cannot exchange data with the "
+            f"others by {how} within {timeout_s:g} s ({str(error) or 'no answer'}). Its network interface "
+            f"is {os.environ.get(variable) or 'chosen by ' + how}; set {variable} in cluster.env to one by "
+            "which all machines reach each other, and open all ports between them (NCCL_DEBUG=INFO logs "
+            "more), or raise cluster.start_timeout_s"
         ) from error
 
 

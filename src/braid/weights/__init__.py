@@ -16,7 +16,7 @@ time:
     receiver.receive_into(version, dict(model.named_weights()))      # into tensors of the same names
 
 Both yield or write a tensor only after its whole bucket has been verified (weights.fingerprint). Each side
-raises an EngineError that names the fault or the peer that failed. Then both start over: the next `send` waits
-for all its engines to reconnect, which receivers do by themselves. The receiving side needs only torch and the
-standard library, and neither side needs Ray.
+raises an EngineError that names the fault or the peer that failed. Then both start over: the next `send`
+waits for all its engines to reconnect, which receivers do by themselves. The receiving side needs only torch
+and the standard library, and neither side needs Ray.
 """

@@ -64,7 +64,8 @@ class FileSender:
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise EngineError(
-                f"cannot write version {version} of the weights to {partial} ({error.strerror or error}); {disk_fix(error)}"
+                f"cannot write version {version} of the weights to {partial} ({error.strerror or error}); "
+                f"{disk_fix(error)}"
             ) from error
         finally:
             for _ in rest:  # gathering them may be a collective that other ranks are in
@@ -115,7 +116,8 @@ class FileReceiver(Receiver):
                 {name: value for name, *_, value in entries},
                 tensors,
                 f"bucket {index} of the weights",
-                f"wrote to {folder} for engine {self._engine}: the disk is faulty, or another process writes there",
+                f"wrote to {folder} for engine {self._engine}: the disk is faulty, or another process "
+                "writes there",
             )
             for name, *_ in entries:
                 yield name, tensors.pop(name)
@@ -136,8 +138,8 @@ class FileReceiver(Receiver):
                 pass
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"the trainer of this run did not write {folder} within {self._timeout_s:g} s for engine {self._engine}; check "
-                    "that both see the same folder"
+                    f"the trainer of this run did not write {folder} within {self._timeout_s:g} s for "
+                    f"engine {self._engine}; check that both see the same folder"
                 )
             time.sleep(_POLL_S)
         if record["version"] != version:

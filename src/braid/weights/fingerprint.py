@@ -24,8 +24,8 @@ Weights = Iterable[tuple[str, Tensor]]
 _COLUMNS, _ROWS = 8 * 127, 64
 """64-bit words per row, and rows per block."""
 _FACTOR = 0x9E3779B97F4A7C15 - 2**64
-"""The weights of blocks are its powers modulo 2^64. It is odd and of high order, so that a change in any block
-changes the sum."""
+"""The weights of blocks are its powers modulo 2^64. It is odd and of high order, so that a change in any
+block changes the sum."""
 BLOCK_BYTES = 8 * _COLUMNS * _ROWS
 """Bytes per block of the checksum."""
 SMALL_BYTES = 2**15
@@ -106,8 +106,9 @@ def check_synced(trainer: Weights, engine: Weights, *, version: int, folder: Pat
     ]
     raise TrainingError(
         f"after syncing version {version} the engine's weights differ from the trainer's: {len(wrong)} of "
-        f"{len(ours | theirs)} tensors ({first_few(wrong)}). Both sets are stored in {files[0]} and {files[1]}. This is a bug in the "
-        "engine or its transport; please report it with these files (rollout.check_weights=false disables the check)"
+        f"{len(ours | theirs)} tensors ({first_few(wrong)}). Both sets are stored in {files[0]} and "
+        f"{files[1]}. This is a bug in the engine or its transport; please report it with these files "
+        "(rollout.check_weights=false disables the check)"
     )
 
 

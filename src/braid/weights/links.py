@@ -1,8 +1,8 @@
 """Links that carry the bytes of weights from one sender to all its receivers, in order.
 
-A ring is a few slots of shared memory, in the host's or on a GPU: the sender fills one when every receiver has
-read what it held before. A group is a torch.distributed process group, separate from any that the processes
-already have.
+A ring is a few slots of shared memory, in the host's or on a GPU: the sender fills one when every receiver
+has read what it held before. A group is a torch.distributed process group, separate from any that the
+processes already have.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class GroupLink(Link):
         self._is_broken = False
 
     def transfer(self, parts: Sequence[Tensor], deadline: float) -> None:
-        """See Link. Completion is polled while the wires are watched for peers that fail: NCCL does not notice
-        them, and waiting for its work blocks only the GPU's stream."""
+        """See Link. Completion is polled while the wires are watched for peers that fail: NCCL does not
+        notice them, and waiting for its work blocks only the GPU's stream."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._is_broken = True
@@ -121,8 +121,8 @@ class GroupLink(Link):
             while not all(work.is_completed() for work in works):
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"a broadcast of weights did not complete in time while {self._doing}; raise cluster.call_timeout_s if it "
-                        "only needs longer"
+                        f"a broadcast of weights did not complete in time while {self._doing}; raise "
+                        "cluster.call_timeout_s if it only needs longer"
                     )
                 for wire in self._wires:
                     wire.look_ahead(deadline, self._doing)
@@ -214,8 +214,8 @@ def _map(path: str) -> Tensor:
             return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
     except OSError as error:
         raise EngineError(
-            f"cannot open {path} ({error.strerror}): the engine does not share memory with the trainer (another machine, "
-            "container or user); set rollout.weight_sync.transport=gloo, or nccl on GPUs"
+            f"cannot open {path} ({error.strerror}): the engine does not share memory with the trainer "
+            "(another machine, container or user); set rollout.weight_sync.transport=gloo, or nccl on GPUs"
         ) from None
 
 
@@ -274,8 +274,9 @@ def _join_group(
         raise
     except (RuntimeError, TimeoutError) as error:
         raise EngineError(
-            f"cannot create a {way} process group with the engines ({_first_line(error)}); their machines must be able to "
-            "connect (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects the network interface)"
+            f"cannot create a {way} process group with the engines ({_first_line(error)}); their machines "
+            "must be able to connect (GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME selects the network "
+            "interface)"
         ) from error
 
 
@@ -291,8 +292,9 @@ def _from_cuda_handle(handle: Mapping[str, Any]) -> Tensor:
     uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if handle["device"] not in uuids:
         raise EngineError(
-            f"the trainer's GPU {handle['device']} is not one of the engine's ({', '.join(uuids) or 'none'}), but CUDA IPC "
-            "works only within one GPU; set rollout.weight_sync.transport=nccl"
+            f"the trainer's GPU {handle['device']} is not one of the engine's "
+            f"({', '.join(uuids) or 'none'}), but CUDA IPC works only within one GPU; set "
+            "rollout.weight_sync.transport=nccl"
         )
     torch.cuda.init()
     fields = [

@@ -39,22 +39,23 @@ class Receiver(ABC):
 
     def receive_into(self, version: int, targets: Mapping[str, Tensor]) -> None:
         """Write the tensors of `version` into the targets of the same names, converted to their dtypes.
-        Raises EngineError, also if names or shapes differ; the targets then may hold a mixture of versions."""
+        Raises EngineError, also if names or shapes differ; the targets then may hold a mixture of
+        versions."""
         missing = dict.fromkeys(targets)
         try:
             for name, tensor in self.receive(version):
                 if name not in targets or targets[name].shape != tensor.shape:
                     has = f"of shape {tuple(targets[name].shape)}" if name in targets else "unknown"
                     raise EngineError(
-                        f"the trainer sends {name} of shape {tuple(tensor.shape)}, which is {has} in engine {self._engine}: the "
-                        "models of trainer and engine differ"
+                        f"the trainer sends {name} of shape {tuple(tensor.shape)}, which is {has} in engine "
+                        f"{self._engine}: the models of trainer and engine differ"
                     )
                 targets[name].detach().copy_(tensor)
                 missing.pop(name)
             if missing:
                 raise EngineError(
-                    f"version {version} lacks {len(missing)} of the engine's tensors, among them {next(iter(missing))}: "
-                    "the models of trainer and engine differ"
+                    f"version {version} lacks {len(missing)} of the engine's tensors, among them "
+                    f"{next(iter(missing))}: the models of trainer and engine differ"
                 )
         except BaseException as error:
             self._drop(str(error))
@@ -71,7 +72,8 @@ class Receiver(ABC):
         wrong = [name for name, value in sent.items() if received.get(name) != value]
         if wrong or strange:
             raise EngineError(
-                f"{len(wrong)} of {len(sent)} tensors in {what} ({first_few(wrong or strange)}) differ from what the trainer {where}"
+                f"{len(wrong)} of {len(sent)} tensors in {what} ({first_few(wrong or strange)}) differ from "
+                f"what the trainer {where}"
             )
 
     @abstractmethod
@@ -127,8 +129,8 @@ class LinkedReceiver(Receiver):
             raise EngineError(f"{wire.peer} sent {message['kind']!r} instead of 'begin'")
         if message["version"] != version:
             raise EngineError(
-                f"engine {self._engine} expects version {version} of the weights, but the trainer sends version "
-                f"{message['version']}: one of them missed a round"
+                f"engine {self._engine} expects version {version} of the weights, but the trainer sends "
+                f"version {message['version']}: one of them missed a round"
             )
         return self._link
 
@@ -149,7 +151,8 @@ class LinkedReceiver(Receiver):
             sent,
             tensors,
             f"bucket {message['index']} of the weights",
-            f"sent by {self._ticket.transport} to engine {self._engine}: the transport or this machine's memory is faulty",
+            f"sent by {self._ticket.transport} to engine {self._engine}: the transport or this machine's "
+            "memory is faulty",
         )
         for spec in specs:
             receipt.add(spec, sent[spec.name])
@@ -158,8 +161,9 @@ class LinkedReceiver(Receiver):
     def _end(self, wire: Wire, message: Message, receipt: Receipt, deadline: float) -> None:
         if message["kind"] != "end" or message["fingerprint"] != receipt.fingerprint:
             raise EngineError(
-                f"engine {self._engine} received {receipt.num_tensors} tensors of version {receipt.version}, but the trainer sent "
-                f"{message.get('num_tensors')}, or in a different order"
+                f"engine {self._engine} received {receipt.num_tensors} tensors of version "
+                f"{receipt.version}, but the trainer sent {message.get('num_tensors')}, or in a different "
+                "order"
             )
         wire.send({"kind": "done", "fingerprint": receipt.fingerprint}, deadline, _DOING)
 

@@ -91,8 +91,9 @@ class LinkedSender:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise EngineError(
-                    f"engine {', '.join(missing)} did not connect for version {version} within {self._options.timeout_s:g} s "
-                    "(cluster.call_timeout_s); its log shows what it was doing"
+                    f"engine {', '.join(missing)} did not connect for version {version} within "
+                    f"{self._options.timeout_s:g} s (cluster.call_timeout_s); its log shows what it was "
+                    "doing"
                 )
             self._admit(min(left, 1.0))
         if self._link is None:

@@ -40,8 +40,9 @@ class SendOptions:
     version. With `dtype`, floating-point tensors are sent in that type. `existing`: whether a second engine
     with a name in use replaces the first or is refused. `device` is the trainer's, for GPU transports. `host`
     is the address at which engines reach this machine: by default loopback for single-machine transports,
-    else that of the interface with the default route. Ray's workers have the address by which the cluster knows their machine. `folder` is where the transport `files` writes, and
-    `beside` a model folder whose config and tokenizer are copied into each version there.
+    else that of the interface with the default route. Ray's workers have the address by which the cluster
+    knows their machine. `folder` is where the transport `files` writes, and `beside` a model folder whose
+    config and tokenizer are copied into each version there.
     """
 
     transport: Transport

@@ -19,8 +19,8 @@ _KEY = "rollout.weight_sync.transport"
 class Meeting:
     """Placement of an engine relative to the sending trainer rank.
 
-    `is_one_machine`, `is_one_device`: it shares host memory, or the GPU. `is_cuda`: both have their weights on
-    GPUs. `reads_folders`: it is a server that loads weights from disk."""
+    `is_one_machine`, `is_one_device`: it shares host memory, or the GPU. `is_cuda`: both have their weights
+    on GPUs. `reads_folders`: it is a server that loads weights from disk."""
 
     is_one_machine: bool = True
     is_one_device: bool = False
@@ -29,8 +29,8 @@ class Meeting:
 
 
 def choose_transport(config: WeightSyncConfig, meeting: Meeting) -> Transport:
-    """The configured transport, or for `auto` the cheapest that works. Raises ConfigError if the configured one
-    cannot work for this placement."""
+    """The configured transport, or for `auto` the cheapest that works. Raises ConfigError if the configured
+    one cannot work for this placement."""
     asked = config.transport
     if meeting.reads_folders or asked == "files":
         return "files"
@@ -52,9 +52,9 @@ def _impossible(why: str) -> ConfigError:
 
 
 def on_existing(config: WeightSyncConfig, *, is_server: bool) -> Literal["replace", "refuse"]:
-    """What to do with an engine that already has a weight connection (`rollout.weight_sync.existing_group`). By
-    default a server's is replaced, since servers outlive runs and it belongs to an earlier run; for an engine
-    of this run it is an error."""
+    """What to do with an engine that already has a weight connection (`rollout.weight_sync.existing_group`).
+    By default a server's is replaced, since servers outlive runs and it belongs to an earlier run; for an
+    engine of this run it is an error."""
     if config.existing_group != "auto":
         return config.existing_group
     return "replace" if is_server else "refuse"

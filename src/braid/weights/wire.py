@@ -131,8 +131,8 @@ class Wire:
         message = self.receive_any(deadline, doing)
         if message["kind"] != kind:
             raise EngineError(
-                f"{self.peer} sent {message['kind']!r} instead of {kind!r} while {doing}; both ends of a weight sync must "
-                "run the same version of braid"
+                f"{self.peer} sent {message['kind']!r} instead of {kind!r} while {doing}; both ends of a "
+                "weight sync must run the same version of braid"
             )
         return message
 
@@ -160,7 +160,8 @@ class Wire:
     def late(self, doing: str) -> EngineError:
         """The error for a peer that did not answer in time."""
         return EngineError(
-            f"{self.peer} did not answer in time while {doing}; raise cluster.call_timeout_s if it needs more time"
+            f"{self.peer} did not answer in time while {doing}; raise cluster.call_timeout_s if it needs "
+            "more time"
         )
 
     def _next(self, deadline: float, doing: str) -> Message:
@@ -209,8 +210,8 @@ def call(ticket: Ticket, engine: str, deadline: float) -> Wire:
         connection = socket.create_connection((ticket.host, ticket.port), timeout=_left(deadline))
     except OSError as error:
         raise EngineError(
-            f"engine {engine} cannot connect to the trainer at {where} ({error.strerror or error}): the trainer has exited, or "
-            "this machine cannot reach its address"
+            f"engine {engine} cannot connect to the trainer at {where} ({error.strerror or error}): the "
+            "trainer has exited, or this machine cannot reach its address"
         ) from None
     wire = Wire(connection, f"the trainer at {where}")
     with suppress(OSError):  # a trainer that is gone is detected on the first receive
@@ -220,8 +221,8 @@ def call(ticket: Ticket, engine: str, deadline: float) -> Wire:
 
 
 class Listener:
-    """Accepts engines that know its secret. Other peers are dropped: those whose first line is wrong, too long
-    or late, and the oldest of too many."""
+    """Accepts engines that know its secret. Other peers are dropped: those whose first line is wrong, too
+    long or late, and the oldest of too many."""
 
     def __init__(self, host: str) -> None:
         self.secret = secrets.token_hex(16)
@@ -267,8 +268,8 @@ class _Stranger:
         return self._socket.fileno()
 
     def hear(self, secret: str) -> tuple[str, Wire] | None:
-        """Read what has arrived. Returns the engine's name and its wire once the first line is complete; closes
-        the connection of a peer that is not an engine."""
+        """Read what has arrived. Returns the engine's name and its wire once the first line is complete;
+        closes the connection of a peer that is not an engine."""
         try:
             data = self._socket.recv(_HELLO_BYTES - len(self._said))
             is_over = not data

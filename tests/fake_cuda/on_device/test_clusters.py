@@ -32,8 +32,8 @@ RUNS: dict[str, tuple[str, Settings]] = {
         {**MODES["hybrid, every role"][0], **MODES["hybrid, every role"][1]},
     ),
 }
-"""Transport of the weights and settings. NCCL has one rank per device, so weights pass through host memory where only some
-engines share that of the policy's first rank."""
+"""Transport of the weights and settings. NCCL has one rank per device, so weights pass through host memory
+where only some engines share that of the policy's first rank."""
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,4 +1,5 @@
-"""How often the host waits for the device, and how many operators it launches: each wait leaves a GPU without work."""
+"""How often the host waits for the device, and how many operators it launches: each wait leaves a GPU without
+work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Presents the fake device when torch is imported; see tests/fake_cuda/__init__.py. Python imports this module at its start."""
+"""Presents the fake device when torch is imported; see tests/fake_cuda/__init__.py. Python imports this
+module at its start."""
 
 from __future__ import annotations
 

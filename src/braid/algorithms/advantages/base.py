@@ -1,4 +1,5 @@
-"""The base of advantages: what one declares. Nothing here imports torch before it computes, so that a config is read quickly."""
+"""The base of advantages: what one declares. Nothing here imports torch before it computes, so that a config
+is read quickly."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ ValueLevel = Literal["token", "action", "turn"]
 
 
 class Advantage(Kind):
-    """An advantage: from the rewards, and perhaps the values, of a round to the advantage of each position."""
+    """An advantage: from the rewards, and perhaps the values, of a round to the advantage of each
+    position."""
 
     config_key = "algorithm.advantage"
     needs_values: ClassVar[bool] = False

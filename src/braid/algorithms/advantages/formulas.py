@@ -19,8 +19,9 @@ STD_EPSILON = 1e-6
 """Added to the standard deviation that rewards are divided by; as in RLinf, ROLL and SkyRL."""
 
 EQUAL_RELATIVE, EQUAL_ABSOLUTE = 2.0**-23, 1e-12
-"""Rewards of a group are equal if they differ by no more than this: by the resolution of float32 at the largest of them, in
-which simulators report. Sums that were rounded differently would otherwise be divided by their tiny deviation."""
+"""Rewards of a group are equal if they differ by no more than this: by the resolution of float32 at the
+largest of them, in which simulators report. Sums that were rounded differently would otherwise be divided by
+their tiny deviation."""
 
 MEAN_EPSILON = 1e-6
 """Added to the mean that maxrl divides by; as in SkyRL."""

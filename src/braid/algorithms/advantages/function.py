@@ -11,8 +11,8 @@ from .base import Advantage, Round, Tensor
 
 
 class FunctionAdvantage(Advantage):
-    """A function of the rewards [N] (float64) and the groups [N] of a round's trajectories that returns the advantage of
-    each [N], which all of its tokens have."""
+    """A function of the rewards [N] (float64) and the groups [N] of a round's trajectories that returns the
+    advantage of each [N], which all of its tokens have."""
 
     _function: Callable[[Tensor, Tensor], Any] = PrivateAttr()
 

@@ -12,8 +12,8 @@ from .base import Advantage, Round, Tensor, ValueLevel
 
 
 class Gae(Advantage):
-    """Generalized advantage estimation over positions; or over turns or actions, with the sum of their rewards and the value
-    of their first position (formulas.gae)."""
+    """Generalized advantage estimation over positions; or over turns or actions, with the sum of their
+    rewards and the value of their first position (formulas.gae)."""
 
     needs_values = True
 
@@ -27,8 +27,8 @@ class Gae(Advantage):
     """turn: one reward and one value per turn, that of its first token, instead of one per token. Robots: by
     algorithm.reward_level."""
     bootstrap: Bootstrap = "truncated"
-    """Robots' episodes whose return goes on with the value of the last state: those truncated by a time limit, or
-    all, also where the task itself has ended (RLinf's ManiSkill recipes)."""
+    """Robots' episodes whose return goes on with the value of the last state: those truncated by a time
+    limit, or all, also where the task itself has ended (RLinf's ManiSkill recipes)."""
 
     @property
     def value_level(self) -> ValueLevel:
@@ -68,8 +68,8 @@ class Gae(Advantage):
         return spread(advantages)
 
     def report(self, round_: Round) -> dict[str, float]:
-        """1 - var(return - value) / var(return) over the positions whose value is learned; nan if all returns are
-        equal."""
+        """1 - var(return - value) / var(return) over the positions whose value is learned; nan if all returns
+        are equal."""
         valued = round_.mask
         if self.value_level != "token":
             valued = round_.turns(are_actions=self.value_level == "action").first

@@ -8,7 +8,8 @@ from .base import Advantage, Round, Tensor
 
 
 class Rloo(Advantage):
-    """The reward minus the mean reward of the other trajectories of the group (formulas.leave_one_out_advantages)."""
+    """The reward minus the mean reward of the other trajectories of the group
+    (formulas.leave_one_out_advantages)."""
 
     compares_group = True
 

@@ -1,4 +1,5 @@
-"""The rows of a round as an advantage reads them: trajectories, turns, and the states that turns start from."""
+"""The rows of a round as an advantage reads them: trajectories, turns, and the states that turns start
+from."""
 
 from __future__ import annotations
 
@@ -142,9 +143,9 @@ def _states(round_: Round) -> Tensor:
 def _anchors(row: Row, before: Row | None) -> list[bytes]:
     """The anchor state of each of the row's turns. `before` is the row of the previous segment.
 
-    The anchor is what a decision observed. In text that is what was read since the previous turn: for the first
-    one the prompt, or the context of a new segment, without the tokens of the previous one if it begins with
-    them.
+    The anchor is what a decision observed. In text that is what was read since the previous turn: for the
+    first one the prompt, or the context of a new segment, without the tokens of the previous one if it begins
+    with them.
     """
     if row.observations:
         # adding 0 turns -0.0 into 0.0, so that equal numbers have equal bytes

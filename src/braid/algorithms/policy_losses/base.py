@@ -1,5 +1,5 @@
-"""The base of policy losses: what one declares, and the ratio that it reads. Nothing here imports torch before it computes,
-so that a config is read quickly."""
+"""The base of policy losses: what one declares, and the ratio that it reads. Nothing here imports torch
+before it computes, so that a config is read quickly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class PolicyLoss(Kind):
 
     @property
     def reads_sequences(self) -> bool:
-        """Whether its ratio is one of whole sequences, so that a trajectory's rows must be in one micro-batch."""
+        """Whether its ratio is one of whole sequences, so that a trajectory's rows must be in one
+        micro-batch."""
         return False
 
     def ratio(
@@ -54,14 +55,15 @@ class PolicyLoss(Kind):
         old_logprobs: PerToken,
         segments: Callable[[str], Segments | None],  # noqa: ARG002  # for ratios of segments
     ) -> PerToken:
-        """The ratio to the old policy [T], also for metrics; here that of each token. `segments` returns the turns or
-        sequences of the batch for a level of a ratio."""
+        """The ratio to the old policy [T], also for metrics; here that of each token. `segments` returns the
+        turns or sequences of the batch for a level of a ratio."""
         from braid.algorithms.surrogate import importance_ratio
 
         return importance_ratio(logprobs, old_logprobs, None)
 
     def per_token(self, tokens: Tokens) -> Surrogate:
-        """The loss of each token [T], to be minimised, and the diagnostics that `metrics` declares, detached."""
+        """The loss of each token [T], to be minimised, and the diagnostics that `metrics` declares,
+        detached."""
         raise NotImplementedError(f"{type(self).__name__} must define per_token(self, tokens)")
 
     def select(self, covariances: Tensor, priorities: Tensor) -> Tensor:

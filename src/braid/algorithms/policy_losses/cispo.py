@@ -20,8 +20,8 @@ class Cispo(RatioLoss):
 
         A > 0 and rho > 1 + clip_high, or A < 0 and rho < 1 - clip_low
 
-    Not in RLinf. ROLL: bounds of 0.1, which its files cannot change; nor can they set its mask. SkyRL: the same
-    without mask, [0, 5].
+    Not in RLinf. ROLL: bounds of 0.1, which its files cannot change; nor can they set its mask. SkyRL: the
+    same without mask, [0, 5].
     """
 
     metrics = {"clip_fraction": "Share of tokens whose weight is not the ratio."}

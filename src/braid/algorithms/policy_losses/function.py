@@ -11,8 +11,8 @@ from .base import PolicyLoss, Surrogate, Tokens
 
 
 class FunctionLoss(PolicyLoss):
-    """A function of `Tokens` that returns the loss of each token [T], or that and diagnostics by name. The latter are
-    declared as its attribute `metrics`, a dict from name to meaning."""
+    """A function of `Tokens` that returns the loss of each token [T], or that and diagnostics by name. The
+    latter are declared as its attribute `metrics`, a dict from name to meaning."""
 
     _function: Callable[[Tokens], Any] = PrivateAttr()
 

@@ -12,8 +12,8 @@ from .ppo_clip import PpoClip
 
 
 class Gspo(PpoClip):
-    """PPO's clip on the geometric mean ratio of a sequence, with the narrow bounds of the paper (Zheng et al. 2025,
-    arXiv 2507.18071). The formula is that of ppo_clip."""
+    """PPO's clip on the geometric mean ratio of a sequence, with the narrow bounds of the paper (Zheng et al.
+    2025, arXiv 2507.18071). The formula is that of ppo_clip."""
 
     kind: Literal["gspo"] = "gspo"  # pyright: ignore[reportIncompatibleVariableOverride]
     """ppo_clip with the ratio of sequences."""

@@ -15,9 +15,9 @@ class PpoClip(RatioLoss):
         loss = -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)
         loss = min(loss, -dual_clip A)  where A < 0, unless dual_clip is off
 
-    Unequal bounds are DAPO's clip-higher (arXiv 2503.14476). The dual clip bounds the loss of a token with a negative
-    advantage whose probability has grown a lot (Ye et al. 2020, arXiv 1912.09729). Where a bound binds, the gradient
-    is 0.
+    Unequal bounds are DAPO's clip-higher (arXiv 2503.14476). The dual clip bounds the loss of a token with a
+    negative advantage whose probability has grown a lot (Ye et al. 2020, arXiv 1912.09729). Where a bound
+    binds, the gradient is 0.
 
     RLinf: the same; its dual clip is 3 unless null. ROLL's dual clip is always 1 + 2 pg_clip. SkyRL: the
     same, with 3, as a separate loss.

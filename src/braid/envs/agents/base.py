@@ -1,8 +1,8 @@
-"""The agent environment protocol. Environments see messages, never tokens: the driver (`rollout.drivers.agents`) owns
-these, random numbers, length limits and retries.
+"""The agent environment protocol. Environments see messages, never tokens: the driver
+(`rollout.drivers.agents`) owns these, random numbers, length limits and retries.
 
-A mistake of the policy, such as a malformed tool call, is answered with a message. An exception is a failure of the
-environment: the episode is invalid, sampled anew, then left out of training. It is never scored 0.
+A mistake of the policy, such as a malformed tool call, is answered with a message. An exception is a failure
+of the environment: the episode is invalid, sampled anew, then left out of training. It is never scored 0.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ToolSchema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The start of an episode. Without `messages` the policy reads those of its task. `tools` are shown to it by
-    the chat template. `stop_strings` end a turn of the policy, in addition to those of the config."""
+    """The start of an episode. Without `messages` the policy reads those of its task. `tools` are shown to it
+    by the chat template. `stop_strings` end a turn of the policy, in addition to those of the config."""
 
     messages: Sequence[Message] = ()
     tools: Sequence[ToolSchema] = ()
@@ -43,9 +43,9 @@ class Opening:
 class Step:
     """The environment's reply to a turn of the policy.
 
-    `reward` is that of the turn. `is_done`: the episode is over. `is_truncated`: a limit of the environment ended
-    it early. `metrics` are added to those of the episode. `tool_s` is the time spent in tools. `forgets`: the policy
-    next reads only `messages`, without the conversation before them, in a new segment.
+    `reward` is that of the turn. `is_done`: the episode is over. `is_truncated`: a limit of the environment
+    ended it early. `metrics` are added to those of the episode. `tool_s` is the time spent in tools.
+    `forgets`: the policy next reads only `messages`, without the conversation before them, in a new segment.
     """
 
     messages: Sequence[Message] = ()
@@ -91,8 +91,8 @@ class Seat(Protocol):
     """One agent of an episode of several, played by the policy in a conversation of its own."""
 
     async def reply(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> Action:
-        """The agent's turn after `messages`; `tools` are those of its first turn. Raises EpisodeOver beyond the limits
-        of turns and tokens."""
+        """The agent's turn after `messages`; `tools` are those of its first turn. Raises EpisodeOver beyond
+        the limits of turns and tokens."""
         ...
 
     def reward(self, value: float) -> None:
@@ -109,22 +109,23 @@ class Seats(Protocol):
     def __getitem__(self, agent: str, /) -> Seat: ...
 
     def open(self, agent: str) -> Seat:
-        """Start a further conversation of an agent, also of one that is not in `agents`: a sub-agent with a context of
-        its own. Random numbers depend on how many conversations of the agent there were before."""
+        """Start a further conversation of an agent, also of one that is not in `agents`: a sub-agent with a
+        context of its own. Random numbers depend on how many conversations of the agent there were before."""
         ...
 
 
 class EpisodeOver(Exception):
-    """An agent has no turns or tokens left: the episode is truncated. `run` may return what it has until then."""
+    """An agent has no turns or tokens left: the episode is truncated. `run` may return what it has until
+    then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The end of an episode: the reward of all agents together, and metrics.
 
-    `rewards` are those of each agent, as in zero-sum games; every one that is trained has one. Agents are then not
-    credited with each other's rewards, and each is compared with the same agent in other episodes of the group. Where a
-    limit ends an episode, each has the rewards of its turns.
+    `rewards` are those of each agent, as in zero-sum games; every one that is trained has one. Agents are
+    then not credited with each other's rewards, and each is compared with the same agent in other episodes of
+    the group. Where a limit ends an episode, each has the rewards of its turns.
     """
 
     reward: float = 0.0
@@ -139,12 +140,12 @@ class Outcome:
 
 
 class MultiAgentEnv(Protocol):
-    """One episode of several agents, for single use. All are played by the policy, with prompts of their own, one after
-    the other or concurrently; segments of those in `untrained` are left out of training."""
+    """One episode of several agents, for single use. All are played by the policy, with prompts of their own,
+    one after the other or concurrently; segments of those in `untrained` are left out of training."""
 
     agents: tuple[str, ...]
-    """Names of the agents. `untrained` and `opponents`, if they exist, are names among them: opponents are played by
-    earlier weights of the policy (`env.opponents`), and never trained."""
+    """Names of the agents. `untrained` and `opponents`, if they exist, are names among them: opponents are
+    played by earlier weights of the policy (`env.opponents`), and never trained."""
 
     async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
         """Play the episode. Those of a group have the same task and seed."""

@@ -36,10 +36,11 @@ ADAPTERS: dict[str, tuple[str, str]] = {
 class AgentEnvs(HostedEnvs):
     """The environments of a config.
 
-    `name` is one of ADAPTERS, package.module.Class, or file.py:Class with a path relative to `base_dir`; `kwargs` are
-    arguments of the class. `auto` runs async methods inline, other ones in threads, or both in processes if the class
-    says `needs_process = True`. A class of several agents may have a method `share`, called once with `base_dir`,
-    `num_processes` and the arguments: what it returns is the attribute `shared` of every episode, and closed at the end.
+    `name` is one of ADAPTERS, package.module.Class, or file.py:Class with a path relative to `base_dir`;
+    `kwargs` are arguments of the class. `auto` runs async methods inline, other ones in threads, or both in
+    processes if the class says `needs_process = True`. A class of several agents may have a method `share`,
+    called once with `base_dir`, `num_processes` and the arguments: what it returns is the attribute `shared`
+    of every episode, and closed at the end.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class AgentEnvs(HostedEnvs):
 
 
 class MixedEnvs:
-    """Environments of several kinds: the kind of an episode is its task's `key` field, or its source without a key.
+    """Environments of several kinds: the kind of an episode is its task's `key` field, or its source without
+    a key.
 
     `kinds` has the environments by kind, and the maximum number of turns, if it is limited."""
 

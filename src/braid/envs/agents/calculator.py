@@ -1,7 +1,8 @@
 """The calculator tool: exact arithmetic on short expressions, safe for arbitrary input.
 
-Operators are those of Python, with `^` for exponentiation too. Numbers are rationals, so 0.1 + 0.2 is 0.3. The length
-and depth of an expression and the size of every intermediate result are bounded, and with them the time.
+Operators are those of Python, with `^` for exponentiation too. Numbers are rationals, so 0.1 + 0.2 is 0.3.
+The length and depth of an expression and the size of every intermediate result are bounded, and with them the
+time.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Python functions and objects as tools, by the convention of Transformers and TRL.
 
-A function needs type hints and a docstring in Google's format. It returns the result, and raises ToolError for mistakes of
-the policy. Synchronous functions run in a thread, and must then be thread-safe.
+A function needs type hints and a docstring in Google's format. It returns the result, and raises ToolError
+for mistakes of the policy. Synchronous functions run in a thread, and must then be thread-safe.
 
 A class is instantiated for each episode; its public methods are tools, called one at a time. It may define
-`reset(**fields)`, called with the columns of the task's data row and `seed`, as far as it takes them; the text that it
-returns is appended to the task's last user message. `get_reward()` returns the reward of the episode; `close()` is called
-at its end.
+`reset(**fields)`, called with the columns of the task's data row and `seed`, as far as it takes them; the
+text that it returns is appended to the task's last user message. `get_reward()` returns the reward of the
+episode; `close()` is called at its end.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def schema_of(function: Callable[..., Any], *, key: str) -> ToolSchema:
     except Exception as error:  # of its type hints, docstring, or names in either
         where = getattr(function, "__qualname__", repr(function))
         problem = (
-            f"no schema for the tool {where}: {message_of(error)}; a tool needs type hints and a docstring with a "
-            "section `Args:` that describes each argument"
+            f"no schema for the tool {where}: {message_of(error)}; a tool needs type hints and a docstring "
+            "with a section `Args:` that describes each argument"
         )
         raise ConfigError([Problem(key, problem, "config")]) from error
     schema.pop("return", None)  # neither OpenAI's format nor MCP has it

@@ -1,7 +1,7 @@
 """Where environments run: on the event loop, in threads, or in processes.
 
-A hosted environment is an AgentEnv around a user's or an adapter's, whose methods may be plain functions: a factory
-makes one for each episode. Deadlines are the caller's: it cancels a call that takes too long.
+A hosted environment is an AgentEnv around a user's or an adapter's, whose methods may be plain functions: a
+factory makes one for each episode. Deadlines are the caller's: it cancels a call that takes too long.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MakeEnv = Callable[[], Any]
 
 
 class HostedEnvs:
-    """Makes hosted environments, one for each episode. For processes `make` must be picklable; `num_processes` of them
-    are shared by all episodes, and started when needed."""
+    """Makes hosted environments, one for each episode. For processes `make` must be picklable;
+    `num_processes` of them are shared by all episodes, and started when needed."""
 
     def __init__(self, make: MakeEnv, run_in: RunIn, num_processes: int) -> None:
         self._make, self._run_in = make, run_in
@@ -65,8 +65,8 @@ class HostedEnv(ABC):
         return opening
 
     async def step(self, action: Action) -> Step:
-        """See AgentEnv. Raises EnvError before the start and after the end of the episode, where libraries go on
-        giving rewards."""
+        """See AgentEnv. Raises EnvError before the start and after the end of the episode, where libraries go
+        on giving rewards."""
         if not self._is_running:
             raise EnvError("step() before the start or after the end of the episode")
         step = _checked(await self._call("step", action), Step, "step")
@@ -254,8 +254,8 @@ class ProcessPool:
 
 
 class ProcessEnv(HostedEnv):
-    """Runs in a process of a pool. It is killed when a call is cancelled, as by a deadline, and not used again when
-    one fails, since a library's global state may be broken."""
+    """Runs in a process of a pool. It is killed when a call is cancelled, as by a deadline, and not used
+    again when one fails, since a library's global state may be broken."""
 
     def __init__(self, pool: ProcessPool) -> None:
         self._pool = pool

@@ -1,8 +1,8 @@
 """MCP servers as providers of tools, over the standard streams of a command or streamable HTTP.
 
-Arguments are validated before a call, so an error result is the tool's own: by default the policy reads it, since many
-servers report wrong values so. A time-out or a dead server is a failure of the environment; the next episode gets a new
-connection.
+Arguments are validated before a call, so an error result is the tool's own: by default the policy reads it,
+since many servers report wrong values so. A time-out or a dead server is a failure of the environment; the
+next episode gets a new connection.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class _Opened:
 
 
 class _Session:
-    """A connection to a server. It is entered and left in a task of its own, as anyio's cancel scopes have to be."""
+    """A connection to a server. It is entered and left in a task of its own, as anyio's cancel scopes have to
+    be."""
 
     def __init__(self, server: McpServer, base_dir: Path) -> None:
         self._server, self._base_dir = server, base_dir

@@ -19,8 +19,8 @@ SCHEMA = {
     "type": "function",
     "function": {
         "name": "python",
-        "description": "Run Python code. Variables persist between calls. Returns what the code prints and the "
-        "value of its last line if that is an expression.",
+        "description": "Run Python code. Variables persist between calls. Returns what the code prints and the value "
+        "of its last line if that is an expression.",
         "parameters": {
             "type": "object",
             "properties": {"code": {"type": "string", "description": "The code."}},
@@ -31,8 +31,8 @@ SCHEMA = {
 
 
 class PythonTool:
-    """A toolbox with the tool `python`. A sandbox is started at the first call of an episode, in a process that earlier
-    episodes have used."""
+    """A toolbox with the tool `python`. A sandbox is started at the first call of an episode, in a process
+    that earlier episodes have used."""
 
     def __init__(
         self, isolation: Isolation, *, memory_bytes: int, timeout_s: float, max_characters: int

@@ -32,7 +32,8 @@ class SearchIndex:
 
     @classmethod
     def read(cls, path: Path) -> SearchIndex:
-        """Read a file with an object {id, title, text} per line; only `text` is required. Raises DataError."""
+        """Read a file with an object {id, title, text} per line; only `text` is required. Raises
+        DataError."""
         documents = list(_read(path))
         if not documents:
             raise DataError(f"{path}: has no documents")

@@ -65,9 +65,9 @@ class ToolEnvs:
             function = calculator
         elif "." not in tool and ":" not in tool:
             problem = (
-                f"unknown tool {tool!r}{suggest(tool, NAMES)}; allowed are {', '.join(NAMES)}, a function or class "
-                "(package.module.name or file.py:name), an MCP server ({command: ...} or {url: ...}), and a search "
-                "index ({index: documents.jsonl})"
+                f"unknown tool {tool!r}{suggest(tool, NAMES)}; allowed are {', '.join(NAMES)}, a function "
+                "or class (package.module.name or file.py:name), an MCP server ({command: ...} or {url: "
+                "...}), and a search index ({index: documents.jsonl})"
             )
             raise ConfigError([Problem(key, problem, "config")])
         else:

@@ -1,7 +1,7 @@
 """The tool environment: the policy calls tools until a turn has no calls, which ends the episode.
 
-Malformed calls are answered with their error, the others run concurrently. Tools come from toolboxes, each opened for an
-episode and closed with it.
+Malformed calls are answered with their error, the others run concurrently. Tools come from toolboxes, each
+opened for an episode and closed with it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from .base import Opening, Step, ToolSchema
 class Tool:
     """A tool and the schema that the policy sees.
 
-    `call` takes arguments that fit the schema and returns text, or a value that becomes JSON. It raises ToolError for
-    mistakes of the policy; any other exception is a failure of the environment. Calls that share a `lock` run one after
-    the other, in order. With `has_deadline` the tool limits the time of a call itself.
+    `call` takes arguments that fit the schema and returns text, or a value that becomes JSON. It raises
+    ToolError for mistakes of the policy; any other exception is a failure of the environment. Calls that
+    share a `lock` run one after the other, in order. With `has_deadline` the tool limits the time of a call
+    itself.
     """
 
     schema: ToolSchema
@@ -47,8 +48,8 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """Tools of one episode. Those whose names other toolboxes have too are renamed to `prefix`_name. `note` is
-    appended to the task's last user message; `reward` is that of the episode, called at its end."""
+    """Tools of one episode. Those whose names other toolboxes have too are renamed to `prefix`_name. `note`
+    is appended to the task's last user message; `reward` is that of the episode, called at its end."""
 
     tools: Sequence[Tool]
     prefix: str = ""
@@ -68,8 +69,8 @@ def fixed(tools: Sequence[Tool]) -> OpenToolbox:
 class ToolEnv:
     """Answers tool calls until a turn has none. See base.AgentEnv.
 
-    A call that takes longer than `timeout_s`, or whose tool raises anything but ToolError, raises EnvError. Results
-    are cut after `max_result_characters`.
+    A call that takes longer than `timeout_s`, or whose tool raises anything but ToolError, raises EnvError.
+    Results are cut after `max_result_characters`.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The simulator protocol: E environments (slots) stepped together, each running a separate episode. The engine
-(`rollout.engines.simulators`) assigns episodes to slots, and resets them with explicit seeds."""
+"""The simulator protocol: E environments (slots) stepped together, each running a separate episode. The
+engine (`rollout.engines.simulators`) assigns episodes to slots, and resets them with explicit seeds."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from braid.types import Prompt, Spaces
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Result of a reset, or of a chunk of H actions (0 for a reset), of E environments; entries of slots that did not
-    take part are undefined.
+    """Result of a reset, or of a chunk of H actions (0 for a reset), of E environments; entries of slots that
+    did not take part are undefined.
 
-    `observations` [E, ...] by name, after the last executed action: arrays, or tensors on the device of a simulator whose
-    observations are tensors. The rest is on the host: `rewards` [E, H]; `num_executed` [E]: the
-    actions until the episode ended, or all; `is_terminated` [E]: the task itself ended; `is_truncated` [E]: a time
-    limit ended the episode, so its last state still has a value; `success` [E, H]: whether the task was fulfilled
-    after each action, nan where the environment does not say. `instructions`: slot -> text of its episode, after a
-    reset. `frames`: slot -> a picture [h, w, 3] after the reset or each executed action, for the slots that are
-    filmed. `failures`: slot -> error message; a failed slot must be reset before its next step.
+    `observations` [E, ...] by name, after the last executed action: arrays, or tensors on the device of a
+    simulator whose observations are tensors. The rest is on the host: `rewards` [E, H]; `num_executed` [E]:
+    the actions until the episode ended, or all; `is_terminated` [E]: the task itself ended; `is_truncated`
+    [E]: a time limit ended the episode, so its last state still has a value; `success` [E, H]: whether the
+    task was fulfilled after each action, nan where the environment does not say. `instructions`: slot -> text
+    of its episode, after a reset. `frames`: slot -> a picture [h, w, 3] after the reset or each executed
+    action, for the slots that are filmed. `failures`: slot -> error message; a failed slot must be reset
+    before its next step.
     """
 
     observations: dict[str, Any]
@@ -72,8 +73,8 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRules:
-    """Rules that hold for environments of any origin; see config.rollout.SimulatorEnv. `max_episode_steps` is None for the
-    environment's own limit."""
+    """Rules that hold for environments of any origin; see config.rollout.SimulatorEnv. `max_episode_steps` is
+    None for the environment's own limit."""
 
     max_episode_steps: int | None = None
     ignore_terminations: bool = False
@@ -83,8 +84,8 @@ class EpisodeRules:
     step_penalty: float = 0.0
 
     def reward(self, reward: float, before: float) -> tuple[float, float]:
-        """The reward of an env step: s_t = scale * r_t - penalty, or s_t - s_{t-1} if relative, with s_0 = 0. Then s_t, which
-        is `before` of the next env step."""
+        """The reward of an env step: s_t = scale * r_t - penalty, or s_t - s_{t-1} if relative, with s_0 = 0.
+        Then s_t, which is `before` of the next env step."""
         scaled = self.reward_scale * reward - self.step_penalty
         return scaled - before if self.relative_reward else scaled, scaled
 
@@ -112,8 +113,8 @@ class Simulator(Protocol):
         ...
 
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
-        """Execute a chunk of H actions in each given slot, until its episode ends: integers from 0 [H], or vectors
-        of A floats [H, A]."""
+        """Execute a chunk of H actions in each given slot, until its episode ends: integers from 0 [H], or
+        vectors of A floats [H, A]."""
         ...
 
     def close(self) -> None: ...
@@ -121,8 +122,9 @@ class Simulator(Protocol):
 
 @runtime_checkable
 class Overlapping(Simulator, Protocol):
-    """A simulator that goes on while its caller does something else. Calls that overlap name different slots, and are
-    finished in the order in which they began; one that is never finished has no effect on later ones."""
+    """A simulator that goes on while its caller does something else. Calls that overlap name different slots,
+    and are finished in the order in which they began; one that is never finished has no effect on later
+    ones."""
 
     def begin_reset(self, seeds: Mapping[int, int], filmed: Collection[int] = ()) -> Callable[[], Tick]:
         """Begin a `reset`; the function that is returned waits for its result."""
@@ -144,7 +146,8 @@ def refused(key: str, why: str) -> ConfigError:
 
 
 def reset_prompts(name: str, count: int, seeds: Sequence[int] | None = None) -> list[Prompt]:
-    """Prompts of a simulator: each stands for a reset state, that of its seed, or one drawn anew in each round."""
+    """Prompts of a simulator: each stands for a reset state, that of its seed, or one drawn anew in each
+    round."""
     of_seeds = [{}] * count if seeds is None else [{"reset_seed": seed} for seed in seeds]
     return [
         Prompt(uid=f"{name}:{i}", source=name, token_ids=(), messages=(), fields=fields)

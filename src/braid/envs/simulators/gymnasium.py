@@ -1,5 +1,5 @@
-"""Gymnasium environments as a simulator, stepped sequentially. Unlike in Gymnasium's SyncVectorEnv a failure affects
-only its own slot, idle slots are skipped, and there are no automatic resets."""
+"""Gymnasium environments as a simulator, stepped sequentially. Unlike in Gymnasium's SyncVectorEnv a failure
+affects only its own slot, idle slots are skipped, and there are no automatic resets."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ from .rules import RuledEnv
 class GymnasiumSimulator:
     """`num_envs` copies of one environment. See base.Simulator.
 
-    `env_id` is a registered id, or the path of a class or function that makes a gymnasium.Env (package.module.Class,
-    or file.py:Class relative to `base_dir`). In observations, uint8 boxes of three dimensions are images, named as in
-    a Dict space (`image` if they are all there is), and a text named `instruction` belongs to the episode; everything
-    else is flattened into the float32 vector `state`. Action spaces are Discrete or Box. Box actions are clipped to
-    the bounds here, while their log-probs remain those of the unclipped sample. `success` or `is_success` in the info of a
-    step is reported. Images are written into the arrays of `image_memory` [E, ...] if it is set, which the next call
-    overwrites. An environment with `images_on_demand` and `with_images(observation)` renders only the images that are read,
-    which leaves out those within a chunk of actions.
+    `env_id` is a registered id, or the path of a class or function that makes a gymnasium.Env
+    (package.module.Class, or file.py:Class relative to `base_dir`). In observations, uint8 boxes of three
+    dimensions are images, named as in a Dict space (`image` if they are all there is), and a text named
+    `instruction` belongs to the episode; everything else is flattened into the float32 vector `state`. Action
+    spaces are Discrete or Box. Box actions are clipped to the bounds here, while their log-probs remain those
+    of the unclipped sample. `success` or `is_success` in the info of a step is reported. Images are written
+    into the arrays of `image_memory` [E, ...] if it is set, which the next call overwrites. An environment
+    with `images_on_demand` and `with_images(observation)` renders only the images that are read, which leaves
+    out those within a chunk of actions.
     """
 
     _images_on_demand = False
@@ -103,7 +104,8 @@ class GymnasiumSimulator:
     def step(self, actions: Mapping[int, NDArray]) -> Tick:
         num_actions = max(map(len, actions.values()), default=0)
         tick = Tick.empty(self.num_envs, self.spaces, num_actions, self.image_memory)
-        # All environments are stepped before any result is read: code that stays in the processor's caches is faster.
+        # All environments are stepped before any result is read: code that stays in the processor's caches is
+        # faster.
         chunks = dict(zip(actions, self._to_action(np.array(list(actions.values()))), strict=True))
         last: dict[int, Any] = {}
         for number in range(num_actions):
@@ -138,7 +140,8 @@ class GymnasiumSimulator:
         self._film(slot, result[0], tick)
 
     def _note_step(self, slot: int, number: int, result: Any, tick: Tick) -> bool:
-        """Store what the action of this number gave, except for the observation; whether the episode is over."""
+        """Store what the action of this number gave, except for the observation; whether the episode is
+        over."""
         try:
             observation, reward, is_terminated, is_truncated, info = result
             reward = reward if type(reward) is float else finite_number(reward, "the reward is")
@@ -198,7 +201,8 @@ class GymnasiumSimulator:
             self._add_frame(slot, self._picture(self._complete(slot, observation), self._envs[slot]), tick)
 
     def _picture(self, observation: Any, env: Any) -> Any:
-        """The first image of an observation, or else what the environment renders; None if it renders nothing."""
+        """The first image of an observation, or else what the environment renders; None if it renders
+        nothing."""
         for name in self.spaces.images:
             return observation[name] if self._is_dict else observation
         return env.render() if env.render_mode == "rgb_array" else None
@@ -287,7 +291,8 @@ def _make(env_id: str, kwargs: Mapping[str, Any], base_dir: Path, rules: Episode
 
 
 def make_env(registered: Callable[..., Any], env_id: str, kwargs: Mapping[str, Any], base_dir: Path) -> Any:
-    """What `registered` (gymnasium.make), or a class or function of the user's own, makes. Raises ConfigError."""
+    """What `registered` (gymnasium.make), or a class or function of the user's own, makes. Raises
+    ConfigError."""
     try:
         if _is_path(env_id):
             return load_function(env_id, base_dir=base_dir, key="env.id", allows_class=True)(**kwargs)

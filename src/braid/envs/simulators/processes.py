@@ -1,9 +1,10 @@
 """Gymnasium environments in child processes: they step in parallel, and every call has a deadline.
 
-A process that misses a deadline is killed with all that it has started. Like the death of a process, this fails the
-slots of the call; episodes in other slots of the process fail at their next step. The next reset of one of its slots
-starts it again. A child process (`main`) holds a GymnasiumSimulator. It ends with its parent. Images come back in
-memory that both share, which the system frees with the last of both; everything else in messages.
+A process that misses a deadline is killed with all that it has started. Like the death of a process, this
+fails the slots of the call; episodes in other slots of the process fail at their next step. The next reset of
+one of its slots starts it again. A child process (`main`) holds a GymnasiumSimulator. It ends with its
+parent. Images come back in memory that both share, which the system frees with the last of both; everything
+else in messages.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class SimulatorProcesses:
         num_processes: int = 1,
         timeout_s: float,
     ) -> None:
-        """Each call, and the start of a process, has to end within `timeout_s` (rollout.env_timeout_s). Raises
-        ConfigError like GymnasiumSimulator, and EnvError if a process cannot be started."""
+        """Each call, and the start of a process, has to end within `timeout_s` (rollout.env_timeout_s).
+        Raises ConfigError like GymnasiumSimulator, and EnvError if a process cannot be started."""
         self.timeout_s = timeout_s
         environment = _pickled(env_id, kwargs or {}, base_dir, rules, is_vectorized)
         count = min(num_processes, num_envs)
@@ -141,8 +142,8 @@ class SimulatorProcesses:
         num_actions: int,
         filmed: Collection[int] = (),
     ) -> Callable[[], Tick]:
-        """Call the method with the slots' arguments, in all their processes in parallel; returns what waits for the
-        result."""
+        """Call the method with the slots' arguments, in all their processes in parallel; returns what waits
+        for the result."""
         tick = Tick.empty(self.num_envs, self.spaces, num_actions)
         failures = tick.failures
         asked: list[_Asked] = []
@@ -187,8 +188,9 @@ class _Asked(NamedTuple):
 
 
 class _Process:
-    """A child process with the environments of `slots`, and the connection to it. `lost` says for each slot whose
-    episode ended with the process why; `images` are arrays [slots, ...] that it writes. `threads`: of its numerical libraries."""
+    """A child process with the environments of `slots`, and the connection to it. `lost` says for each slot
+    whose episode ended with the process why; `images` are arrays [slots, ...] that it writes. `threads`: of
+    its numerical libraries."""
 
     def __init__(self, env_id: str, environment: bytes, slots: range, threads: int) -> None:
         self.slots = slots
@@ -231,7 +233,8 @@ class _Process:
         self.images = _shared_images(self._memory, self.spaces, len(self.slots))
 
     def ask(self, method: str, *arguments: object, timeout_s: float) -> int:
-        """Send a request, which has to be answered within `timeout_s` after those before it; returns its number."""
+        """Send a request, which has to be answered within `timeout_s` after those before it; returns its
+        number."""
         self._number += 1
         limit_s = min(timeout_s, _LONGEST_S)
         begin = max([time.monotonic(), *(request.deadline for request in self._requests.values())])
@@ -251,7 +254,8 @@ class _Process:
 
     def answer(self, number: int) -> Any:
         """The answer to a request. Raises EnvError, or ConfigError of a start, if that is an error, the
-        process dies, or the deadline passes; then all slots are lost, and what is left of the process is killed."""
+        process dies, or the deadline passes; then all slots are lost, and what is left of the process is
+        killed."""
         if number not in self._requests:  # the process has ended since
             raise EnvError(self._end)
         request = self._requests[number]
@@ -288,8 +292,8 @@ class _Process:
         return f"the process {how_it_ended(self.end(_EXIT_S))} during {request.method}"
 
     def end(self, wait_s: float = 0.0) -> int:
-        """Close the connection, at which the process exits, and after `wait_s` kill it and all that it has started;
-        returns its exit code."""
+        """Close the connection, at which the process exits, and after `wait_s` kill it and all that it has
+        started; returns its exit code."""
         process, self._process, self._requests = self._process, None, {}
         if process is None:
             return 0
@@ -302,7 +306,8 @@ class _Process:
 
 
 def _pickled(env_id: str, kwargs: Mapping[str, Any], *arguments: object) -> bytes:
-    """The environment for a child process, with its registration here, which may be that of a script or notebook."""
+    """The environment for a child process, with its registration here, which may be that of a script or
+    notebook."""
     name = env_id.split("-v")[0]
     specs = {key: spec for key, spec in gymnasium.registry.items() if key.split("-v")[0] == name}
     try:

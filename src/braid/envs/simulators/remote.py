@@ -1,6 +1,6 @@
 """Simulators in worker processes of their own, on other devices than the policy that acts in them
-(`cluster.placement: {env: 4-7}`). A worker holds a SimulatorHost; a rollout worker has a RemoteSimulator of one or more
-hosts, which no other uses."""
+(`cluster.placement: {env: 4-7}`). A worker holds a SimulatorHost; a rollout worker has a RemoteSimulator of
+one or more hosts, which no other uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A Gymnasium VectorEnv as a simulator: environments that step together, such as those of one scene on a GPU."""
+"""A Gymnasium VectorEnv as a simulator: environments that step together, such as those of one scene on a
+GPU."""
 
 from __future__ import annotations
 
@@ -28,11 +29,12 @@ _SUCCESS = ("success", "is_success")
 class VectorSimulator(GymnasiumSimulator):
     """A VectorEnv of `num_envs` environments. See base.Simulator, and GymnasiumSimulator for spaces.
 
-    Its auto-reset mode decides how its ends are read. DISABLED: the environments are reset by `reset_mask`. SAME_STEP: the
-    last observation of an episode is in `final_obs`. NEXT_STEP: the step after an end is ignored. In the last two,
-    environments reset themselves without a seed, so that episodes begin together (`resets_together`), in a
-    reset of all of them with seeds of their own. `step` needs an action for every running episode. An exception fails
-    all episodes. Observations that are tensors stay on their device, unless they go to another process.
+    Its auto-reset mode decides how its ends are read. DISABLED: the environments are reset by `reset_mask`.
+    SAME_STEP: the last observation of an episode is in `final_obs`. NEXT_STEP: the step after an end is
+    ignored. In the last two, environments reset themselves without a seed, so that episodes begin together
+    (`resets_together`), in a reset of all of them with seeds of their own. `step` needs an action for every
+    running episode. An exception fails all episodes. Observations that are tensors stay on their device,
+    unless they go to another process.
     """
 
     def __init__(
@@ -44,8 +46,8 @@ class VectorSimulator(GymnasiumSimulator):
         base_dir: Path = Path(),
         rules: EpisodeRules = AS_IT_IS,
     ) -> None:
-        """`env_id` is an id with gymnasium.make_vec, or names what makes a VectorEnv from `num_envs` and `kwargs`. Raises
-        ConfigError like GymnasiumSimulator."""
+        """`env_id` is an id with gymnasium.make_vec, or names what makes a VectorEnv from `num_envs` and
+        `kwargs`. Raises ConfigError like GymnasiumSimulator."""
         if rules.ignore_terminations:
             why = "the environments of a VectorEnv end by themselves; set it to false, or env.vectorized to false"
             raise refused("ignore_terminations", why)
@@ -144,8 +146,8 @@ class VectorSimulator(GymnasiumSimulator):
         return on
 
     def _kept(self, observations: Any, tick: Tick) -> Any:
-        """A batch of observations. If they are tensors, those of the tick become tensors on the same device; but the batch
-        becomes arrays if it goes to another process, or if its state has several parts."""
+        """A batch of observations. If they are tensors, those of the tick become tensors on the same device;
+        but the batch becomes arrays if it goes to another process, or if its state has several parts."""
         if self.image_memory is not None or not self._is_flat:
             return _on_host(observations)
         batch = {name: observations[name] if self._is_dict else observations for name in self.spaces.images}
@@ -196,7 +198,8 @@ def make_simulator(
     rules: EpisodeRules = AS_IT_IS,
     is_vectorized: bool = False,
 ) -> GymnasiumSimulator:
-    """A simulator in this process. Raises ConfigError like GymnasiumSimulator, and EnvError if the environment raises."""
+    """A simulator in this process. Raises ConfigError like GymnasiumSimulator, and EnvError if the
+    environment raises."""
     make = VectorSimulator if is_vectorized else GymnasiumSimulator
     try:
         return make(env_id, num_envs, kwargs, base_dir=base_dir, rules=rules)

@@ -1,8 +1,9 @@
 """Causal attention over right-padded rows in float32 on CPUs, forward and backward, compiled by Numba.
 
-FlashAttention-2's recomputation (arXiv 2307.08691) with whole rows of scores in cache instead of an online softmax: the forward pass
-keeps the logarithm of each softmax's sum, from which the backward pass computes the probabilities again. Only blocks of keys that a
-query can see are computed, and one thread computes a head, in a fixed order.
+FlashAttention-2's recomputation (arXiv 2307.08691) with whole rows of scores in cache instead of an online
+softmax: the forward pass keeps the logarithm of each softmax's sum, from which the backward pass computes the
+probabilities again. Only blocks of keys that a query can see are computed, and one thread computes a head, in
+a fixed order.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _multiply = tile_product(_VECTORS, _ROWS)
 def _product(  # noqa: PLR0913  # addresses and their strides
     num: Any, x: Any, x_stride: Any, x_step: Any, panel: Any, panel_stride: Any, depth: Any, zeros: Any, out: Any, stride: Any, adds: Any
 ) -> None:  # fmt: skip
-    """out [num, columns] = x [num, depth] @ panel [depth, columns], or += if `adds`, of addresses and strides in bytes."""
+    """out [num, columns] = x [num, depth] @ panel [depth, columns], or += if `adds`, of addresses and strides
+    in bytes."""
     for row in range(0, num, _ROWS):
         rows, added, added_stride = min(num - row, _ROWS), out + row * stride, stride
         if not adds:
@@ -65,7 +67,8 @@ def _product(  # noqa: PLR0913  # addresses and their strides
 
 @njit
 def _transpose(x: Any, stride: Any, length: Any, out: Any) -> None:
-    """Rows of x, `stride` apart in memory, as columns of panels [blocks, size, columns]; columns from `length` on are 0."""
+    """Rows of x, `stride` apart in memory, as columns of panels [blocks, size, columns]; columns from
+    `length` on are 0."""
     blocks, size, columns = out.shape
     for block in range(blocks):
         start = block * columns
@@ -123,8 +126,8 @@ def _inner(a: Any, b: Any) -> Any:
 def _forward(size: int) -> Any:
     @c_function()
     def forward(data: Any) -> None:
-        """Arguments: rows, length, query heads, key heads, window; addresses of scale, queries, keys, values, out, logarithms,
-        scratch and its floats for each thread."""
+        """Arguments: rows, length, query heads, key heads, window; addresses of scale, queries, keys, values,
+        out, logarithms, scratch and its floats for each thread."""
         args = carray(data, (15,), np.int64)
         num, length, heads, kv_heads, window = args[0], args[1], args[2], args[3], args[4]
         scale, num_threads, thread = (
@@ -196,8 +199,9 @@ def _forward(size: int) -> Any:
 def _backward(size: int) -> Any:
     @c_function()
     def backward(data: Any) -> None:
-        """Arguments: rows, length, query heads, key heads, window; addresses of scale, queries, keys, values, out, logarithms, the
-        gradient of out, those of queries, keys and values, scratch and its floats for each thread."""
+        """Arguments: rows, length, query heads, key heads, window; addresses of scale, queries, keys, values,
+        out, logarithms, the gradient of out, those of queries, keys and values, scratch and its floats for
+        each thread."""
         args = carray(data, (19,), np.int64)
         num, length, heads, kv_heads, window = args[0], args[1], args[2], args[3], args[4]
         scale, num_threads, thread = (
@@ -353,7 +357,8 @@ class _Attention(torch.autograd.Function):
 
 
 def compiled_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """See causal_attention, to which softcaps, sinks, float64, and heads whose size is no multiple of 32 or above 256 are left."""
+    """See causal_attention, to which softcaps, sinks, float64, and heads whose size is no multiple of 32 or
+    above 256 are left."""
     size = query.shape[-1]
     if (
         call.softcap is not None

@@ -52,8 +52,8 @@ def result_of(_: Any, _address: Any) -> Any:
 
 @cache
 def openmp() -> tuple[Any, list[int]]:
-    """GOMP_parallel of the OpenMP library that PyTorch uses, and the addresses of omp_get_num_threads, omp_get_thread_num and
-    GOMP_barrier. Raises AttributeError or OSError if PyTorch uses another one."""
+    """GOMP_parallel of the OpenMP library that PyTorch uses, and the addresses of omp_get_num_threads,
+    omp_get_thread_num and GOMP_barrier. Raises AttributeError or OSError if PyTorch uses another one."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     parallel = library.GOMP_parallel
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
@@ -76,8 +76,8 @@ def _run(_: Any, _function: Any, _data: Any) -> Any:
 
 @c_function()
 def _run_in_order(data: Any) -> None:
-    """Each call begins when all threads have ended the last. Arguments: addresses of pairs (function, argument) and of
-    GOMP_barrier; number of pairs."""
+    """Each call begins when all threads have ended the last. Arguments: addresses of pairs (function,
+    argument) and of GOMP_barrier; number of pairs."""
     args = carray(data, (3,), np.int64)
     pairs = carray(ints_at(args[0]), (args[2], 2))
     for i in range(args[2]):
@@ -86,23 +86,24 @@ def _run_in_order(data: Any) -> None:
 
 
 class Calls:
-    """Calls of compiled functions, which are run at once, on PyTorch's threads. Their results are new tensors."""
+    """Calls of compiled functions, which are run at once, on PyTorch's threads. Their results are new
+    tensors."""
 
     def empty(self, name: str, *shape: int) -> Tensor:  # noqa: ARG002  # see Recording
         """A float32 tensor for the result `name`."""
         return torch.empty(shape)
 
     def run(self, function: Any, *args: int | Tensor | NDArray[Any] | ctypes.Array[Any] | None) -> None:
-        """Run a C function of one address, that of `args` (numbers, and the addresses of arrays, 0 for None) and of two
-        functions: number of threads, this thread."""
+        """Run a C function of one address, that of `args` (numbers, and the addresses of arrays, 0 for None)
+        and of two functions: number of threads, this thread."""
         parallel, functions = openmp()
         arguments = integers([*map(_number, args), *functions[:2]])
         parallel(function.address, ctypes.addressof(arguments), torch.get_num_threads(), 0)
 
 
 class Recording(Calls):
-    """Calls that `replay` runs in order, without the time that Python takes for each. Results are in `memory`, which
-    recordings share; a result overwrites the last one of the same name."""
+    """Calls that `replay` runs in order, without the time that Python takes for each. Results are in
+    `memory`, which recordings share; a result overwrites the last one of the same name."""
 
     def __init__(self, memory: dict[str, Tensor]) -> None:
         self._memory, self._kept, self._pairs = memory, list[Any](), list[int]()

@@ -1,7 +1,7 @@
 """Compiles C functions of kernels, and keeps their machine code on disk.
 
-Numba takes code from its cache if the file of the function is unchanged, even if another has changed from which it inlined
-functions. So the folder is named by a hash of all files of this package.
+Numba takes code from its cache if the file of the function is unchanged, even if another has changed from
+which it inlined functions. So the folder is named by a hash of all files of this package.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _lock = Lock()
 
 
 def c_function(**options: Any) -> Callable[[Callable[[Any], None]], Any]:
-    """Decorator: Numba's `cfunc` for a function of one address. Files that cannot be read or written are no error."""
+    """Decorator: Numba's `cfunc` for a function of one address. Files that cannot be read or written are no
+    error."""
     compiler: Any = partial(cfunc, types.void(types.voidptr), error_model="numpy", **options)
 
     def compiled(function: Callable[[Any], None]) -> Any:

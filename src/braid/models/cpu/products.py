@@ -1,8 +1,9 @@
 """Products of float32 activations with packed weights, and gradients of weights, on CPUs, compiled by Numba.
 
-Weights are stored in panels of some vector registers' width, in the order in which they are read. While a panel is multiplied with
-one tile of rows after another, the next one is fetched from memory: with few rows the time is that of reading the weights, with many
-that of the processor's multiplications. The terms of a sum have a fixed order, so a row has the same bits in any batch.
+Weights are stored in panels of some vector registers' width, in the order in which they are read. While a
+panel is multiplied with one tile of rows after another, the next one is fetched from memory: with few rows
+the time is that of reading the weights, with many that of the processor's multiplications. The terms of a sum
+have a fixed order, so a row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _multiply = tile_product(_VECTORS, _ROWS, (1, _VECTORS))
 
 @c_function()
 def _product(data: Any) -> None:
-    """Arguments: rows, depth, panels; address and stride of x; addresses of panels and bias; address and stride of out."""
+    """Arguments: rows, depth, panels; address and stride of x; addresses of panels and bias; address and
+    stride of out."""
     args = carray(data, (11,), np.int64)
     num_rows, depth, x_stride, out_stride = args[0], args[1], args[4], args[8]
     num_threads, thread = result_of(args[9]), result_of(args[10])
@@ -69,8 +71,8 @@ _TILES = 32
 
 @c_function()
 def _weight_gradient(data: Any) -> None:
-    """Arguments: tokens, columns of the gradient, columns of x (a multiple of _COLUMNS); addresses of the gradient, x, zeros, out
-    and scratch."""
+    """Arguments: tokens, columns of the gradient, columns of x (a multiple of _COLUMNS); addresses of the
+    gradient, x, zeros, out and scratch."""
     args = carray(data, (10,), np.int64)
     num_tokens, num, size = args[0], args[1], args[2]
     num_threads, thread = result_of(args[8]), result_of(args[9])
@@ -107,7 +109,8 @@ def fits_panels(num_columns: int) -> bool:
 
 
 def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """grad.T @ x: [T, N], [T, D] -> [N, D], the sum over tokens in their order, for a D that `fits_panels`."""
+    """grad.T @ x: [T, N], [T, D] -> [N, D], the sum over tokens in their order, for a D that
+    `fits_panels`."""
     out, num_threads = x.new_empty(grad.shape[1], x.shape[1]), torch.get_num_threads()
     zeros, scratch = x.new_zeros(_COLUMNS), x.new_empty(num_threads, _TILES * _ROWS * _DEPTH)
     sizes = *grad.shape, x.shape[1]

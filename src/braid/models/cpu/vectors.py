@@ -1,5 +1,5 @@
-"""Parts of compiled kernels that Numba's own code does not reach: products of tiles with all sums in vector registers, and
-an exponential that is computed in vectors."""
+"""Parts of compiled kernels that Numba's own code does not reach: products of tiles with all sums in vector
+registers, and an exponential that is computed in vectors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def _power_of_two(_: Any, _exponent: Any) -> Any:
 
 @njit(fastmath=ORDERED)
 def exp(x: Any) -> Any:
-    """exp(x) for x <= 0 within 2 ulp, by the polynomial of Cephes, since a call of libm cannot be vectorised."""
+    """exp(x) for x <= 0 within 2 ulp, by the polynomial of Cephes, since a call of libm cannot be
+    vectorised."""
     x = _FLOAT(-87.0) if x < _FLOAT(-87.0) else x
     power = np.floor(x * _FLOAT(1.44269504) + _FLOAT(0.5))
     x = x - power * _FLOAT(0.693359375) + power * _FLOAT(2.12194440e-4)
@@ -48,9 +49,10 @@ def exp(x: Any) -> Any:
 
 @cache
 def tile_product(vectors: int, most_rows: int, num_fetched: tuple[int, ...] = (0,)) -> Any:
-    """A function for compiled code: out [rows, columns] = x [rows, depth] @ panel [depth, columns] + added [rows, columns], for 1 to
-    `most_rows` rows and 16 columns for each of `vectors`. All are addresses of float32, with strides of rows in bytes; `x_step` is
-    that of x's columns. The sums are in `vectors` x `most_rows` registers, and their terms in order. Meanwhile fetches lines of 64 bytes that begin at
+    """A function for compiled code: out [rows, columns] = x [rows, depth] @ panel [depth, columns] + added
+    [rows, columns], for 1 to `most_rows` rows and 16 columns for each of `vectors`. All are addresses of
+    float32, with strides of rows in bytes; `x_step` is that of x's columns. The sums are in `vectors` x
+    `most_rows` registers, and their terms in order. Meanwhile fetches lines of 64 bytes that begin at
     `ahead`: num_fetched[mode] for each row of the panel."""
 
     def signature(  # addresses and their strides

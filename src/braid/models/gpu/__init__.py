@@ -1,4 +1,5 @@
-"""Kernels for GPUs, written in Triton, which CUDA builds of PyTorch bring along. This file does not import it."""
+"""Kernels for GPUs, written in Triton, which CUDA builds of PyTorch bring along. This file does not import
+it."""
 
 from __future__ import annotations
 

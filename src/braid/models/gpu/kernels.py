@@ -1,9 +1,11 @@
 # pyright: reportIndexIssue=false, reportInvalidTypeForm=false, reportMissingImports=false
-"""Triton kernels: norms, rotary embeddings, gates, and attention of one new token per sequence over the cache.
+"""Triton kernels: norms, rotary embeddings, gates, and attention of one new token per sequence over the
+cache.
 
-transformers computes each of these as a chain of elementwise operations. In a decode step of a few hundred rows every link of
-the chain costs more to launch than to compute: 60 launches a layer, of which these kernels leave 13. In an update every
-link reads and writes whole activations. All compute in float32, and round where the model's own layers do.
+transformers computes each of these as a chain of elementwise operations. In a decode step of a few hundred
+rows every link of the chain costs more to launch than to compute: 60 launches a layer, of which these kernels
+leave 13. In an update every link reads and writes whole activations. All compute in float32, and round where
+the model's own layers do.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def _add_and_norm(
 def add_and_norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, *, eps: float, offset: float = 0.0, dtype: torch.dtype
 ) -> Tensor:
-    """x [N, D] += delta [N, D], if any; returns x / sqrt(mean(x^2) + eps) * (weight [D] + offset) as `dtype` (RMSNorm,
-    arXiv 1910.07467)."""
+    """x [N, D] += delta [N, D], if any; returns x / sqrt(mean(x^2) + eps) * (weight [D] + offset) as `dtype`
+    (RMSNorm, arXiv 1910.07467)."""
     out = torch.empty_like(x, dtype=dtype)
     block = triton.next_power_of_2(x.shape[1])
     _add_and_norm[(len(x),)](
@@ -113,8 +115,8 @@ class RMSNorm(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """With r = 1 / rms(x), n = r x: dx = r (g w - n / D sum(g w n)), dw = sum over positions of g n: of the rows of
-        a program first, so that the result does not depend on their order in time."""
+        """With r = 1 / rms(x), n = r x: dx = r (g w - n / D sum(g w n)), dw = sum over positions of g n: of
+        the rows of a program first, so that the result does not depend on their order in time."""
         x, weight, rates = ctx.saved_tensors
         size = x.shape[-1]
         block = triton.next_power_of_2(size)
@@ -173,8 +175,8 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, is_back:
 
 
 class Rotary(torch.autograd.Function):
-    """Rotary embedding (arXiv 2104.09864) of x [B, H, T, d] as `dtype`, differentiable once in x. `cos` and `sin` [B or 1,
-    T, d]; dimensions i and i + d / 2 turn together."""
+    """Rotary embedding (arXiv 2104.09864) of x [B, H, T, d] as `dtype`, differentiable once in x. `cos` and
+    `sin` [B or 1, T, d]; dimensions i and i + d / 2 turn together."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
@@ -293,8 +295,9 @@ def prepare(
     query: Tensor, key: Tensor, value: Tensor, *, norms: tuple[Tensor, Tensor, float] | None, rotary: Tensor,
     positions: Tensor, keys: Tensor, values: Tensor, row: int,
 ) -> Tensor:  # fmt: skip
-    """Queries [n, Hq, d] with their norm and rotary embedding, of `query` [n, Hq * d]. Keys and values [n, Hkv * d] are
-    written to the cache, [rows, Hkv, L, d], in the rows `row` + i at `positions` [n]. Rows of all three may be apart.
+    """Queries [n, Hq, d] with their norm and rotary embedding, of `query` [n, Hq * d]. Keys and values [n,
+    Hkv * d] are written to the cache, [rows, Hkv, L, d], in the rows `row` + i at `positions` [n]. Rows of
+    all three may be apart.
 
     `norms`: weights [d] for queries and keys and their epsilon; `rotary` [n, 2 d]: cosines and sines, whose
     dimensions i and i + d / 2 turn together."""
@@ -389,11 +392,12 @@ def attend_cache(
     query: Tensor, keys: Tensor, values: Tensor, *, positions: Tensor, row: int, longest: int, scaling: float,
     window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of one new token [n, Hq, d] of each sequence to what is cached up to its position: [n, Hq, d].
+    """Attention of one new token [n, Hq, d] of each sequence to what is cached up to its position: [n, Hq,
+    d].
 
-    `keys` and `values` [rows, Hkv, L, d], of which sequence i has the row `row` + i and reads the first `positions`
-    [n] + 1, or the last `window` of these. `longest` bounds them, and only decides into how many parts a
-    sequence is divided. `sinks` [Hq] as in models.attention.LayerCall."""
+    `keys` and `values` [rows, Hkv, L, d], of which sequence i has the row `row` + i and reads the first
+    `positions` [n] + 1, or the last `window` of these. `longest` bounds them, and only decides into how many
+    parts a sequence is divided. `sinks` [Hq] as in models.attention.LayerCall."""
     num, heads, size = query.shape
     kv_heads, length = keys.shape[1:3]
     query = query.contiguous()

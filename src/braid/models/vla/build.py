@@ -50,7 +50,8 @@ def make_processor(model: ModelConfig, spaces: Spaces) -> Processor:
         tokens = checkpoint.text.vocab_size - checkpoint.num_padding
         if vla.vocab_size not in (None, tokens):
             raise ModelError(
-                f"model.vla.vocab_size={vla.vocab_size}, but the checkpoint's action tokens end at {tokens}; remove it"
+                f"model.vla.vocab_size={vla.vocab_size}, but the checkpoint's action tokens end at "
+                f"{tokens}; remove it"
             )
         path, statistics, num_bins = str(folder), checkpoint.statistics, checkpoint.num_bins
     tokenizer = _tokenizer(model, path)
@@ -74,8 +75,8 @@ def make_vla(config: RunConfig, spaces: Spaces, device: torch.device, rank: int 
 
 
 def load_module(model: ModelConfig, seed: int, device: torch.device, *, is_hollow: bool = False) -> nn.Module:
-    """The module in `model.path`, with adapters if configured. With `is_hollow` its weights are not read, and take no memory
-    until they are written to. Raises ModelError."""
+    """The module in `model.path`, with adapters if configured. With `is_hollow` its weights are not read, and
+    take no memory until they are written to. Raises ModelError."""
     vla, dtype = model.vla, TORCH_DTYPES[model.dtype]
     assert vla is not None, "the plan checks that it is there"
     assert model.path is not None, "the plan checks that it is there"
@@ -92,8 +93,8 @@ def load_module(model: ModelConfig, seed: int, device: torch.device, *, is_hollo
 
 
 def export_vla(config: RunConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write a folder in the layout of `model.path`, with trained `weights` (VlaPolicy.named_weights) and adapters merged.
-    Raises CheckpointError and ModelError."""
+    """Write a folder in the layout of `model.path`, with trained `weights` (VlaPolicy.named_weights) and
+    adapters merged. Raises CheckpointError and ModelError."""
     model = config.model
     module: Any = load_module(model, config.run.seed, torch.device("cpu"))
     named = named_adapters(module) if model.lora is not None else unique_weights(module)
@@ -139,6 +140,6 @@ def _statistics(folder: Path) -> Mapping[str, Any]:
                 }
             return statistics
     raise ModelError(
-        f"model.path={folder} has no statistics of actions and states ({' or '.join(_STATISTICS)}); copy them from the data that "
-        "the checkpoint was fine-tuned on"
+        f"model.path={folder} has no statistics of actions and states ({' or '.join(_STATISTICS)}); copy "
+        "them from the data that the checkpoint was fine-tuned on"
     )

@@ -1,10 +1,10 @@
-"""OpenVLA and OpenVLA-OFT with discrete actions (Kim et al., arXiv 2406.09246 and 2502.19645): vision towers, projector
-and Llama, in the folder layout of the published checkpoints.
+"""OpenVLA and OpenVLA-OFT with discrete actions (Kim et al., arXiv 2406.09246 and 2502.19645): vision towers,
+projector and Llama, in the folder layout of the published checkpoints.
 
-A decision is H chunks of A action tokens. The sequence is BOS, patches, proprioception if it is used, prompt, action tokens.
-OpenVLA writes them one after the other under causal attention. OFT predicts them in one pass: their embeddings are zero,
-and attention is bidirectional, over the whole sequence. `official` checkpoints were trained with an end token after the
-actions, `rlinf` ones without.
+A decision is H chunks of A action tokens. The sequence is BOS, patches, proprioception if it is used, prompt,
+action tokens. OpenVLA writes them one after the other under causal attention. OFT predicts them in one pass:
+their embeddings are zero, and attention is bidirectional, over the whole sequence. `official` checkpoints
+were trained with an end token after the actions, `rlinf` ones without.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _SPACE = "▁"
 _STOP_ID = 2
 _PROPRIO_FILES = "proprio_projector--*.pt"
 _UNSUPPORTED = {
-    "action_head--*.pt": "computes actions with a separate head, by L1 regression or diffusion; choose one with action tokens",
+    "action_head--*.pt": "computes actions with a separate head, by L1 regression or diffusion; choose one with action "
+    "tokens",
     "vision_backbone--*.pt": "has a vision backbone with FiLM; choose one without",
 }
 """Further weights of OpenVLA-OFT checkpoints -> what they mean."""
@@ -67,8 +68,8 @@ class Checkpoint:
         """Raises ModelError, naming config key `key`, if it is of another kind of model."""
         if raw.get("model_type") != "openvla":
             raise ModelError(
-                f"{key} is a model of type {raw.get('model_type')!r}, not openvla; choose an OpenVLA folder, or set model.vla.kind "
-                "to the folder's kind"
+                f"{key} is a model of type {raw.get('model_type')!r}, not openvla; choose an OpenVLA "
+                "folder, or set model.vla.kind to the folder's kind"
             )
         if missing := sorted(_KEYS - raw.keys()):
             raise ModelError(
@@ -85,7 +86,8 @@ class Checkpoint:
         )
         if raw.get("use_fused_vision_backbone", len(towers) == 2) != (len(towers) == 2):
             raise ModelError(
-                f"{key}: use_fused_vision_backbone does not fit {len(towers)} vision towers; correct config.json"
+                f"{key}: use_fused_vision_backbone does not fit {len(towers)} vision towers; correct "
+                "config.json"
             )
         text = dict(raw["text_config"])
         return cls(
@@ -100,8 +102,8 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str, key: str = "model.path") -> tuple[Path, Checkpoint]:
-    """The folder of a checkpoint and its config. dataset_statistics.json beside it adds to its statistics. Raises
-    ModelError."""
+    """The folder of a checkpoint and its config. dataset_statistics.json beside it adds to its statistics.
+    Raises ModelError."""
     folder, where = local_folder(path, key), f"{key}={path}"
     checkpoint = Checkpoint.parse(read_json(folder / "config.json", where), where)
     for pattern, why in _UNSUPPORTED.items():
@@ -149,7 +151,8 @@ class OpenVla(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Embeddings [B, N, D] before the action tokens, and their mask [B, N].
 
-        `images` are uint8 [B, h, w, 3], `prompt_ids` [B, L] the prompt without BOS, padded at the left with -1.
+        `images` are uint8 [B, h, w, 3], `prompt_ids` [B, L] the prompt without BOS, padded at the left with
+        -1.
         """
         dtype = self.language_model.lm_head.weight.dtype
         sized = [
@@ -182,16 +185,16 @@ class OpenVla(nn.Module):
         return self._states(embeddings, mask, is_causal=False)[:, before : before + num_slots]
 
     def causal_states(self, prefix: Tensor, mask: Tensor, bins: Tensor) -> Tensor:
-        """OpenVLA: hidden states [B, S, D] that predict the action tokens `bins` [B, S] (indices into action_ids), each
-        from those before it."""
+        """OpenVLA: hidden states [B, S, D] that predict the action tokens `bins` [B, S] (indices into
+        action_ids), each from those before it."""
         written = self._embed(bins[:, :-1] + self.action_ids.start)
         mask = F.pad(mask, (0, written.shape[1]), value=True)
         embeddings = torch.cat([prefix, written], dim=1)
         return self._states(embeddings, mask, is_causal=True)[:, prefix.shape[1] - 1 :]
 
     def next_state(self, prefix: Tensor, mask: Tensor, bins: Tensor, cache: DynamicCache) -> Tensor:
-        """OpenVLA: hidden state [B, D] that predicts the action token after `bins` [B, s]. `cache` holds what earlier calls
-        computed: the keys and values of everything but the last token."""
+        """OpenVLA: hidden state [B, D] that predicts the action token after `bins` [B, s]. `cache` holds what
+        earlier calls computed: the keys and values of everything but the last token."""
         mask = F.pad(mask, (0, bins.shape[1]), value=True)
         newest = self._embed(bins[:, -1:] + self.action_ids.start) if bins.shape[1] else prefix
         return self._states(newest, mask, is_causal=True, cache=cache)[:, -1]
@@ -238,8 +241,8 @@ def _project(layers: nn.ModuleDict, x: Tensor) -> Tensor:
 def load_openvla(
     path: str, *, dtype: torch.dtype, device: torch.device, use_proprio: bool = False, is_hollow: bool = False
 ) -> OpenVla:
-    """Load a checkpoint tensor by tensor to `device`; `is_hollow` as in build.load_module. Raises ModelError if a weight
-    is missing or has another shape."""
+    """Load a checkpoint tensor by tensor to `device`; `is_hollow` as in build.load_module. Raises ModelError
+    if a weight is missing or has another shape."""
     folder, checkpoint = read_checkpoint(path)
     projector = None
     if use_proprio:
@@ -264,8 +267,8 @@ def load_openvla(
         _assign(model, named, expected, dtype, f"model.path={path}", loaded)
     if missing := sorted(expected.keys() - loaded):
         raise ModelError(
-            f"model.path={path} is not a complete OpenVLA checkpoint: it lacks {len(missing)} of its weights, among them "
-            f"{missing[0]}"
+            f"model.path={path} is not a complete OpenVLA checkpoint: it lacks {len(missing)} of its "
+            f"weights, among them {missing[0]}"
         )
     return model.to(device).eval()  # buffers of the language model
 
@@ -283,7 +286,8 @@ def _assign(
         name, shape = wrong[0], tuple(tensors[wrong[0]].shape)
         needs = tuple(expected[name]) if name in expected else "no such weight"
         raise ModelError(
-            f"{where}: {len(wrong)} weights do not fit its config.json, among them {name} of shape {shape} (expected: {needs})"
+            f"{where}: {len(wrong)} weights do not fit its config.json, among them {name} of shape {shape} "
+            f"(expected: {needs})"
         )
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     model.load_state_dict({n: t.to(dtype) for n, t in tensors.items()}, strict=False, assign=True)
@@ -297,7 +301,8 @@ def _read_projector(folder: Path) -> dict[str, Tensor]:
     files = sorted(folder.glob(_PROPRIO_FILES))
     if not files:
         raise ModelError(
-            f"model.vla.use_proprio=true, but {folder} has no {_PROPRIO_FILES}; set it to false, or choose another checkpoint"
+            f"model.vla.use_proprio=true, but {folder} has no {_PROPRIO_FILES}; set it to false, or choose "
+            "another checkpoint"
         )
     load = partial(torch.load, map_location="cpu", weights_only=True)
     tensors = read(str(files[-1]), "model.path", "proprio projector", load)
@@ -323,7 +328,8 @@ def save_openvla(
 
 
 def openvla_prompt(tokenizer: PreTrainedTokenizerBase, instruction: str) -> list[int]:
-    """Token ids of the prompt without BOS. Raises ModelError if the tokenizer lacks the token that prompts end with."""
+    """Token ids of the prompt without BOS. Raises ModelError if the tokenizer lacks the token that prompts
+    end with."""
     space: Any = tokenizer.convert_tokens_to_ids(_SPACE)
     if space is None or space == tokenizer.unk_token_id:
         raise ModelError(

@@ -1,16 +1,18 @@
-"""pi0 (Black et al., arXiv 2410.24164) with the log-probs of RLinf's pi_RL (arXiv 2510.25889), on transformers' module.
+"""pi0 (Black et al., arXiv 2410.24164) with the log-probs of RLinf's pi_RL (arXiv 2510.25889), on
+transformers' module.
 
-An action chunk x_0 is denoised from noise x_1 in K steps, at times t = 1, 1 - 1/K, ..., 1/K. With the expert's velocity v,
-x0 = x - v t and x1 = x + v (1 - t), and d = 1/K, the next x is drawn from a normal distribution:
+An action chunk x_0 is denoised from noise x_1 in K steps, at times t = 1, 1 - 1/K, ..., 1/K. With the
+expert's velocity v, x0 = x - v t and x1 = x + v (1 - t), and d = 1/K, the next x is drawn from a normal
+distribution:
 
             mean                                                       deviation
 ODE         x0 (1 - (t - d)) + x1 (t - d)                              0
 flow_sde    x0 (1 - (t - d)) + x1 (t - d - sigma^2 d / (2 t))          sigma sqrt(d), sigma = a sqrt(t / (1 - t))
 flow_noise  that of the ODE                                            of a small network, in [0.08, 0.16]
 
-Under flow_sde one step of a decision, drawn at random, is stochastic, and the decision's log-prob is that of this step.
-Under flow_noise all are; the log-prob is the mean of those of all steps and of the initial noise. Evaluation takes
-ODE steps from one fixed noise, unless model.vla.greedy is false. Imitation is flow matching.
+Under flow_sde one step of a decision, drawn at random, is stochastic, and the decision's log-prob is that of
+this step. Under flow_noise all are; the log-prob is the mean of those of all steps and of the initial noise.
+Evaluation takes ODE steps from one fixed noise, unless model.vla.greedy is false. Imitation is flow matching.
 """
 
 from __future__ import annotations
@@ -41,18 +43,20 @@ _LEROBOT = {r"^model\.(?=paligemma_with_expert|action_|state_proj)": ""}
 
 
 def read_config(path: str) -> tuple[Path, dict[str, Any]]:
-    """The folder of a checkpoint of transformers or LeRobot, and its config.json. Raises ModelError if it is not pi0's."""
+    """The folder of a checkpoint of transformers or LeRobot, and its config.json. Raises ModelError if it is
+    not pi0's."""
     folder = local_folder(path, "model.path")
     raw = read_json(folder / "config.json", f"model.path={path}")
     kind = raw.get("model_type", raw.get("type"))
     if kind == "pi05":
         raise ModelError(
-            f"model.path={path} is a model of type 'pi05', which is not supported: its expert is conditioned on time by its norms, "
-            "and reads the state as text; choose a pi0 folder"
+            f"model.path={path} is a model of type 'pi05', which is not supported: its expert is "
+            "conditioned on time by its norms, and reads the state as text; choose a pi0 folder"
         )
     if kind != "pi0":
         raise ModelError(
-            f"model.path={path} is a model of type {kind!r}, not pi0; choose a pi0 folder, or set model.vla.kind to the folder's kind"
+            f"model.path={path} is a model of type {kind!r}, not pi0; choose a pi0 folder, or set "
+            "model.vla.kind to the folder's kind"
         )
     return folder, raw
 
@@ -101,8 +105,9 @@ class _Prefix:
 
 
 class Pi0Policy(VlaPolicy):
-    """`inputs` has the denoised `chain` of a decision: under flow_sde [2, C, D], before and after its stochastic `step`;
-    under flow_noise all [K + 1, C, D]. C and D are the chunk size and width of the model."""
+    """`inputs` has the denoised `chain` of a decision: under flow_sde [2, C, D], before and after its
+    stochastic `step`; under flow_noise all [K + 1, C, D]. C and D are the chunk size and width of the
+    model."""
 
     module: PI0ForConditionalGeneration
     width = 1
@@ -119,13 +124,14 @@ class Pi0Policy(VlaPolicy):
         """`seed` is that of the noise network's weights."""
         if level != "chunk":
             raise ModelError(
-                f"algorithm.logprob_level={level}, but a denoising step of pi0 has one log-prob for the whole chunk; set it to chunk"
+                f"algorithm.logprob_level={level}, but a denoising step of pi0 has one log-prob for the "
+                "whole chunk; set it to chunk"
             )
         sizes, config = module.config, processor.config
         if config.num_action_chunks > sizes.chunk_size or config.action_dim > sizes.max_action_dim:
             raise ModelError(
-                f"model.vla.num_action_chunks={config.num_action_chunks} and action_dim={config.action_dim} exceed the "
-                f"checkpoint's {sizes.chunk_size} and {sizes.max_action_dim}; lower them"
+                f"model.vla.num_action_chunks={config.num_action_chunks} and action_dim={config.action_dim} "
+                f"exceed the checkpoint's {sizes.chunk_size} and {sizes.max_action_dim}; lower them"
             )
         super().__init__(module, processor, entropy_level)
         self._chunk, self._size = sizes.chunk_size, sizes.max_action_dim
@@ -148,7 +154,8 @@ class Pi0Policy(VlaPolicy):
         return self.module.action_out_proj.in_features
 
     def features(self, observations: Tensors) -> Tensor:
-        """The expert's last hidden state at the robot's state, which attends to images and instruction, but not to actions."""
+        """The expert's last hidden state at the robot's state, which attends to images and instruction, but
+        not to actions."""
         embedded = self.module.embed_action_time.state_proj(self._state(observations))
         return self._expert(self._prefix(observations), embedded.unsqueeze(1))[:, 0]
 
@@ -252,7 +259,8 @@ class Pi0Policy(VlaPolicy):
     def _velocity(
         self, prefix: _Prefix, observations: Tensors, x: Tensor, step: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Velocity [B, C, D] at `x`, before denoising step `step` [B], the expert's output [B, C, W], and `features`."""
+        """Velocity [B, C, D] at `x`, before denoising step `step` [B], the expert's output [B, C, W], and
+        `features`."""
         t = 1 - step.float() / self.config.denoise_steps
         state = self._state(observations)
         out = self._expert(prefix, self.module.embed_action_time(state, x.to(state.dtype), t))
@@ -260,7 +268,8 @@ class Pi0Policy(VlaPolicy):
         return self.module.action_out_proj(out).float(), out, features
 
     def _expert(self, prefix: _Prefix, embeddings: Tensor) -> Tensor:
-        """Last hidden states of the expert at `embeddings` [B, N, W], the first of which is that of the state."""
+        """Last hidden states of the expert at `embeddings` [B, N, W], the first of which is that of the
+        state."""
         mask = prefix.mask.long()
         out = self.module.model(
             action_embeds=embeddings, attention_mask=mask, past_key_values=prefix.cache
@@ -279,8 +288,8 @@ class Pi0Policy(VlaPolicy):
 
 
 def transition(config: VlaConfig, x: Tensor, velocity: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [B, C, D] of what follows `x` [B, C, D] after denoising step `step` [B], and its deviation [B, 1, 1] under
-    flow_sde, 0 under flow_noise; see above."""
+    """Mean [B, C, D] of what follows `x` [B, C, D] after denoising step `step` [B], and its deviation [B, 1,
+    1] under flow_sde, 0 under flow_noise; see above."""
     d = 1 / config.denoise_steps
     t = (1 - step.float() * d)[:, None, None]
     x0, x1 = x - velocity * t, x + velocity * (1 - t)
@@ -293,11 +302,12 @@ def transition(config: VlaConfig, x: Tensor, velocity: Tensor, step: Tensor) -> 
 
 
 def demonstrated(config: VlaConfig, actions: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """Inputs of Pi0Policy, one per chunk of normalized actions [B, C, D], on the straight way from random noise to the chunk.
+    """Inputs of Pi0Policy, one per chunk of normalized actions [B, C, D], on the straight way from random
+    noise to the chunk.
 
-    The log-prob of such a chain is, up to a constant, minus the squared error of the velocity, with a weight for each
-    step. Under flow_sde steps are drawn with the inverse of this weight as probability, so that the expected loss is that of flow
-    matching, at the times of the steps.
+    The log-prob of such a chain is, up to a constant, minus the squared error of the velocity, with a weight
+    for each step. Under flow_sde steps are drawn with the inverse of this weight as probability, so that the
+    expected loss is that of flow matching, at the times of the steps.
     """
     count, num_steps = len(actions), config.denoise_steps
     noise = torch.randn(actions.shape, generator=generator)

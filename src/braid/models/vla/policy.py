@@ -1,4 +1,5 @@
-"""Vision-language-action policies, which may predict values too, as training and the simulators' engine need them."""
+"""Vision-language-action policies, which may predict values too, as training and the simulators' engine need
+them."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ _HIDDEN = (512, 128)
 class Processor:
     """Turns a simulator's observations and actions into what a policy's module reads, and back.
 
-    `actions` and `state` are the ranges of normalized numbers; `state` is None for a model that reads none. `num_bins`
-    is the number of OpenVLA's action tokens.
+    `actions` and `state` are the ranges of normalized numbers; `state` is None for a model that reads none.
+    `num_bins` is the number of OpenVLA's action tokens.
     """
 
     def __init__(
@@ -62,19 +63,21 @@ class Processor:
         if spaces.actions.kind != "continuous" or spaces.actions.size != config.action_dim:
             has = f"{spaces.actions.size} {spaces.actions.kind}"
             raise ModelError(
-                f"model.vla.action_dim={config.action_dim}, but the environment has {has} action dimensions; set it to the "
-                "environment's, and use one with continuous actions"
+                f"model.vla.action_dim={config.action_dim}, but the environment has {has} action "
+                "dimensions; set it to the environment's, and use one with continuous actions"
             )
         if len(spaces.images) < config.num_images:
             raise ModelError(
-                f"model.vla.num_images={config.num_images}, but the environment's observations have {len(spaces.images)} images "
-                f"({', '.join(spaces.images) or 'none'}); lower it, or choose another environment"
+                f"model.vla.num_images={config.num_images}, but the environment's observations have "
+                f"{len(spaces.images)} images ({', '.join(spaces.images) or 'none'}); lower it, or choose "
+                "another environment"
             )
         if state is not None and len(state.low) != spaces.state_size:
             without = "" if config.kind == "pi0" else ", or set model.vla.use_proprio=false"
             raise ModelError(
-                f"the checkpoint's statistics are those of a state of {len(state.low)} numbers, but the environment's has "
-                f"{spaces.state_size}; choose another model.vla.unnorm_key or environment{without}"
+                f"the checkpoint's statistics are those of a state of {len(state.low)} numbers, but the "
+                f"environment's has {spaces.state_size}; choose another model.vla.unnorm_key or "
+                f"environment{without}"
             )
         self.config, self.actions, self.num_bins = config, actions, num_bins
         self.images = list(spaces.images)[: config.num_images]
@@ -120,8 +123,9 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class VlaPolicy(TrainableModel):
-    """A distribution over chunks of `num_action_chunks` actions, given images, an instruction, and for some models a
-    state. A decision is `width` positions of a row; entropies are those of `entropy_level` (see base.at_level)."""
+    """A distribution over chunks of `num_action_chunks` actions, given images, an instruction, and for some
+    models a state. A decision is `width` positions of a row; entropies are those of `entropy_level` (see
+    base.at_level)."""
 
     width: int
     num_uniforms: int
@@ -144,8 +148,8 @@ class VlaPolicy(TrainableModel):
         normalizes: bool = False,
         detaches: Detaching = "never",
     ) -> None:
-        """Add a perceptron that predicts values from `features`. `seed` is that of the weights, `num_values` and
-        `normalizes` as in ValueHead."""
+        """Add a perceptron that predicts values from `features`. `seed` is that of the weights, `num_values`
+        and `normalizes` as in ValueHead."""
         if name == "value_layers" or hasattr(self.module, name):
             raise taken_name(name)
         like = next(self.module.parameters())
@@ -179,8 +183,8 @@ class VlaPolicy(TrainableModel):
 
     @abstractmethod
     def evaluate(self, observations: Tensors, inputs: Tensors) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs and entropies [K, P] of decisions from their observations [K, ...] and `inputs` [K, P, ...], and
-        their `features`."""
+        """Log-probs and entropies [K, P] of decisions from their observations [K, ...] and `inputs` [K, P,
+        ...], and their `features`."""
 
     def _entropies(self, of_numbers: Tensor) -> Tensor:
         """[K, H * A] -> [K, P]"""
@@ -217,8 +221,8 @@ class VlaPolicy(TrainableModel):
         return Acted(unnormalized, named, logprobs.float().cpu().numpy())
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; `values` and `value_deviation` [T] of each
-        position's observation, of the final ones only without log-probs and entropies."""
+        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; `values` and `value_deviation` [T] of
+        each position's observation, of the final ones only without log-probs and entropies."""
         assert batch.observed is not None, "batches of simulators have observations"
         if outputs <= VALUES:
             (features,) = self._in_parts(lambda part: (self.features(part),), batch.observations)
@@ -255,8 +259,8 @@ class VlaPolicy(TrainableModel):
         return self.value_head.of_observations(self.value_head(hidden), batch, outputs)
 
     def _in_parts(self, function: Any, *named: Tensors) -> tuple[Tensor, ...]:
-        """Call the function; with gradient checkpointing for a few observations at a time, each part computed again in the
-        backward pass."""
+        """Call the function; with gradient checkpointing for a few observations at a time, each part computed
+        again in the backward pass."""
         if not (self._recomputes and torch.is_grad_enabled()):
             return function(*named)
         count, size = len(next(iter(named[0].values()))), _RECOMPUTED
@@ -315,8 +319,9 @@ class OpenVlaPolicy(VlaPolicy):
         config = processor.config
         if config.kind == "openvla_oft" and config.form is None:
             raise ModelError(
-                "model.vla.form is not set, and the files of an OpenVLA-OFT checkpoint don't say which code fine-tuned it; set it to "
-                "official (moojink/openvla-oft) or rlinf: with the wrong one, success drops without an error"
+                "model.vla.form is not set, and the files of an OpenVLA-OFT checkpoint don't say which "
+                "code fine-tuned it; set it to official (moojink/openvla-oft) or rlinf: with the wrong "
+                "one, success drops without an error"
             )
         super().__init__(module, processor, entropy_level)
         self.num_uniforms = config.num_action_chunks * config.action_dim
@@ -378,7 +383,8 @@ class OpenVlaPolicy(VlaPolicy):
         )
 
     def _states(self, observations: Tensors, bins: Tensor | None) -> Tensor:
-        """Hidden states that predict the action tokens; those of OpenVLA depend on `bins`, the first one's aside."""
+        """Hidden states that predict the action tokens; those of OpenVLA depend on `bins`, the first one's
+        aside."""
         prefix, mask = self._prefix(observations)
         if self.config.kind == "openvla":
             written = prefix.new_zeros(len(prefix), 1, dtype=torch.long) if bins is None else bins

@@ -17,8 +17,8 @@ _CROP_AREA = 0.9
 
 @dataclass(frozen=True, slots=True)
 class TowerSizes:
-    """Sizes of a vision transformer. With `registers` (DINOv2) there is a class token, that many registers, and
-    LayerScale; without (SigLIP) patches alone, and an attention pool that OpenVLA does not use."""
+    """Sizes of a vision transformer. With `registers` (DINOv2) there is a class token, that many registers,
+    and LayerScale; without (SigLIP) patches alone, and an attention pool that OpenVLA does not use."""
 
     width: int
     depth: int
@@ -41,8 +41,8 @@ TOWERS = {
 
 
 class Tower(nn.Module):
-    """Patch features [B, N, width] of images: the output of the second last block, without prefix tokens and final norm.
-    What comes after that block is part of a checkpoint, but never runs."""
+    """Patch features [B, N, width] of images: the output of the second last block, without prefix tokens and
+    final norm. What comes after that block is part of a checkpoint, but never runs."""
 
     def __init__(self, sizes: TowerSizes, image_size: int) -> None:
         super().__init__()
@@ -134,8 +134,8 @@ class VisionBackbone(nn.Module):
         return [tower for tower in self.children() if isinstance(tower, Tower)]
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images [B, I, 3, h, w] with pixels from 0 to 1 -> [B, I * N, width of all towers]: the patches of one image
-        after those of the other."""
+        """Images [B, I, 3, h, w] with pixels from 0 to 1 -> [B, I * N, width of all towers]: the patches of
+        one image after those of the other."""
         flat = images.flatten(0, 1)
         features = [tower(_normalized(flat, *tower.sizes.normalization)) for tower in self.towers]
         return torch.cat(features, dim=-1).unflatten(0, images.shape[:2]).flatten(1, 2)
@@ -149,8 +149,9 @@ def _normalized(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> 
 def prepared(images: Tensor, image_size: int, *, center_crop: bool) -> Tensor:
     """uint8 [B, I, h, w, 3] -> float32 [B, I, 3, image_size, image_size] from 0 to 1.
 
-    Resized bicubically without regard to the aspect ratio (`resize-naive`). `center_crop` takes the central 90 % of the
-    area, as policies trained with random crops need, with the sampling points of tf.image.crop_and_resize.
+    Resized bicubically without regard to the aspect ratio (`resize-naive`). `center_crop` takes the central
+    90 % of the area, as policies trained with random crops need, with the sampling points of
+    tf.image.crop_and_resize.
     """
     flat = images.flatten(0, 1).permute(0, 3, 1, 2).float()
     size = (image_size, image_size)

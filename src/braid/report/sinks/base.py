@@ -38,9 +38,9 @@ class Tracker:
 
 
 def run_id(file: Path) -> str:
-    """The tracker's id of the run, kept in `file` with the folder that it was made in: a resumed run continues the same one, also
-    in a folder that was moved. A copy, whose original is still there, gets an id of its own: its rounds would be written into the
-    original's curves."""
+    """The tracker's id of the run, kept in `file` with the folder that it was made in: a resumed run
+    continues the same one, also in a folder that was moved. A copy, whose original is still there, gets an id
+    of its own: its rounds would be written into the original's curves."""
     folder = file.parent.resolve()
     name, made_in = _read_id(file)
     if name is not None and made_in in (folder, None):

@@ -34,8 +34,8 @@ ROUNDS_FOR_RATE = 20
 """Number of latest rounds from which the remaining time is estimated."""
 
 EVAL_MEAN, ACCURACY = "eval/all/mean", "eval/all/pass@1"
-"""EVAL_MEAN stands for eval/all/mean@n with any n, and is hidden if it equals the accuracy. An accuracy of 0 beside another
-mean is hidden: rewards are dense, or partial so far."""
+"""EVAL_MEAN stands for eval/all/mean@n with any n, and is hidden if it equals the accuracy. An accuracy of 0
+beside another mean is hidden: rewards are dense, or partial so far."""
 EVAL_RANGE = "eval/all/reward_min", "eval/all/reward_max"
 
 

@@ -28,8 +28,8 @@ class JsonlSink:
                 os.fsync(file.fileno())
         except OSError as error:
             raise ReportError(
-                f"cannot write round {round_} to {self._path}: {error.strerror}; {disk_fix(error)}, then resume with "
-                "run.resume=latest"
+                f"cannot write round {round_} to {self._path}: {error.strerror}; {disk_fix(error)}, then "
+                "resume with run.resume=latest"
             ) from error
 
     def close(self) -> None:

@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of an episode. `max_context_tokens` bounds prompt, turns and replies together: a turn gets no more
-    tokens than are left, and an episode that runs out of tokens or turns is truncated. A turn cut by its own limit
-    ends the episode too, unless `continues_cut_turns`."""
+    """Limits of an episode. `max_context_tokens` bounds prompt, turns and replies together: a turn gets no
+    more tokens than are left, and an episode that runs out of tokens or turns is truncated. A turn cut by its
+    own limit ends the episode too, unless `continues_cut_turns`."""
 
     max_context_tokens: int
     max_turns: int | None
@@ -45,8 +45,8 @@ class Limits:
 class AgentDriver:
     """Turns prompts into groups of trajectories with an engine and one fresh environment per trajectory.
 
-    A trajectory whose environment or engine fails is sampled anew up to `retries` times, with other random numbers,
-    then left invalid with the reason of its last failure.
+    A trajectory whose environment or engine fails is sampled anew up to `retries` times, with other random
+    numbers, then left invalid with the reason of its last failure.
     """
 
     engine: RolloutEngine
@@ -244,8 +244,8 @@ class _Seats(dict[str, "_Seat"]):
 
 
 class _Seat:
-    """See envs.agents.base.Seat. `failure` is the engine's error, which `run` may not handle; `over` is the limit that
-    was reached."""
+    """See envs.agents.base.Seat. `failure` is the engine's error, which `run` may not handle; `over` is the
+    limit that was reached."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""The program driver: a user's program plays each episode, and calls the policy through the session server."""
+"""The program driver: a user's program plays each episode, and calls the policy through the session
+server."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ from braid.users import described, is_the_users
 class ProgramDriver:
     """Turns prompts into groups of trajectories, each of which `program` plays.
 
-    `max_context_tokens` bounds each context, `max_turns` the calls of an episode. A trajectory whose program fails or takes longer than `timeout_s` is
-    sampled anew up to `retries` times, then left invalid with the reason of its last failure. If it fails because a
-    limit refused its last call, it is truncated instead. With `needs_reward` the program has to give a reward.
+    `max_context_tokens` bounds each context, `max_turns` the calls of an episode. A trajectory whose program
+    fails or takes longer than `timeout_s` is sampled anew up to `retries` times, then left invalid with the
+    reason of its last failure. If it fails because a limit refused its last call, it is truncated instead.
+    With `needs_reward` the program has to give a reward.
     """
 
     server: SessionServer
@@ -69,7 +71,8 @@ class ProgramDriver:
         return trajectory
 
     async def _play(self, prompt: Prompt, session: Session, seed: int) -> object:
-        """Run the program; returns its reward. Raises EnvError if it fails, unless a limit has refused its last call."""
+        """Run the program; returns its reward. Raises EnvError if it fails, unless a limit has refused its
+        last call."""
         async with self.server.open(session) as (base_url, api_key):
             deadline = asyncio.timeout(self.timeout_s)
             try:

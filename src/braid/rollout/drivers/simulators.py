@@ -13,11 +13,11 @@ from braid.types import Group, Prompt, Trajectory
 class SimulatorDriver:
     """Turns prompts (reset states) into groups of episodes, played by `engine`.
 
-    All episodes of a group start from the same reset seed, drawn from the run's seed and the group's key, unless the
-    prompt has one; without `shares_reset` each has a different seed. If `temperature` is None, the policy takes its most
-    probable actions. A sample is one episode of at most `max_decisions`, or with `auto_reset` as many as fit into
-    them, of which the last one may be cut; an invalid episode ends it too. The first episodes of the first
-    `num_filmed` prompts of each round are filmed, or of each `film_every`-th.
+    All episodes of a group start from the same reset seed, drawn from the run's seed and the group's key,
+    unless the prompt has one; without `shares_reset` each has a different seed. If `temperature` is None, the
+    policy takes its most probable actions. A sample is one episode of at most `max_decisions`, or with
+    `auto_reset` as many as fit into them, of which the last one may be cut; an invalid episode ends it too.
+    The first episodes of the first `num_filmed` prompts of each round are filmed, or of each `film_every`-th.
     """
 
     engine: SimulatorEngine

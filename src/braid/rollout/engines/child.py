@@ -40,8 +40,8 @@ class Child:
     ) -> None:
         """Start `command`. `environment` extends this process's environment. Output is appended to `log`. The
         child must not outlive this process (guard.end_group): with `pass_fds` the command itself detects its
-        death by the inherited descriptors, otherwise it runs under a guard process. `folder` has the child's temporary files,
-        and is removed when the child is stopped."""
+        death by the inherited descriptors, otherwise it runs under a guard process. `folder` has the child's
+        temporary files, and is removed when the child is stopped."""
         self.log, self._folder = log, folder
         if folder is not None:
             environment = {**environment, FOLDER: str(folder)}

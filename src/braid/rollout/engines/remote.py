@@ -28,8 +28,8 @@ PARTS: tuple[Part, ...] = ("weights", "kv_cache")
 Answer = tuple[list[int], list[float], StopReason | Literal["abort"]]
 """Tokens, their log-probs, and the stop reason."""
 _AGAIN_S = 0.5
-"""Time after which requests that an interrupt did not end, since they were still on their way, are interrupted
-again."""
+"""Time after which requests that an interrupt did not end, since they were still on their way, are
+interrupted again."""
 _WHY_S = 2.0
 """Time to wait for an engine's error after a failed weight transfer."""
 
@@ -219,8 +219,8 @@ class RemoteEngine(SyncedEngine):
     def _check_finite(self, logprobs: Iterable[float], version: int) -> None:
         if not all(map(math.isfinite, logprobs)):
             raise EngineError(
-                f"{self.name} gave log-probs that are not finite (policy version {version}); the policy's weights have "
-                "diverged, or overflow in the engine's dtype"
+                f"{self.name} gave log-probs that are not finite (policy version {version}); the policy's "
+                "weights have diverged, or overflow in the engine's dtype"
             )
 
 

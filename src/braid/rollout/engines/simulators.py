@@ -1,10 +1,10 @@
 """Plays episodes of a simulator with the policy.
 
-Whole episodes, as many at a time as the simulator has slots, in lock step; a free slot starts the next waiting
-episode, whichever group it belongs to. The slots may be split into stages, each in lock step: while one is stepped, the
-actions of another are computed. An episode's reset state depends only on its prompt's number, and the
-random numbers of an action only on episode and decision, so results depend neither on the number of slots nor
-on which episodes ran side by side.
+Whole episodes, as many at a time as the simulator has slots, in lock step; a free slot starts the next
+waiting episode, whichever group it belongs to. The slots may be split into stages, each in lock step: while
+one is stepped, the actions of another are computed. An episode's reset state depends only on its prompt's
+number, and the random numbers of an action only on episode and decision, so results depend neither on the
+number of slots nor on which episodes ran side by side.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Rows = slice | NDArray[np.int64]
 class ActingPolicy(Protocol):
     """A policy as the engine needs it (such as models.mlp.MlpPolicy).
 
-    `observe` returns the part of observations [E, ...] that `act` and the model's forward pass read; a text policy adds
-    the tokens of the instructions. `act` takes its result, and uniform random numbers [E, num_uniforms] in [0, 1), or
-    None for the likeliest actions. `temperature` is that of actions which are tokens; None: that of training.
-    Observations are arrays, or tensors on the simulator's device.
+    `observe` returns the part of observations [E, ...] that `act` and the model's forward pass read; a text
+    policy adds the tokens of the instructions. `act` takes its result, and uniform random numbers [E,
+    num_uniforms] in [0, 1), or None for the likeliest actions. `temperature` is that of actions which are
+    tokens; None: that of training. Observations are arrays, or tensors on the simulator's device.
     """
 
     @property
@@ -75,10 +75,10 @@ class SimulatorEngine(SteppedEngine):
         num_stages: int = 1,
         offloads: bool = False,
     ) -> None:
-        """An episode whose environment fails is restarted up to `retries` times, with other actions, then left
-        invalid. With `owns_weights` the engine keeps a copy of the policy, updated by `set_weights`. Several stages
-        only gain time with an Overlapping simulator. With `offloads`, `sleep` closes the simulator, which a reset has to
-        open again."""
+        """An episode whose environment fails is restarted up to `retries` times, with other actions, then
+        left invalid. With `owns_weights` the engine keeps a copy of the policy, updated by `set_weights`.
+        Several stages only gain time with an Overlapping simulator. With `offloads`, `sleep` closes the
+        simulator, which a reset has to open again."""
         super().__init__()
         self._offloads = offloads
         self._simulator = simulator
@@ -146,8 +146,8 @@ class SimulatorEngine(SteppedEngine):
         return bool(self._running or (self._waiting and self._waiting[0].attempt))
 
     def _step(self) -> None:
-        """In each stage: finish its call of the simulator; then begin the next, which starts an episode in each free
-        slot, or else is a decision of every running episode."""
+        """In each stage: finish its call of the simulator; then begin the next, which starts an episode in
+        each free slot, or else is a decision of every running episode."""
         for stage in self._stages:
             if stage.finish is not None:
                 finish, stage.finish = stage.finish, None
@@ -193,7 +193,8 @@ class SimulatorEngine(SteppedEngine):
         return bool(started)
 
     def _record(self, stage: _Stage, tick: Tick) -> None:
-        """Record the result of the stage's call. Episodes that were cancelled since are not running any more."""
+        """Record the result of the stage's call. Episodes that were cancelled since are not running any
+        more."""
         stage.decision += stage.acts
         going = {slot: e for slot, e in stage.episodes.items() if self._running.get(slot) is e}
         for slot, reason in tick.failures.items():
@@ -262,8 +263,8 @@ class SimulatorEngine(SteppedEngine):
 
 
 class _Log:
-    """The decisions of E environments, by number: arrays [E, ...] by name, or tensors on their device. They are kept in
-    blocks of consecutive decisions."""
+    """The decisions of E environments, by number: arrays [E, ...] by name, or tensors on their device. They
+    are kept in blocks of consecutive decisions."""
 
     def __init__(self, num_envs: int) -> None:
         self._num_envs, self._blocks = num_envs, dict[tuple[str, int], Any]()
@@ -323,8 +324,9 @@ def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Stage:
-    """Slots that are stepped together. `decision` is the number of the next one, which `log` has by row. `finish` waits for
-    the result of the call that has begun, of `episodes`: a decision if the stage `acts`, else a reset."""
+    """Slots that are stepped together. `decision` is the number of the next one, which `log` has by row.
+    `finish` waits for the result of the call that has begun, of `episodes`: a decision if the stage `acts`,
+    else a reset."""
 
     def __init__(self, slots: range) -> None:
         self.slots, self.log, self.decision = slots, _Log(len(slots)), 0
@@ -346,9 +348,10 @@ class _Stage:
 @dataclass(slots=True, eq=False)
 class Episode:
     """An episode and its record so far. `key` is (seed, *key of the call, number of the prompt). With a
-    `temperature` of None the policy takes its most probable actions; with `is_filmed` the trajectory has a recording.
-    After `max_decisions` it is truncated. `first_attempt` is the number of attempts at earlier episodes of the same
-    sample, and `own_reset` its number among them if it does not begin in the group's reset state."""
+    `temperature` of None the policy takes its most probable actions; with `is_filmed` the trajectory has a
+    recording. After `max_decisions` it is truncated. `first_attempt` is the number of attempts at earlier
+    episodes of the same sample, and `own_reset` its number among them if it does not begin in the group's
+    reset state."""
 
     prompt: Prompt
     sample: int

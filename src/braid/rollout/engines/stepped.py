@@ -1,5 +1,5 @@
-"""Base class of engines in this process: an asyncio task steps the engine while anything is pending, yields to
-other tasks between steps, and switches to new weights between two steps."""
+"""Base class of engines in this process: an asyncio task steps the engine while anything is pending, yields
+to other tasks between steps, and switches to new weights between two steps."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class SteppedEngine(ABC):
         self._check_usable()
         if load is None and self.shares_weights and self.num_pending:
             raise EngineError(
-                f"cannot sync version {version} while {self.num_pending} requests run on the trainer's own tensors; await "
-                "them first, or create the engine with owns_weights=True"
+                f"cannot sync version {version} while {self.num_pending} requests run on the trainer's own "
+                "tensors; await them first, or create the engine with owns_weights=True"
             )
         switch = _Switch(version, when, load, asyncio.get_running_loop().create_future())
         self._switches.append(switch)

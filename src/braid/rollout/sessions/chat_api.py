@@ -1,7 +1,8 @@
 """OpenAI's chat completions: requests are read and checked, answers written.
 
-The run decides how tokens are sampled, since training needs the log-probs of that distribution. Other sampling options
-of a request are ignored with a warning; options that change the form of the answer are refused.
+The run decides how tokens are sampled, since training needs the log-probs of that distribution. Other
+sampling options of a request are ignored with a warning; options that change the form of the answer are
+refused.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ class ChatRequest(BaseModel, extra="allow"):
         return self
 
     def lacks_call(self, action: Action) -> bool:
-        """Whether a turn has no valid call of a tool that `tool_choice` demands. Sampling is not constrained to one."""
+        """Whether a turn has no valid call of a tool that `tool_choice` demands. Sampling is not constrained
+        to one."""
         called = {call.name for call in action.tool_calls if call.status == "ok"}
         if isinstance(self.tool_choice, _NamedTool):
             return self.tool_choice.function.name not in called
@@ -209,7 +211,8 @@ def _checked(reads: Callable[[], M]) -> M:
 
 
 def read_reward(value: object) -> float | dict[str, float]:
-    """A reward, or several by name, whose sum is the reward. Raises RequestError unless all are finite numbers."""
+    """A reward, or several by name, whose sum is the reward. Raises RequestError unless all are finite
+    numbers."""
     try:
         if isinstance(value, Mapping):
             return {str(name): as_score(one) for name, one in value.items()}
@@ -238,7 +241,8 @@ def answered(before: bytes, answer: Mapping[str, Any]) -> bytes:
 
 
 def _with(before: bytes, message: Message) -> bytes:
-    """Messages of the assistant are the same if their tool calls are, and their text but for white space around it."""
+    """Messages of the assistant are the same if their tool calls are, and their text but for white space
+    around it."""
     said = {k: v for k, v in message.items() if k != "reasoning_content"}
     if message["role"] == "assistant":
         said["content"] = message["content"].strip()
@@ -250,8 +254,8 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 def message_of(action: Action, stops: Sequence[str] = ()) -> dict[str, Any]:
-    """The policy's turn as a message, cut before the first of the request's stop strings. Malformed tool calls are
-    left out; if all are malformed the whole turn is text, for the program to see the mistake."""
+    """The policy's turn as a message, cut before the first of the request's stop strings. Malformed tool
+    calls are left out; if all are malformed the whole turn is text, for the program to see the mistake."""
     calls = [call for call in action.tool_calls if call.status == "ok"]
     if action.tool_calls and not calls:
         return {"role": "assistant", "content": action.raw_text}
@@ -271,7 +275,8 @@ def message_of(action: Action, stops: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def as_chunks(answer: Mapping[str, Any], request: ChatRequest) -> Iterator[dict[str, Any]]:
-    """An answer as the chunks of a stream: one with the message, one with the finish reason, one with the usage."""
+    """An answer as the chunks of a stream: one with the message, one with the finish reason, one with the
+    usage."""
     (choice,) = answer["choices"]
     message = dict(choice["message"])
     if "tool_calls" in message:

@@ -1,7 +1,7 @@
 """Connections of the session server: how many there may be, and how long one may take to say what it wants.
 
-A client without a key can hold a connection no longer than HEADERS_S: then it has sent no request, or one that was
-refused, after which the server closes it.
+A client without a key can hold a connection no longer than HEADERS_S: then it has sent no request, or one
+that was refused, after which the server closes it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _last_log_s: dict[str, float] = {}
 
 
 class Connection(H11Protocol):
-    """A connection of at most `max_connections`. Beyond them the oldest that has sent no request is closed, or the new
-    one if all have."""
+    """A connection of at most `max_connections`. Beyond them the oldest that has sent no request is closed,
+    or the new one if all have."""
 
     def __init__(self, *args: Any, max_connections: int, **options: Any) -> None:
         super().__init__(*args, **options)

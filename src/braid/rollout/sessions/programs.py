@@ -18,8 +18,8 @@ from braid.processes import guarded, kill, kill_group, with_variable
 from braid.types import Prompt
 
 Program = Callable[[Prompt, str, str, int], Awaitable[object]]
-"""Plays an episode of a task, given the base URL, the API key and a seed; returns the reward, rewards by name, or None.
-Ends soon after it is cancelled."""
+"""Plays an episode of a task, given the base URL, the API key and a seed; returns the reward, rewards by
+name, or None. Ends soon after it is cancelled."""
 
 _SHOWN_LINES, _SHOWN_BYTES = 5, 4096
 _KILL_S = 10.0
@@ -28,9 +28,9 @@ _KILL_S = 10.0
 async def run_function(
     function: Callable[..., Any], task: Prompt, base_url: str, api_key: str, seed: int
 ) -> object:
-    """Call `function(task, base_url, api_key)`, with `seed=` if it has this parameter or `**kwargs`, in a thread; a coroutine runs on
-    an event loop of its own, so that one that blocks delays no other. A cancelled function keeps its thread until it
-    returns; a cancelled coroutine is cancelled."""
+    """Call `function(task, base_url, api_key)`, with `seed=` if it has this parameter or `**kwargs`, in a
+    thread; a coroutine runs on an event loop of its own, so that one that blocks delays no other. A cancelled
+    function keeps its thread until it returns; a cancelled coroutine is cancelled."""
     parameters = inspect.signature(function).parameters
     takes_seed = "seed" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     options = {"seed": seed} if takes_seed else {}
@@ -65,8 +65,8 @@ def described(task: Prompt) -> str:
 async def run_command(
     argv: Sequence[str], folder: Path, task: Prompt, base_url: str, api_key: str, seed: int
 ) -> None:
-    """Run a command in `folder`. Raises EnvError with the last lines of its error output if it fails. Whatever happens,
-    it and the processes that it started are killed in the end."""
+    """Run a command in `folder`. Raises EnvError with the last lines of its error output if it fails.
+    Whatever happens, it and the processes that it started are killed in the end."""
     variables = {
         "OPENAI_BASE_URL": base_url,
         "OPENAI_API_KEY": api_key,

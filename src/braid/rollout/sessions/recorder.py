@@ -1,9 +1,9 @@
 """The recorder of one episode: answers a program's calls with the policy, and keeps the exact tokens of each.
 
-A call whose messages extend a conversation that was answered before continues its segment: the policy reads the tokens
-that it read and wrote, then those of the new messages. Any other call starts a segment: another agent, a compacted
-history, or a second continuation of the same turn; with `env.thinking=as_template` also a call in which the template drops
-the reasoning of earlier turns.
+A call whose messages extend a conversation that was answered before continues its segment: the policy reads
+the tokens that it read and wrote, then those of the new messages. Any other call starts a segment: another
+agent, a compacted history, or a second continuation of the same turn; with `env.thinking=as_template` also a
+call in which the template drops the reasoning of earlier turns.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A request and its answer, which its retries share. `digest` is that of the body; `num_waiting` clients wait."""
+    """A request and its answer, which its retries share. `digest` is that of the body; `num_waiting` clients
+    wait."""
 
     digest: bytes
     key: tuple[int, int]
@@ -46,8 +47,8 @@ class Call:
 
 @dataclass(slots=True)
 class _Context:
-    """What a call reads: all of its tokens, of which `new` follow the turn `after`. `said` is the fingerprint of its
-    messages, `start` that of the first two."""
+    """What a call reads: all of its tokens, of which `new` follow the turn `after`. `said` is the fingerprint
+    of its messages, `start` that of the first two."""
 
     tools: Sequence[ToolSchema]
     said: bytes
@@ -59,8 +60,8 @@ class _Context:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """An episode while its program runs. `key` seeds the random numbers: those of a call depend on its prompt, and on
-    how many calls with the same prompt were before it."""
+    """An episode while its program runs. `key` seeds the random numbers: those of a call depend on its
+    prompt, and on how many calls with the same prompt were before it."""
 
     engine: RolloutEngine
     chat: ChatFormat
@@ -83,9 +84,9 @@ class Session:
     """Where each conversation that ends with a recorded turn is, by its fingerprint."""
 
     def call(self, request: ChatRequest, digest: bytes, *, is_retry: bool | None) -> Call:
-        """Begin to answer a request, or join the call that it repeats; `leave` it in the end. `is_retry` is None if
-        the client does not say: then a repetition of a call that runs, or of the last one, is taken for a retry.
-        Raises RequestError."""
+        """Begin to answer a request, or join the call that it repeats; `leave` it in the end. `is_retry` is
+        None if the client does not say: then a repetition of a call that runs, or of the last one, is taken
+        for a retry. Raises RequestError."""
         for name, value in (request.model_extra or {}).items():
             if value is not None and getattr(self.sampling, name, None) != value:
                 _warn_once(
@@ -126,8 +127,8 @@ class Session:
         return call
 
     def leave(self, call: Call) -> None:
-        """A client does not wait any more. A call without an answer is forgotten with its last client, and cancelled if
-        it runs."""
+        """A client does not wait any more. A call without an answer is forgotten with its last client, and
+        cancelled if it runs."""
         call.num_waiting -= 1
         if not call.num_waiting and (not call.task.done() or call.turn is None) and call in self._calls:
             call.task.cancel()
@@ -156,8 +157,8 @@ class Session:
     def _extended(
         self, before: list[int], messages: list[Message], said: list[bytes], num: int, tools: list[ToolSchema]
     ) -> list[int]:
-        """Tokens of a conversation whose first `num` messages end with a recorded turn, the last of `before`; `said` are
-        its fingerprints. Raises ModelError."""
+        """Tokens of a conversation whose first `num` messages end with a recorded turn, the last of `before`;
+        `said` are its fingerprints. Raises ModelError."""
         places = {i: self._turns[said[i + 1]] for i in range(num) if said[i + 1] in self._turns}
         sampled = {i: segment.turns[number].output_ids for i, (segment, number) in places.items()}
         if self.chat.thinking == "keep":
@@ -233,8 +234,8 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def write_to(self, trajectory: Trajectory) -> None:
-        """Set the trajectory's segments, in the order of their last turns, its texts and its status. Turns whose
-        answers reached no client are left out."""
+        """Set the trajectory's segments, in the order of their last turns, its texts and its status. Turns
+        whose answers reached no client are left out."""
         lost = {id(call.turn) for call in self._calls if not call.is_delivered}
         for segment in self._segments:
             while segment.turns and id(segment.turns[-1]) in lost:

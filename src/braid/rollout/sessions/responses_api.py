@@ -51,7 +51,8 @@ def _nested(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(items: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Messages of a conversation; reasoning, text and calls that follow each other are one turn of the policy."""
+    """Messages of a conversation; reasoning, text and calls that follow each other are one turn of the
+    policy."""
     turn: dict[str, Any] = {}
     for item in items:
         kind, content = item.get("type", "message"), item.get("content")

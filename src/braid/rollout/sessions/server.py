@@ -1,7 +1,7 @@
 """An OpenAI-compatible server, through which programs play episodes. Each episode has its own API key.
 
-An answer is complete before its first byte is sent, and is then streamed if the client asked for that; comments keep
-the connection open meanwhile.
+An answer is complete before its first byte is sent, and is then streamed if the client asked for that;
+comments keep the connection open meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 32 * 2**20
 _KEEP_ALIVE_S = 5.0
 _IDLE_S = 3600
-"""Time after which idle connections are closed: longer than a program thinks, so that none is as it is used."""
+"""Time after which idle connections are closed: longer than a program thinks, so that none is as it is
+used."""
 _PATHS = "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, POST /v1/reward and, for external programs, POST /v1/end"
 _MOST_CONNECTIONS = 16_384
 _BACKLOG = 64
@@ -49,8 +50,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class SessionServer:
-    """Listens from the first episode on until its event loop ends. `max_episodes` bounds those that run at a time.
-    `external_key` is that of programs elsewhere, which ask for episodes (see `offer`)."""
+    """Listens from the first episode on until its event loop ends. `max_episodes` bounds those that run at a
+    time. `external_key` is that of programs elsewhere, which ask for episodes (see `offer`)."""
 
     def __init__(self, host: str, port: int, *, max_episodes: int, external_key: str | None = None) -> None:
         self._host, self._port, self._max_episodes = host, port, max_episodes
@@ -65,8 +66,8 @@ class SessionServer:
         self._external: dict[str, tuple[dict[str, Any], asyncio.Event]] = {}
 
     async def offer(self, task: Prompt, base_url: str, api_key: str, seed: int) -> None:
-        """A Program that is played elsewhere: the episode is given to the next one that asks (POST /v1/episodes), which
-        ends it (POST /v1/end)."""
+        """A Program that is played elsewhere: the episode is given to the next one that asks (POST
+        /v1/episodes), which ends it (POST /v1/end)."""
         known = {"task": json.loads(described(task)), "seed": seed, "base_url": base_url, "api_key": api_key}
         self._external[api_key] = known, (ended := asyncio.Event())
         self._offers.put_nowait(api_key)
@@ -214,8 +215,8 @@ def _max_connections() -> int:
 
 
 class _Form(NamedTuple):
-    """How requests and answers of a path are written: the request of chat completions that a body is, and their
-    answer as one object and as the events of a stream."""
+    """How requests and answers of a path are written: the request of chat completions that a body is, and
+    their answer as one object and as the events of a stream."""
 
     read: Callable[[bytes], ChatRequest]
     whole: Callable[[Mapping[str, Any]], Mapping[str, Any]]

@@ -265,8 +265,8 @@ def _package(device: torch.device) -> Any:
         import deepspeed  # noqa: TID251  # the import takes seconds
     except ImportError as error:
         raise TrainingError(
-            f"train.backend=deepspeed cannot import the package deepspeed ({error}); install it with DS_BUILD_OPS=0 pip "
-            "install 'braid-rl[deepspeed]', or set train.backend=fsdp2"
+            f"train.backend=deepspeed cannot import the package deepspeed ({error}); install it with "
+            "DS_BUILD_OPS=0 pip install 'braid-rl[deepspeed]', or set train.backend=fsdp2"
         ) from error
     # On CPUs it would compile, for minutes, a communication backend that only inference uses; a killed build
     # leaves a lock on which all later builds wait.

@@ -83,8 +83,8 @@ class FsdpBackend(RankBackend):
         place. It may be in host memory, from where it is moved layer by layer."""
         if kind == "fsdp" and any(recipe.num_experts for recipe in recipes(model.module).values()):
             raise ModelError(
-                "train.backend=fsdp cannot train adapters of routed experts; set train.backend=fsdp2, or model.lora.targets to "
-                "layers beside the experts, such as [q_proj, k_proj, v_proj, o_proj]"
+                "train.backend=fsdp cannot train adapters of routed experts; set train.backend=fsdp2, or "
+                "model.lora.targets to layers beside the experts, such as [q_proj, k_proj, v_proj, o_proj]"
             )
         if config.fsdp.cpu_offload:  # everything is in host memory already
             config = config.model_copy(update={"offload": OffloadConfig()})
@@ -95,7 +95,8 @@ class FsdpBackend(RankBackend):
         mesh = _mesh(config.fsdp, device)
         computes_in = _use_float32_shards(model.module, kind) if total_steps else None
         if computes_in is None and next(iter(whole.values())).dtype == torch.float32:
-            # Gathered in this type: autocast would keep a converted copy of all weights for the backward pass.
+            # Gathered in this type: autocast would keep a converted copy of all weights for the backward
+            # pass.
             computes_in = autocast_dtype(config, device)
         if computes_in or config.fsdp.param_dtype:
             for p in model.module.parameters():
@@ -114,7 +115,8 @@ class FsdpBackend(RankBackend):
         self._take_from_first(whole, boxes)
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
-        """Build the optimizer without master weights, which the shards are. FSDP's are flat, whatever the parameter."""
+        """Build the optimizer without master weights, which the shards are. FSDP's are flat, whatever the
+        parameter."""
         tensors = _tensors_of(self._net)
         matrices = [x for name, x in tensors if len(self._shapes.get(_own_name(name), ())) >= 2]
         return build_optimizer(

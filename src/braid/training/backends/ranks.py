@@ -90,9 +90,9 @@ class RankBackend(SingleBackend):
         dist.broadcast_object_list(first, device=self._device)
         if unlike := described ^ first[0]:
             raise ModelError(
-                f"the weights that rank {dist.get_rank()} builds from the model's config differ from those that rank 0 read from "
-                f"its files, for example {min(name for name, *_ in unlike)}; set model.low_memory_load=false, so that every rank "
-                "reads the files"
+                f"the weights that rank {dist.get_rank()} builds from the model's config differ from those "
+                f"that rank 0 read from its files, for example {min(name for name, *_ in unlike)}; set "
+                "model.low_memory_load=false, so that every rank reads the files"
             )
         for name, tensor in whole.items():
             if dist.get_rank() == 0:

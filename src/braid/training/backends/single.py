@@ -94,7 +94,8 @@ class SingleBackend:
         return self._model
 
     def keep_weights(self) -> None:
-        """Leave the weights on the device regardless of `config.offload`, because they are used elsewhere too."""
+        """Leave the weights on the device regardless of `config.offload`, because they are used elsewhere
+        too."""
         self._leaves_weights = False
 
     def data_place(self) -> tuple[int, int]:
@@ -371,10 +372,11 @@ class SingleBackend:
         if self._skipped_in_row >= self._config.max_skipped_steps:
             finite = self._num_steps - self._skipped_in_row
             raise TrainingError(
-                f"{self._skipped_in_row} consecutive optimizer steps had a loss or gradient that is not finite "
-                f"(train.max_skipped_steps). The last was step {self._num_steps} of {self._total_steps} ({what}); "
-                f"{f'the last finite one was step {finite}' if finite else 'no step was finite'}. Lower train.optimizer.lr, or "
-                "check the stored samples for extreme rewards"
+                f"{self._skipped_in_row} consecutive optimizer steps had a loss or gradient that is not "
+                f"finite (train.max_skipped_steps). The last was step {self._num_steps} of "
+                f"{self._total_steps} ({what}); "
+                f"{f'the last finite one was step {finite}' if finite else 'no step was finite'}. Lower "
+                "train.optimizer.lr, or check the stored samples for extreme rewards"
             )
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -493,7 +495,8 @@ class SingleBackend:
         return {name: Boxes.of(self._masters.get(tensor, tensor)) for name, tensor in self.named_weights()}
 
     def _trained(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parts of the tensors that the optimizer updates, by the parameter's name in the module."""
+        """This rank's parts of the tensors that the optimizer updates, by the parameter's name in the
+        module."""
         return ((name, self._masters.get(p, p)) for name, p in self._model.module.named_parameters())
 
     def _boxes_of(self, name: str, tensor: Tensor) -> Boxes:  # noqa: ARG002

@@ -1,1 +1,2 @@
-"""Stands in for SGLang, which needs a GPU: `python -m sglang.launch_server` with the options that braid gives it."""
+"""Stands in for SGLang, which needs a GPU: `python -m sglang.launch_server` with the options that braid gives
+it."""

@@ -1,4 +1,5 @@
-"""Takes the documented options and no others, reads the model's config from its folder, and serves random weights."""
+"""Takes the documented options and no others, reads the model's config from its folder, and serves random
+weights."""
 
 import argparse
 import signal

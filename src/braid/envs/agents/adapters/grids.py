@@ -1,7 +1,8 @@
-"""FrozenLake and Sokoban with boards of symbols, a new one for each seed, in GEM's protocol: reset(seed) -> (text,
-info), step(text) -> (text, reward, is_done, is_truncated, info), where info["suffix"] is the board.
+"""FrozenLake and Sokoban with boards of symbols, a new one for each seed, in GEM's protocol: reset(seed) ->
+(text, info), step(text) -> (text, reward, is_done, is_truncated, info), where info["suffix"] is the board.
 
-Rewards and symbols are ROLL's. Its FrozenLake draws the start and the goal too; here they are in opposite corners.
+Rewards and symbols are ROLL's. Its FrozenLake draws the start and the goal too; here they are in opposite
+corners.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def _symbols(text: str) -> dict[int, tuple[str, str]]:
 
 
 class _Board(ABC):
-    """A board game with one move per turn: the last group of `action_pattern` in the answer, one of `action_lookup`, in
-    any case. Other answers get `format_penalty`."""
+    """A board game with one move per turn: the last group of `action_pattern` in the answer, one of
+    `action_lookup`, in any case. Other answers get `format_penalty`."""
 
     actions: ClassVar[Mapping[int, str]]
     symbols: ClassVar[Mapping[int, tuple[str, str]]]
@@ -112,8 +113,9 @@ class FrozenLake(_Board):
     actions: ClassVar = {0: "Left", 1: "Down", 2: "Right", 3: "Up"}
     symbols: ClassVar = _symbols("P player, _ empty, O hole, G goal, X player in hole, √ player on goal")
     rules: ClassVar = (
-        "You walk over a frozen lake from the start to the goal. Do not step into a hole. On slippery ice you may move "
-        "in another direction than you want. Answer with one action per turn, such as <answer>Right</answer>."
+        "You walk over a frozen lake from the start to the goal. Do not step into a hole. On slippery ice "
+        "you may move in another direction than you want. Answer with one action per turn, such as "
+        "<answer>Right</answer>."
     )
 
     def __init__(
@@ -153,10 +155,11 @@ _MOVES = {1: (-1, 0), 2: (1, 0), 3: (0, -1), 4: (0, 1)}
 
 
 class Sokoban(_Board):
-    """Push all boxes onto targets: 1 for a box on a target, -1 for one off it, 10 for the last one, -0.1 a turn.
+    """Push all boxes onto targets: 1 for a box on a target, -1 for one off it, 10 for the last one, -0.1 a
+    turn.
 
-    Rooms are solvable: a random walk carves the floor, then boxes are pulled away from the targets at random for
-    `search_depth` moves.
+    Rooms are solvable: a random walk carves the floor, then boxes are pulled away from the targets at random
+    for `search_depth` moves.
     """
 
     actions: ClassVar = {1: "Up", 2: "Down", 3: "Left", 4: "Right"}
@@ -164,9 +167,9 @@ class Sokoban(_Board):
         "# wall, _ empty, O target, √ box on target, X box, P player, S player on target"
     )
     rules: ClassVar = (
-        "You push all boxes onto the targets of a Sokoban puzzle. You push a box by moving towards it from the next "
-        "cell; you cannot push it into a wall or another box, nor pull it. Answer with one action per turn, such as "
-        "<answer>Right</answer>."
+        "You push all boxes onto the targets of a Sokoban puzzle. You push a box by moving towards it from "
+        "the next cell; you cannot push it into a wall or another box, nor pull it. Answer with one action "
+        "per turn, such as <answer>Right</answer>."
     )
 
     def __init__(

@@ -13,8 +13,8 @@ from braid.types import Action, Prompt
 
 
 class Guess:
-    """The first number in an answer is the guess; an answer without one costs a try. The reward is 1 for a hit. See
-    base.AgentEnv."""
+    """The first number in an answer is the guess; an answer without one costs a try. The reward is 1 for a
+    hit. See base.AgentEnv."""
 
     def __init__(self, highest: int = 15, tries: int = 4) -> None:
         self._highest, self._tries = highest, tries

@@ -1,4 +1,5 @@
-"""Gymnasium environments as text: FrozenLake, Blackjack, CliffWalking, Taxi, and others with Discrete or Text spaces."""
+"""Gymnasium environments as text: FrozenLake, Blackjack, CliffWalking, Taxi, and others with Discrete or Text
+spaces."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from . import refused
 
 @dataclass(frozen=True, slots=True)
 class _Game:
-    """The words for actions, in order; the rules, and a state, as the policy reads them. They are short, for small
-    models. `env` is unwrapped."""
+    """The words for actions, in order; the rules, and a state, as the policy reads them. They are short, for
+    small models. `env` is unwrapped."""
 
     actions: tuple[str, ...]
     rules: Callable[[Any], str]
@@ -49,8 +50,8 @@ def _cell(columns: int, state: Any) -> str:
 
 def _cliff_rules(env: Any) -> str:
     return (
-        "Walk from row 3, col 0 to row 3, col 11 of a grid of 4 by 12. Row 3 between them is a cliff: -100, and back to "
-        f"the start. A move costs 1.{' You may slip.' if env.is_slippery else ''}"
+        "Walk from row 3, col 0 to row 3, col 11 of a grid of 4 by 12. Row 3 between them is a cliff: "
+        f"-100, and back to the start. A move costs 1.{' You may slip.' if env.is_slippery else ''}"
     )
 
 
@@ -72,10 +73,11 @@ _GAMES["CliffWalkingSlippery"] = _GAMES["CliffWalking"]
 class GymnasiumText:
     """The policy reads the state and answers with an action's word. See base.AgentEnv.
 
-    The action is the last word in an answer that is one, in any case; with `pattern`, the last match of the regular
-    expression, or of its first group. Any other answer costs a move, gets `invalid_reward`, and is answered with the actions.
-    The episode is truncated after `max_moves` moves. `observation` ansi shows the environment's own rendering, with
-    [X] for highlighted and (X) for coloured cells. Further arguments are those of gymnasium.make.
+    The action is the last word in an answer that is one, in any case; with `pattern`, the last match of the
+    regular expression, or of its first group. Any other answer costs a move, gets `invalid_reward`, and is
+    answered with the actions. The episode is truncated after `max_moves` moves. `observation` ansi shows the
+    environment's own rendering, with [X] for highlighted and (X) for coloured cells. Further arguments are
+    those of gymnasium.make.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Environments on OpenEnv servers, over a WebSocket: OpenEnv's HTTP calls keep no state between reset and step.
+"""Environments on OpenEnv servers, over a WebSocket: OpenEnv's HTTP calls keep no state between reset and
+step.
 
 The protocol is spoken here, since OpenEnv's own client installs its server and a hundred packages.
 """
@@ -23,10 +24,10 @@ _MAX_BYTES = 100 * 2**20
 class OpenEnv:
     """One session on the server at `url`.
 
-    The action that is sent is {`action_key`: the answer}; without `action_key` the answer must be a JSON object. The
-    policy reads the observation's `observation_key`, otherwise all of it as JSON. An action that the server calls
-    invalid is a mistake of the policy, which reads why. `reset` holds further arguments of the reset. See
-    base.AgentEnv.
+    The action that is sent is {`action_key`: the answer}; without `action_key` the answer must be a JSON
+    object. The policy reads the observation's `observation_key`, otherwise all of it as JSON. An action that
+    the server calls invalid is a mistake of the policy, which reads why. `reset` holds further arguments of
+    the reset. See base.AgentEnv.
     """
 
     def __init__(
@@ -76,7 +77,8 @@ class OpenEnv:
             answer = parse_json(await self._socket.recv())
         except ConnectionClosed as error:
             raise EnvError(
-                f"{self._url} closed the session at {kind}; it may serve fewer at a time (max_concurrent_envs)"
+                f"{self._url} closed the session at {kind}; it may serve fewer at a time "
+                "(max_concurrent_envs)"
             ) from error
         if answer["type"] != "error":
             return answer["data"]

@@ -1,4 +1,5 @@
-"""Tasks of reasoning-gym with several attempts: the policy is told that an answer is wrong, and tries again."""
+"""Tasks of reasoning-gym with several attempts: the policy is told that an answer is wrong, and tries
+again."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ _factory = reasoning_gym()
 
 
 class ReasoningGym:
-    """The task is that of the prompt, for data of kind `procedural`; with `generator` and its `params` one is made from
-    the seed. The answer is the text in <answer> tags, otherwise all of it. The reward is the score of the last
-    attempt. Runs in a process: scorers evaluate answers, and may hang. See base.AgentEnv."""
+    """The task is that of the prompt, for data of kind `procedural`; with `generator` and its `params` one is
+    made from the seed. The answer is the text in <answer> tags, otherwise all of it. The reward is the score
+    of the last attempt. Runs in a process: scorers evaluate answers, and may hang. See base.AgentEnv."""
 
     needs_process = True
 

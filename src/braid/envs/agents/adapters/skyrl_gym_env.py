@@ -1,4 +1,5 @@
-"""Environments of skyrl-gym, and classes with its methods, which take their task from the data row and have no seed."""
+"""Environments of skyrl-gym, and classes with its methods, which take their task from the data row and have
+no seed."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from . import check_known, refused
 
 
 class SkyRLGym:
-    """`id` may be "module:id" of a module that registers it, or package.module.Class; the task's field `id_key` takes
-    precedence over it. `extras` are added to the task's fields; environments
-    read `reward_spec` and `max_turns` there. What an environment returns as `postprocessed_action` is ignored, since
-    sampled text is never changed. See base.AgentEnv."""
+    """`id` may be "module:id" of a module that registers it, or package.module.Class; the task's field
+    `id_key` takes precedence over it. `extras` are added to the task's fields; environments read
+    `reward_spec` and `max_turns` there. What an environment returns as `postprocessed_action` is ignored,
+    since sampled text is never changed. See base.AgentEnv."""
 
     def __init__(
         self, id: str, env_config: Mapping[str, Any] | None = None, id_key: str | None = None, **extras: Any
@@ -38,7 +39,8 @@ class SkyRLGym:
             self._env: Any = self._make(env_config=self._config, extras=extras)
         except (AssertionError, KeyError) as error:
             raise EnvError(
-                f"skyrl-gym's {self._id} cannot start: {error}; the task's fields and env.kwargs are {sorted(extras)}"
+                f"skyrl-gym's {self._id} cannot start: {error}; the task's fields and env.kwargs are "
+                f"{sorted(extras)}"
             ) from error
         messages, _ = self._env.init([dict(message) for message in task.messages])
         return Opening(cast("list[Message]", messages))

@@ -18,9 +18,10 @@ from braid.types import Message, Prompt, ToolCall
 from . import refused
 
 PLANNER = (
-    "You solve a task with the help of workers. Call `delegate` once for each question that a worker should look into; calls "
-    "of the same turn are worked on at the same time. Workers see only the subtask that you write, so state all that they "
-    "need to know. When you know the answer, write it without a call."
+    "You solve a task with the help of workers. Call `delegate` once for each question that a worker "
+    "should look into; calls of the same turn are worked on at the same time. Workers see only the subtask "
+    "that you write, so state all that they need to know. When you know the answer, write it without a "
+    "call."
 )
 WORKER = "You work on one question for somebody else. Use your tools if they help, then write your findings in a few sentences."
 LAST = "This is your last turn: answer now, without a call."
@@ -39,10 +40,10 @@ DELEGATE: ToolSchema = {
 
 
 class Team:
-    """`reward.parts` score the planner's last answer. Each subtask goes to a new worker, with its own conversation and its
-    own `tools`. The limits on turns apply in addition to env.max_turns, those on workers and calls to each turn. An empty
-    prompt is left out. `tools`, `tool_timeout_s` and `max_result_characters` are those of env.kind=tools.
-    See base.MultiAgentEnv."""
+    """`reward.parts` score the planner's last answer. Each subtask goes to a new worker, with its own
+    conversation and its own `tools`. The limits on turns apply in addition to env.max_turns, those on workers
+    and calls to each turn. An empty prompt is left out. `tools`, `tool_timeout_s` and `max_result_characters`
+    are those of env.kind=tools. See base.MultiAgentEnv."""
 
     agents = ("planner",)
     shared: ToolEnvs

@@ -31,14 +31,15 @@ _FIELDS = frozenset(
 
 
 class Templated:
-    """`id` is frozen_lake, sokoban (see grids), one of GEM, or package.module.Class with GEM's reset and step; `env_kwargs`
-    are its arguments. See base.AgentEnv.
+    """`id` is frozen_lake, sokoban (see grids), one of GEM, or package.module.Class with GEM's reset and
+    step; `env_kwargs` are its arguments. See base.AgentEnv.
 
-    `template` makes the user message of a turn of {observation} (in the first turn the rules), {suffix} (the state, which is
-    appended to the observation if the template has no place for it), {env_instruction} (the rules), {turn_idx},
-    {current_step}, {step_count}, {actions_left} (of `max_turns`), {max_response_length} (`max_tokens`) and {history}. With
-    `history_length` the policy reads only this message in each turn, which makes a training row of its own; {history}
-    then has the turns before, as many as this less one, and {current_observation} the state.
+    `template` makes the user message of a turn of {observation} (in the first turn the rules), {suffix} (the
+    state, which is appended to the observation if the template has no place for it), {env_instruction} (the
+    rules), {turn_idx}, {current_step}, {step_count}, {actions_left} (of `max_turns`), {max_response_length}
+    (`max_tokens`) and {history}. With `history_length` the policy reads only this message in each turn, which
+    makes a training row of its own; {history} then has the turns before, as many as this less one, and
+    {current_observation} the state.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class Templated:
             raise refused(f"template: {error}") from None
         if unknown := sorted(self._fields - _FIELDS):
             raise refused(
-                f"the template's {', '.join(f'{{{name}}}' for name in unknown)} is unknown; known: {', '.join(sorted(_FIELDS))}"
+                f"the template's {', '.join(f'{{{name}}}' for name in unknown)} is unknown; known: "
+                f"{', '.join(sorted(_FIELDS))}"
             )
         self._template, self._system = template, system
         self._max_turns, self._max_tokens, self._history_length = max_turns, max_tokens, history_length

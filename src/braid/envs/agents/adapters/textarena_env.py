@@ -55,9 +55,10 @@ class _Game:
 
 
 class TextArena:
-    """The policy plays seat `seat`; `opponent` plays the others: "random", or the path of a function of the observation
-    that returns a move (package.module.function). Games for one player need none. Random moves are drawn from those
-    that the game lists as available. `kwargs` are those of textarena.make. See base.AgentEnv."""
+    """The policy plays seat `seat`; `opponent` plays the others: "random", or the path of a function of the
+    observation that returns a move (package.module.function). Games for one player need none. Random moves
+    are drawn from those that the game lists as available. `kwargs` are those of textarena.make. See
+    base.AgentEnv."""
 
     needs_process = True
 
@@ -161,10 +162,10 @@ class _Table:
 
 
 class TextArenaSelfPlay:
-    """The policy plays every seat, as agents `seat0`, `seat1` and so on. With `earlier_opponents` one seat is that of the
-    agent `player`, number `seat` or one drawn by the seed, and earlier weights of the policy play the others, as `opponent1`
-    and so on (`env.opponents`). `timeout_s` is the time limit of a game's reply to a move. `kwargs` are those of
-    textarena.make. See base.MultiAgentEnv."""
+    """The policy plays every seat, as agents `seat0`, `seat1` and so on. With `earlier_opponents` one seat is
+    that of the agent `player`, number `seat` or one drawn by the seed, and earlier weights of the policy play
+    the others, as `opponent1` and so on (`env.opponents`). `timeout_s` is the time limit of a game's reply to
+    a move. `kwargs` are those of textarena.make. See base.MultiAgentEnv."""
 
     shared: HostedEnvs
 

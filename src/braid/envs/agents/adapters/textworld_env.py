@@ -19,9 +19,9 @@ from . import refused
 
 
 class TextWorld:
-    """A game that is made from the seed, or the file `game` (in the task's fields or here). The reward of a turn is what
-    it adds to the score, of which a won game has 1. `has_commands` lists the admissible commands in each turn. Games
-    that are made are kept in `folder`. See base.AgentEnv."""
+    """A game that is made from the seed, or the file `game` (in the task's fields or here). The reward of a
+    turn is what it adds to the score, of which a won game has 1. `has_commands` lists the admissible commands
+    in each turn. Games that are made are kept in `folder`. See base.AgentEnv."""
 
     needs_process = True
 

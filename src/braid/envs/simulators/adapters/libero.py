@@ -1,7 +1,9 @@
-"""LIBERO: 130 language-conditioned tasks of a Panda arm in MuJoCo (Liu et al. 2023, arXiv 2306.03310; package hf-libero).
+"""LIBERO: 130 language-conditioned tasks of a Panda arm in MuJoCo (Liu et al. 2023, arXiv 2306.03310; package
+hf-libero).
 
-Tasks, instructions and initial states are read from the package's files, without importing it: that would ask questions
-on the terminal. Episodes need the assets (meshes, textures, scenes), which the package downloads from the Hub.
+Tasks, instructions and initial states are read from the package's files, without importing it: that would ask
+questions on the terminal. Episodes need the assets (meshes, textures, scenes), which the package downloads
+from the Hub.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ _NUM_WAITS = 10
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A task, its file of objects and goals, and that of its initial states [50, N], MuJoCo's time, positions and
-    velocities."""
+    """A task, its file of objects and goals, and that of its initial states [50, N], MuJoCo's time, positions
+    and velocities."""
 
     name: str
     instruction: str
@@ -53,8 +55,8 @@ class Task:
 
 
 def tasks(suite: str) -> list[Task]:
-    """The tasks of a suite, in the package's order; libero_130 has those of all suites. Raises ConfigError if LIBERO is not
-    installed."""
+    """The tasks of a suite, in the package's order; libero_130 has those of all suites. Raises ConfigError if
+    LIBERO is not installed."""
     folder = _folder()
     table = runpy.run_path(str(folder / "benchmark" / "libero_suite_task_map.py"))["libero_task_map"]
     return [
@@ -70,8 +72,8 @@ def tasks(suite: str) -> list[Task]:
 
 
 class Libero(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
-    """The tasks of a suite, which share their spaces. The seed of a reset is the number of its initial state, modulo
-    their number, counted through all tasks."""
+    """The tasks of a suite, which share their spaces. The seed of a reset is the number of its initial state,
+    modulo their number, counted through all tasks."""
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 20}  # noqa: RUF012  # Gymnasium's
 
@@ -86,7 +88,8 @@ class Libero(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         gripper: str = "signed",
         open_gripper: bool = True,
     ) -> None:
-        """`gripper`, `open_gripper`: see config.env.LiberoEnv. Raises ConfigError for a missing package or missing assets."""
+        """`gripper`, `open_gripper`: see config.env.LiberoEnv. Raises ConfigError for a missing package or
+        missing assets."""
         known = tasks(suite)
         if wrong := [number for number in task_ids or () if number >= len(known)]:
             why = (
@@ -187,7 +190,8 @@ def _check_assets() -> None:
     folder = _folder() / "assets"
     if not folder.is_dir():
         why = (
-            f"LIBERO's assets are not in {folder}; put a copy of its folder of meshes, textures and scenes there (its package "
-            "downloads them from the Hub: python -c 'from libero.libero import get_assets_path as g; print(g())')"
+            f"LIBERO's assets are not in {folder}; put a copy of its folder of meshes, textures and scenes "
+            "there (its package downloads them from the Hub: python -c 'from libero.libero import "
+            "get_assets_path as g; print(g())')"
         )
         raise refused("kind", why)

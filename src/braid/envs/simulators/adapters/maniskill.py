@@ -18,9 +18,9 @@ from braid.envs.simulators.base import as_array, refused
 from .packages import check_known, imported
 
 _IMAGES_NEED = (
-    "ManiSkill cannot create its scene: {error}. It needs a Vulkan device, also for observations without images, since the "
-    "materials of objects are made by its renderer; run on a machine with a GPU and its Vulkan driver, or use another "
-    "environment"
+    "ManiSkill cannot create its scene: {error}. It needs a Vulkan device, also for observations without "
+    "images, since the materials of objects are made by its renderer; run on a machine with a GPU and its "
+    "Vulkan driver, or use another environment"
 )
 
 
@@ -28,12 +28,13 @@ _REWARDS: dict[str, dict[str, float]] = {
     "success": {"success": 1.0},
     "put_on": {"is_src_obj_grasped": 0.1, "consecutive_grasp": 0.1, "success": 1.0},
 }
-"""Own mode of rewards -> share of each of the task's facts. put_on is RLinf's, for tasks that put one object on another."""
+"""Own mode of rewards -> share of each of the task's facts. put_on is RLinf's, for tasks that put one object
+on another."""
 
 
 class _Task:
-    """A scene of `num_envs` copies of a task, its rewards, and its observations: the colour images of all cameras, by their names;
-    everything else is `state` [..., N]. They are tensors on the scene's device."""
+    """A scene of `num_envs` copies of a task, its rewards, and its observations: the colour images of all
+    cameras, by their names; everything else is `state` [..., N]. They are tensors on the scene's device."""
 
     def __init__(
         self,
@@ -134,8 +135,8 @@ class ManiSkill(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         render_mode: str | None = None,
         **options: Any,
     ) -> None:
-        """`max_episode_steps`: the task's own limit when None; `options`: as ManiSkill's environments have them. Raises
-        ConfigError like _Task."""
+        """`max_episode_steps`: the task's own limit when None; `options`: as ManiSkill's environments have
+        them. Raises ConfigError like _Task."""
         self._task = _Task(task, 1, sim_backend="physx_cpu", render_mode=render_mode, **options)
         self._limit = max_episode_steps or self._task.limit
         self.observation_space = self._task.observation_space
@@ -171,8 +172,9 @@ class ManiSkill(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
 class ManiSkillBatch(gymnasium.vector.VectorEnv[dict[str, Any], Any, Any]):
     """`num_envs` environments in one scene, simulated on a GPU. An ended episode waits for its reset.
 
-    A scene that resets several environments draws all their states from the first one's seed, so that they would depend on
-    which others are reset. Here they are reset one by one. Observations, rewards and ends are tensors on the GPU.
+    A scene that resets several environments draws all their states from the first one's seed, so that they
+    would depend on which others are reset. Here they are reset one by one. Observations, rewards and ends are
+    tensors on the GPU.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "autoreset_mode": AutoresetMode.DISABLED}  # noqa: RUF012

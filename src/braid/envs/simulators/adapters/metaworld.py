@@ -23,12 +23,12 @@ _PROPRIOCEPTION = 4
 
 
 class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
-    """One task, such as reach-v3, or a set of them, such as MT50. The seed of a reset alone decides the task, and the places of
-    objects and goal, drawn from the same ranges as the 50 fixed goals of MetaWorld's own benchmarks. A reset to another task
-    loads its scene, which takes about a second.
+    """One task, such as reach-v3, or a set of them, such as MT50. The seed of a reset alone decides the task,
+    and the places of objects and goal, drawn from the same ranges as the 50 fixed goals of MetaWorld's own
+    benchmarks. A reset to another task loads its scene, which takes about a second.
 
-    Without cameras the state is MetaWorld's observation [39], goal included; with cameras only the gripper's position
-    and opening [4], as policies with images have it in LeRobot and RLinf.
+    Without cameras the state is MetaWorld's observation [39], goal included; with cameras only the gripper's
+    position and opening [4], as policies with images have it in LeRobot and RLinf.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 80}  # noqa: RUF012  # Gymnasium's
@@ -46,10 +46,11 @@ class MetaWorld(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         shadows: bool = False,
         render_mode: str | None = None,
     ) -> None:
-        """`reward_mode`: see config.env.MetaworldEnv. `instruction`: the task's name in words when None. `cameras`: name of the image -> MetaWorld's camera (corner,
-        corner2, corner3, corner4, topview, behindGripper, gripperPOV). Without `shadows`, reflections, sky and
-        antialiasing are left out too, which on a CPU is twelve times as fast. Raises ConfigError if there are cameras, or
-        `render_mode` is rgb_array, and OpenGL does not work."""
+        """`reward_mode`: see config.env.MetaworldEnv. `instruction`: the task's name in words when None.
+        `cameras`: name of the image -> MetaWorld's camera (corner, corner2, corner3, corner4, topview,
+        behindGripper, gripperPOV). Without `shadows`, reflections, sky and antialiasing are left out too,
+        which on a CPU is twelve times as fast. Raises ConfigError if there are cameras, or `render_mode` is
+        rgb_array, and OpenGL does not work."""
         try:
             tables = imported("metaworld.env_dict", "MetaWorld", "metaworld")
         except (RuntimeError, AttributeError, OSError) as error:  # of the library that MUJOCO_GL names
@@ -149,7 +150,8 @@ def _sets(tables: Any) -> dict[str, list[str]]:
 class _Renderer:
     """Images of a MuJoCo model, by EGL unless MUJOCO_GL names another (osmesa, glfw).
 
-    mujoco.Renderer chooses the library when mujoco is imported, and fails then if it is missing, even without images.
+    mujoco.Renderer chooses the library when mujoco is imported, and fails then if it is missing, even without
+    images.
     """
 
     def __init__(self, env: Any, size: int, *, shadows: bool) -> None:
@@ -204,8 +206,8 @@ _INSTEAD = {"cameras": "remove the cameras", "video": "remove env.video"}
 
 @cache
 def _try_opengl() -> None:
-    """Raise ConfigError if this process cannot render. An environment's own contexts take a third of a second and 50 MB, so
-    that they are made only for the episodes that are filmed."""
+    """Raise ConfigError if this process cannot render. An environment's own contexts take a third of a second
+    and 50 MB, so that they are made only for the episodes that are filmed."""
     mujoco = import_module("mujoco")
     context, mujoco_context = _contexts(mujoco, mujoco.MjModel.from_xml_string("<mujoco/>"), 16, "video")
     mujoco_context.free()

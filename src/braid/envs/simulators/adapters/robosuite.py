@@ -1,4 +1,5 @@
-"""robosuite: manipulation tasks of several robots in MuJoCo (Zhu et al. 2020, arXiv 2009.12293; package robosuite, 1.5)."""
+"""robosuite: manipulation tasks of several robots in MuJoCo (Zhu et al. 2020, arXiv 2009.12293; package
+robosuite, 1.5)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from .packages import check_known, imported
 
 
 class Robosuite(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
-    """One task, such as Lift. The seed of a reset alone decides the places of objects: robosuite draws them from numpy's
-    global generator, which has the seed during a reset, and its own state again after it.
+    """One task, such as Lift. The seed of a reset alone decides the places of objects: robosuite draws them
+    from numpy's global generator, which has the seed during a reset, and its own state again after it.
 
     The state [N] is the robots' and, without cameras, the objects'. Rewards are dense.
     """
@@ -36,8 +37,8 @@ class Robosuite(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         camera_width: int = 128,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`cameras`: name of the image -> robosuite's camera (agentview, frontview, robot0_eye_in_hand, ...). Raises
-        ConfigError for a missing package, task, robot or camera."""
+        """`cameras`: name of the image -> robosuite's camera (agentview, frontview, robot0_eye_in_hand, ...).
+        Raises ConfigError for a missing package, task, robot or camera."""
         robosuite = imported("robosuite", "robosuite", "robosuite")
         check_known("robosuite", "task", task, robosuite.ALL_ENVIRONMENTS, "task")
         for robot in robots:

@@ -1,16 +1,18 @@
 """The key/value cache of running sequences, and attention over it.
 
-Sequences are kept in buckets by their maximum length (prompt and new tokens): up to 512, 1024, 2048, ... tokens. A bucket is one
-tensor [rows, Hkv, length, d] for keys and one for values per layer, as long as its longest sequence needs, whose running
-sequences are kept compact in the first rows. So a long sequence takes memory and time for itself only, and attention
-still reads plain views. Pages would take less memory, but PyTorch's attention on CPUs cannot read them: gathering them
-first copies what the kernel then reads once. Below 512 tokens a further call of the kernel costs more than it saves.
+Sequences are kept in buckets by their maximum length (prompt and new tokens): up to 512, 1024, 2048, ...
+tokens. A bucket is one tensor [rows, Hkv, length, d] for keys and one for values per layer, as long as its
+longest sequence needs, whose running sequences are kept compact in the first rows. So a long sequence takes
+memory and time for itself only, and attention still reads plain views. Pages would take less memory, but
+PyTorch's attention on CPUs cannot read them: gathering them first copies what the kernel then reads once.
+Below 512 tokens a further call of the kernel costs more than it saves.
 
-The kernel of compiled.py reads a sequence from two places, so that the sequences of a group share the keys and values of their
-prompt: these are in a bucket of the prompts that were prefilled together, and the rows above have the sampled tokens only.
+The kernel of compiled.py reads a sequence from two places, so that the sequences of a group share the keys
+and values of their prompt: these are in a bucket of the prompts that were prefilled together, and the rows
+above have the sampled tokens only.
 
-The engine numbers sequences by slots; `KVCache` knows the bucket and row of each. A layer here is the n-th attention
-call in a forward pass: some architectures call one attention module several times (DiffLlama).
+The engine numbers sequences by slots; `KVCache` knows the bucket and row of each. A layer here is the n-th
+attention call in a forward pass: some architectures call one attention module several times (DiffLlama).
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def padded_length(length: int) -> int:
 
 
 def padded_rows(num_rows: int) -> int:
-    """Number of rows to compute for `num_rows` sequences or for a prompt of as many tokens, such that on CPU in fp32 a row
-    is bitwise independent of their number.
+    """Number of rows to compute for `num_rows` sequences or for a prompt of as many tokens, such that on CPU
+    in fp32 a row is bitwise independent of their number.
 
     Matrix products use a different kernel below 16 rows; element-wise functions do where a tensor ends within
     a vector register.
@@ -80,8 +82,8 @@ def size_class(longest: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Bucket:
-    """Sequences of one size class: keys and values [rows, Hkv, length, d] by layer. `slots` are those of the sequences
-    in the first rows, `longest` their maximum lengths here, `prompts` those that are elsewhere."""
+    """Sequences of one size class: keys and values [rows, Hkv, length, d] by layer. `slots` are those of the
+    sequences in the first rows, `longest` their maximum lengths here, `prompts` those that are elsewhere."""
 
     rows: int = 0
     length: int = 0
@@ -103,8 +105,8 @@ class Bucket:
             self.layers[layer] = (self._moved(stores[0]), self._moved(stores[1]))
 
     def write(self, layer: int, first: int, key: Tensor, value: Tensor) -> None:
-        """Write keys and values [N, Hkv, L, d] to rows first, first + 1, ... Positions beyond the bucket's length are
-        padding."""
+        """Write keys and values [N, Hkv, L, d] to rows first, first + 1, ... Positions beyond the bucket's
+        length are padding."""
         self.allocate(layer, key, value)
         for store, new in zip(self.layers[layer], (key, value), strict=True):
             store[first : first + new.shape[0], :, : new.shape[2]].copy_(new[:, :, : self.length])
@@ -143,9 +145,10 @@ class Prompt(NamedTuple):
 class KVCache:
     """Buckets within a token budget.
 
-    `budget_tokens` bounds the sum of the buckets' rows x length, those of prompts among them, and must be set before use;
-    each token takes the memory of its keys and values in all layers. `generation` counts the layouts so far.
-    `shares_prompts`: attention can read a sequence's prompt elsewhere, and of each part exactly its length.
+    `budget_tokens` bounds the sum of the buckets' rows x length, those of prompts among them, and must be set
+    before use; each token takes the memory of its keys and values in all layers. `generation` counts the
+    layouts so far. `shares_prompts`: attention can read a sequence's prompt elsewhere, and of each part
+    exactly its length.
     """
 
     def __init__(self, budget_tokens: int | None, max_slots: int) -> None:
@@ -171,8 +174,8 @@ class KVCache:
         return num
 
     def reserve(self, further: Sequence[Need]) -> None:
-        """Allocate room for further sequences that `num_fitting` accepted: the number of rows doubles, if there is
-        memory. If there is not, the other buckets give back what they do not use."""
+        """Allocate room for further sequences that `num_fitting` accepted: the number of rows doubles, if
+        there is memory. If there is not, the other buckets give back what they do not use."""
         needs = self._of_kinds(need.own for need in further)
         room = self._room() - sum(need.prompt for need in further)
         buckets = {kind: self._buckets.get(kind) or Bucket() for kind in needs}
@@ -197,8 +200,8 @@ class KVCache:
         self.generation += 1
 
     def add(self, longest: int, prompt: Prompt | None = None) -> None:
-        """Give the next slot to a sequence for which there is room: up to `longest` tokens after the prompt, if that is
-        elsewhere."""
+        """Give the next slot to a sequence for which there is room: up to `longest` tokens after the prompt,
+        if that is elsewhere."""
         bucket = self._buckets[size_class(longest)]
         assert len(bucket.slots) < bucket.rows, "the room was reserved"
         self._places.append((bucket, len(bucket.slots)))
@@ -210,8 +213,8 @@ class KVCache:
             self.generation += 1
 
     def remove(self, slot: int, lengths: NDArray[np.int64]) -> None:
-        """Remove a sequence. The last of its bucket takes its row, the last of all its slot. `lengths`: positions in use
-        of each slot."""
+        """Remove a sequence. The last of its bucket takes its row, the last of all its slot. `lengths`:
+        positions in use of each slot."""
         bucket, row = self._places[slot]
         moved, longest, prompt = bucket.slots.pop(), bucket.longest.pop(), bucket.prompts.pop()
         if moved != slot:
@@ -305,8 +308,8 @@ class KVCache:
         return sum(rows * self._length(longest, room) for rows, longest in needs.values())
 
     def _length(self, longest: int, room: int) -> int:
-        """Length of a bucket for sequences of up to `longest` tokens: in eighths of a power of two, so that it seldom
-        changes."""
+        """Length of a bucket for sequences of up to `longest` tokens: in eighths of a power of two, so that
+        it seldom changes."""
         padded = padded_length(round_up(longest, max(_LENGTH_MULTIPLE, 1 << longest.bit_length() >> 4)))
         return padded if padded <= room else self._least_length(longest)
 
@@ -321,8 +324,8 @@ def _add(needs: dict[int, tuple[int, int]], length: int) -> None:
 
 
 class PrefillAttention:
-    """Causal attention over concatenated right-padded prompts; fills the cache. Padding in the cache is overwritten
-    before the sequence grows long enough to see it."""
+    """Causal attention over concatenated right-padded prompts; fills the cache. Padding in the cache is
+    overwritten before the sequence grows long enough to see it."""
 
     def __init__(
         self,
@@ -363,8 +366,8 @@ class PrefillAttention:
 
 
 def _writes(cache: KVCache, first_slot: int, prompt_of: list[int]) -> list[tuple[Bucket, int, list[int]]]:
-    """Buckets of the first positions of the slots from `first_slot` on, with the first of adjacent rows and the prompt of
-    each of them."""
+    """Buckets of the first positions of the slots from `first_slot` on, with the first of adjacent rows and
+    the prompt of each of them."""
     writes: list[tuple[Bucket, int, list[int]]] = []
     last: dict[Bucket, tuple[Bucket, int, list[int]]] = {}
     for slot, prompt in enumerate(prompt_of, first_slot):
@@ -379,11 +382,12 @@ def _writes(cache: KVCache, first_slot: int, prompt_of: list[int]) -> list[tuple
 
 
 class ContinueAttention:
-    """Attention of the new tokens of sequences whose earlier ones are in the cache, to which the new ones are added."""
+    """Attention of the new tokens of sequences whose earlier ones are in the cache, to which the new ones are
+    added."""
 
     def __init__(self, cache: KVCache, first_slot: int, sizes: Sequence[tuple[int, int]]) -> None:
-        """`sizes`: of each sequence, from `first_slot` on, the tokens in the cache and the new ones; equal sizes in
-        the same bucket are adjacent. Further tokens are padding."""
+        """`sizes`: of each sequence, from `first_slot` on, the tokens in the cache and the new ones; equal
+        sizes in the same bucket are adjacent. Further tokens are padding."""
         places = [(*cache.start_of(slot), *size) for slot, size in enumerate(sizes, first_slot)]
         self._blocks: list[tuple[Bucket, slice, int, int]] = []
         for (bucket, known, new), same in itertools.groupby(places, key=lambda of: (of[0], *of[2:])):
@@ -436,8 +440,8 @@ def _attend(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sink
 
 
 def row_blocks(lengths: NDArray[np.int64]) -> list[tuple[slice, int]]:
-    """Adjacent rows of similar length, and the `padded_length` to read for them: one long sequence does not make
-    all others read as many positions. Below 512 positions a further call costs more than it saves."""
+    """Adjacent rows of similar length, and the `padded_length` to read for them: one long sequence does not
+    make all others read as many positions. Below 512 positions a further call costs more than it saves."""
     blocks: list[tuple[slice, int]] = []
     start = 0
     for _, same in itertools.groupby(lengths.tolist(), key=size_class):
@@ -448,8 +452,8 @@ def row_blocks(lengths: NDArray[np.int64]) -> list[tuple[slice, int]]:
 
 
 class Block(NamedTuple):
-    """Adjacent rows of a bucket and the number of positions to read for them, a `padded_length` above theirs. `start`:
-    the first row's place in the batch."""
+    """Adjacent rows of a bucket and the number of positions to read for them, a `padded_length` above theirs.
+    `start`: the first row's place in the batch."""
 
     bucket: Bucket
     rows: slice
@@ -464,9 +468,10 @@ class Block(NamedTuple):
 class DecodeAttention:
     """Attention of one new token per sequence to all previous ones.
 
-    Created once per step; all shapes depend only on the number of tokens and `blocks`, so that a step can be captured as
-    a CUDA graph. Query heads that share a key head are laid out along the query axis: q is [B, Hkv, G, d]. On GPUs a
-    kernel reads of each row what is in use; otherwise all rows of a block are read up to its width, with a mask.
+    Created once per step; all shapes depend only on the number of tokens and `blocks`, so that a step can be
+    captured as a CUDA graph. Query heads that share a key head are laid out along the query axis: q is [B,
+    Hkv, G, d]. On GPUs a kernel reads of each row what is in use; otherwise all rows of a block are read up
+    to its width, with a mask.
     """
 
     def __init__(self, positions: Tensor, blocks: Sequence[Block]) -> None:
@@ -509,7 +514,8 @@ class DecodeAttention:
         return attend_cache(query, keys, values, scaling=call.scaling, **where, **how)
 
     def _index(self, block: Block, heads: int) -> Tensor:
-        """Index [n * Hkv] of a block's new entries among all (row, head, position) triples of its bucket's layer."""
+        """Index [n * Hkv] of a block's new entries among all (row, head, position) triples of its bucket's
+        layer."""
         if (block.start, heads) not in self._indices:
             positions = self._positions[block.places]
             strips = torch.arange(block.rows.start * heads, block.rows.stop * heads, device=positions.device)

@@ -1,8 +1,8 @@
-"""Kernels of decode steps on CPUs, compiled by Numba: attention that writes the new keys and values and reads each row's own
-length, after that of a prompt that rows share, in one call per layer; norms and gates.
+"""Kernels of decode steps on CPUs, compiled by Numba: attention that writes the new keys and values and reads
+each row's own length, after that of a prompt that rows share, in one call per layer; norms and gates.
 
-Each row, or key head of a row, is computed by one thread in an order that depends on its own length only, so its result
-is independent of the batch and of the number of threads.
+Each row, or key head of a row, is computed by one thread in an order that depends on its own length only, so
+its result is independent of the batch and of the number of threads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ _AHEAD_BYTES = 8192
 
 
 def _fetch_ahead(builder: Any, here: Any, index: Any, num: Any, num_bytes: int, then: Any) -> None:
-    """Fetch what follows element `index` of `num` at `here` after _AHEAD_BYTES; near the end, the start of what is at `then`."""
+    """Fetch what follows element `index` of `num` at `here` after _AHEAD_BYTES; near the end, the start of
+    what is at `then`."""
     pointer, number = ir.IntType(8).as_pointer(), ir.IntType(32)
     kind = ir.FunctionType(ir.VoidType(), [pointer, number, number, number])
     prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
@@ -79,8 +80,9 @@ def _add_product(builder: Any, total: Any, a: Any, b: Any) -> Any:
 def _products(
     _: Any, size: Any, heads: Any, _queries: Any, _keys: Any, _num: Any, _out: Any, _stride: Any, _then: Any
 ) -> Any:
-    """Write the inner products of `heads` queries [heads, size] with keys [num, size] to out [heads, stride], given as
-    addresses. Each key is loaded once; `then` is what is read next. `size` and `heads` are constants."""
+    """Write the inner products of `heads` queries [heads, size] with keys [num, size] to out [heads, stride],
+    given as addresses. Each key is loaded once; `then` is what is read next. `size` and `heads` are
+    constants."""
     num_heads, length = heads.literal_value, size.literal_value
 
     def generate(context: Any, builder: Any, __: Any, args: Any) -> Any:
@@ -119,9 +121,9 @@ def _weighted_sums(
     _adds: Any,
     _then: Any,
 ) -> Any:
-    """Write the sums of values [num, size] with the weights [heads, stride] of `heads` to out [heads, size], given as
-    addresses, or add them if `adds` is not 0. Each value is loaded once, and the sums stay in registers; `then` is what is
-    read next. `size` and `heads` are constants."""
+    """Write the sums of values [num, size] with the weights [heads, stride] of `heads` to out [heads, size],
+    given as addresses, or add them if `adds` is not 0. Each value is loaded once, and the sums stay in
+    registers; `then` is what is read next. `size` and `heads` are constants."""
     num_heads, length = heads.literal_value, size.literal_value
 
     def generate(context: Any, builder: Any, __: Any, args: Any) -> Any:
@@ -184,7 +186,8 @@ def _softmax(scores: Any, softcap: Any, sink: Any) -> Any:
 
 @njit(fastmath=ORDERED)
 def _prepare(x: Any, out: Any, norm: Any, eps: Any, rotary: Any, scale: Any) -> None:
-    """Norm (with `norm` [d], if any), rotary embedding (`rotary` [2 d]: cosines, sines, if any) and scale of a head."""
+    """Norm (with `norm` [d], if any), rotary embedding (`rotary` [2 d]: cosines, sines, if any) and scale of
+    a head."""
     size = len(x)
     if len(norm):
         square = _FLOAT(0)
@@ -208,7 +211,8 @@ def _prepare(x: Any, out: Any, norm: Any, eps: Any, rotary: Any, scale: Any) -> 
 
 @njit
 def _visible(row: Any, heads: Any, head: Any, window: Any, size: Any) -> Any:
-    """How many positions a row sees in its prompt and of its own, and in both places the bytes before the first."""
+    """How many positions a row sees in its prompt and of its own, and in both places the bytes before the
+    first."""
     of_row, length, width = row[2], row[3], row[4]
     of_prompt, num, prompt_width = row[6], row[7], row[8]
     first = max(num + length - window, 0)
@@ -220,7 +224,8 @@ def _visible(row: Any, heads: Any, head: Any, window: Any, size: Any) -> Any:
 
 @cache
 def _kernel(size: int, groups: int) -> Any:
-    """C function of one address, that of the arguments, for heads of `size` of which `groups` share a key head."""
+    """C function of one address, that of the arguments, for heads of `size` of which `groups` share a key
+    head."""
     width = size * groups
     together = max(n for n in range(1, groups + 1) if groups % n == 0 and n * size <= max(size, 256))
 
@@ -299,8 +304,8 @@ class CompiledAttention(DecodeAttention):
                 for layer, stores in prompt.bucket.layers.items():
                     bucket.allocate(layer, *stores)
         self._longest = max(bucket.length + bucket.longest_prompt for bucket in self._buckets)
-        # Of each row: its place in the batch; store, row in it, length and width of its own keys and values; those of its
-        # prompt. Stores are numbered; their addresses are by layer.
+        # Of each row: its place in the batch; store, row in it, length and width of its own keys and values;
+        # those of its prompt. Stores are numbered; their addresses are by layer.
         self._rows = np.zeros((len(positions), 9), np.int64)
         most = len(self._buckets) + len(positions)
         self._stores = np.zeros((len(self._buckets[0].layers), most, 2), np.int64)
@@ -356,8 +361,8 @@ class CompiledAttention(DecodeAttention):
         preparation: Preparation,
         calls: Calls,
     ) -> Tensor:
-        """Attention [B, Hq, d] of float32 queries [B, Hq, d], keys and values [B, Hkv, d] after the preparation. Rows may
-        be apart. `call.layer` is the cache's number."""
+        """Attention [B, Hq, d] of float32 queries [B, Hq, d], keys and values [B, Hkv, d] after the
+        preparation. Rows may be apart. `call.layer` is the cache's number."""
         (heads, size), (num, num_queries) = key.shape[1:], query.shape[:2]
         groups, longest = num_queries // heads, self._longest
         sinks = None if call.sinks is None else tuple(call.sinks.tolist())
@@ -385,8 +390,8 @@ class CompiledAttention(DecodeAttention):
 
 @c_function(fastmath=ORDERED)
 def _prepare_rows(data: Any) -> None:
-    """Prepare heads in place. Arguments: rows, heads of a row, size of a head; addresses of the heads, norm, rotary
-    embedding, epsilon; distance of rows."""
+    """Prepare heads in place. Arguments: rows, heads of a row, size of a head; addresses of the heads, norm,
+    rotary embedding, epsilon; distance of rows."""
     args = carray(data, (10,), np.int64)
     heads, size, num_threads, thread = args[1], args[2], result_of(args[8]), result_of(args[9])
     norm, eps = carray(floats_at(args[4]), (size if args[4] else 0,)), carray(floats_at(args[6]), (1,))[0]
@@ -408,7 +413,8 @@ def prepared(
 
 
 class Preparation(NamedTuple):
-    """Norms [d] of queries and keys with their epsilon, and cosines and sines [B, 2 d] of the rotary embedding."""
+    """Norms [d] of queries and keys with their epsilon, and cosines and sines [B, 2 d] of the rotary
+    embedding."""
 
     query_norm: Tensor | None = None
     key_norm: Tensor | None = None
@@ -423,8 +429,8 @@ def _options(scaling: float, softcap: float, eps: float, sinks: tuple[float, ...
 
 @c_function(fastmath=ORDERED)
 def add_and_norm(data: Any) -> None:
-    """x [rows, size] += delta, if any; out = x / rms(x) * weight. Arguments: rows, size; addresses of x, delta, weight, epsilon
-    and out; distance of delta's rows."""
+    """x [rows, size] += delta, if any; out = x / rms(x) * weight. Arguments: rows, size; addresses of x,
+    delta, weight, epsilon and out; distance of delta's rows."""
     args = carray(data, (10,), np.int64)
     size, num_threads, thread = args[1], result_of(args[8]), result_of(args[9])
     weight, eps = carray(floats_at(args[4]), (size,)), carray(floats_at(args[5]), (1,))[0]
@@ -445,7 +451,8 @@ def add_and_norm(data: Any) -> None:
 
 @c_function(fastmath=ORDERED)
 def gate(data: Any) -> None:
-    """out [rows, size] = silu(x[:, :size]) * x[:, size:]. Arguments: rows, size; addresses of x and out; distance of x's rows."""
+    """out [rows, size] = silu(x[:, :size]) * x[:, size:]. Arguments: rows, size; addresses of x and out;
+    distance of x's rows."""
     args = carray(data, (7,), np.int64)
     size, num_threads, thread = args[1], result_of(args[5]), result_of(args[6])
     for row in range(thread, args[0], num_threads):

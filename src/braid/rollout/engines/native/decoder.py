@@ -1,4 +1,5 @@
-"""Runs the model for the engine: prefills, and decoding steps for all running sequences, eager or replayed from CUDA graphs."""
+"""Runs the model for the engine: prefills, and decoding steps for all running sequences, eager or replayed
+from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -50,9 +51,9 @@ class Decoder:
         cuda_graphs: bool = False,
         is_compiled: bool = False,
     ) -> None:
-        """`is_compiled`: on CPUs layers are computed by layers.py where it knows the model, else attention in steps by
-        compiled.py; to import and compile them takes some seconds. On GPUs steps are computed by gpu_layers.py where it knows
-        the model."""
+        """`is_compiled`: on CPUs layers are computed by layers.py where it knows the model, else attention in
+        steps by compiled.py; to import and compile them takes some seconds. On GPUs steps are computed by
+        gpu_layers.py where it knows the model."""
         self._lm, self._cache, self._device = lm, cache, device
         self._attention, self._layers = DecodeAttention, None
         self.prefill_kernel: AttentionKernel = causal_attention
@@ -101,9 +102,9 @@ class Decoder:
         return graph.logits
 
     def _batch(self, inputs: NDArray[np.int64]) -> tuple[Tensor, list[Block]]:
-        """Tokens, positions, and of each slot its place in the batch [3, B], with slots in the order of buckets; and
-        the blocks. On CPU padding comes last; elsewhere each bucket has a number of rows from a small set, and
-        padding writes to its unused rows."""
+        """Tokens, positions, and of each slot its place in the batch [3, B], with slots in the order of
+        buckets; and the blocks. On CPU padding comes last; elsewhere each bucket has a number of rows from a
+        small set, and padding writes to its unused rows."""
         blocks, places, size = list[Block](), list[NDArray[np.int64]](), 0
         buckets = self._cache.buckets()
         is_cpu = self._device.type == "cpu"
@@ -134,8 +135,9 @@ class Decoder:
             self._layers.forget()
 
     def refresh(self, *, has_new_weights: bool) -> None:
-        """Copy the weights of compiled layers if they have changed, and drop all graphs if a weight has moved, since they
-        read fixed addresses. To be called before the first prefill or step after weights may have changed."""
+        """Copy the weights of compiled layers if they have changed, and drop all graphs if a weight has
+        moved, since they read fixed addresses. To be called before the first prefill or step after weights
+        may have changed."""
         if self._layers is not None:
             self._layers.update(is_new=has_new_weights)
         reads_addresses = self._has_graphs or self._gpu_layers is not None

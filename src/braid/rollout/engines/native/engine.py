@@ -1,15 +1,16 @@
 """The native engine: admits requests, prefills prompts, decodes all running sequences one token at a time.
 
-The schedule depends only on the order of requests; the completion of a request only on its prompt, settings and key:
+The schedule depends only on the order of requests; the completion of a request only on its prompt, settings
+and key:
 
 * Random numbers depend on the request's key and the token's index (rollout.random).
 * On CPU in fp32 a sequence's numbers are bitwise independent of the rest of the batch, if the matrix library
-  uses the same kernel for 16 rows and more. This was observed for models of hidden size up to 512. With several
-  threads, larger products (896 x 4864) were observed to differ, and an expert of an MoE model computes as many
-  rows as are routed to it.
+  uses the same kernel for 16 rows and more. This was observed for models of hidden size up to 512. With
+  several threads, larger products (896 x 4864) were observed to differ, and an expert of an MoE model
+  computes as many rows as are routed to it.
 * Otherwise numbers agree up to rounding. If a uniform falls within rounding of the border between two tokens,
-  the token changes, and with it the rest of the completion: rarely in fp32; in bf16 it was observed within 150
-  tokens.
+  the token changes, and with it the rest of the completion: rarely in fp32; in bf16 it was observed within
+  150 tokens.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ _ADMIT_PATIENCE_STEPS = 8
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A pending request. `slot` is -1 while it waits. `versions` has the policy version of each token. With `shares_prompt`
-    the keys and values of the prompt are stored once for several requests; with `has_old_cache` some are of earlier
-    weights."""
+    """A pending request. `slot` is -1 while it waits. `versions` has the policy version of each token. With
+    `shares_prompt` the keys and values of the prompt are stored once for several requests; with
+    `has_old_cache` some are of earlier weights."""
 
     request: Request
     future: asyncio.Future[Completion]
@@ -132,14 +133,16 @@ class NativeEngine(SteppedEngine):
         With `autocast` the model runs under autocast of this type, as in training. With `owns_weights`, a
         `dtype` other than that of the weights, or an `autocast` type other than that of linear layers, the
         engine keeps a copy of the weights, updated by `set_weights`. `recompute_cache` is for sequences that
-        continue with new weights. With `prefix_caching` the cache of a conversation is kept for its next turn, as
-        long as all of them have no more tokens than `kv_budget_tokens`; otherwise the oldest are computed anew.
-        `compile`: decode with the kernels of compiled.py (CPUs) or models.gpu. `bytes_to_come` returns the memory that
-        others will take while the cache exists, and have not taken yet: it is left to them.
+        continue with new weights. With `prefix_caching` the cache of a conversation is kept for its next
+        turn, as long as all of them have no more tokens than `kv_budget_tokens`; otherwise the oldest are
+        computed anew. `compile`: decode with the kernels of compiled.py (CPUs) or models.gpu. `bytes_to_come`
+        returns the memory that others will take while the cache exists, and have not taken yet: it is left to
+        them.
 
-        An engine that owns its weights may sample while another thread trains. On GPUs it has a stream, since its steps
-        would otherwise wait for all that the update has launched. Its memory belongs to that stream. New weights pass
-        by events: the stream waits for the update's, which then waits until the weights are copied.
+        An engine that owns its weights may sample while another thread trains. On GPUs it has a stream, since
+        its steps would otherwise wait for all that the update has launched. Its memory belongs to that
+        stream. New weights pass by events: the stream waits for the update's, which then waits until the
+        weights are copied.
         """
         super().__init__()
         self._source = lm
@@ -166,8 +169,8 @@ class NativeEngine(SteppedEngine):
             self._lm, self._cache, self._device, cuda_graphs=cuda_graphs, is_compiled=compile
         )
         self._stops = StopFinder(decode)
-        # Of each slot: the next input token, its position, the most tokens of prompt and output, and whether it
-        # has stop strings.
+        # Of each slot: the next input token, its position, the most tokens of prompt and output, and whether
+        # it has stop strings.
         self._slots = np.zeros((4, slots), np.int64)
         self._tokens, self._positions, self._longest, self._has_strings = self._slots
         self._is_end_token = np.zeros(lm.vocab_size, np.bool_)  # of any request so far
@@ -257,7 +260,8 @@ class NativeEngine(SteppedEngine):
         if not self._cache.can_ever_fit(longest):
             origin = "" if self._kv_budget_tokens else " (from the free memory)"
             raise EngineError(
-                f"{len(prompt)} prompt tokens + max_new_tokens={request.sampling.max_new_tokens} = {longest} tokens, above "
+                f"{len(prompt)} prompt tokens + max_new_tokens={request.sampling.max_new_tokens} = "
+                f"{longest} tokens, above "
                 f"rollout.native.kv_budget_tokens={self._cache.budget_tokens}{origin}; raise it or lower "
                 "rollout.sampling.max_new_tokens"
             )
@@ -298,7 +302,8 @@ class NativeEngine(SteppedEngine):
 
     @contextmanager
     def _after_update(self) -> Iterator[None]:
-        """On the engine's stream, after all that has been launched on the update's, which goes on after this block."""
+        """On the engine's stream, after all that has been launched on the update's, which goes on after this
+        block."""
         if self._stream is None:
             yield
             return
@@ -309,8 +314,8 @@ class NativeEngine(SteppedEngine):
         of_update.wait_stream(self._stream)
 
     def _drop_stale(self) -> None:
-        """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue; others keep it for the rest of
-        their turn, but not for the next one, whose tokens have the new version."""
+        """See SteppedEngine. Sequences whose cache is to be recomputed return to the queue; others keep it
+        for the rest of their turn, but not for the next one, whose tokens have the new version."""
         self._has_new_weights = True
         for sequence in self._running:
             sequence.has_old_cache = True
@@ -406,7 +411,8 @@ class NativeEngine(SteppedEngine):
         return found
 
     def _continue(self, continued: Sequence[tuple[_Sequence, _Prefix]]) -> None:
-        """Prefill what follows the known prefixes, in packs of up to `prefill_tokens`, and sample the next tokens."""
+        """Prefill what follows the known prefixes, in packs of up to `prefill_tokens`, and sample the next
+        tokens."""
         sizes = [(len(known.ids), len(sequence.prefix) - len(known.ids)) for sequence, known in continued]
         ends = list(itertools.accumulate(new for _, new in sizes))
         if len(continued) > 1 and ends[-1] > self._prefill_tokens:
@@ -466,8 +472,8 @@ class NativeEngine(SteppedEngine):
         self._take(logits.index_select(0, to_device(prompt_of, self._device)), first)
 
     def _start(self, sequence: _Sequence, prompt: Prompt | None = None) -> None:
-        """Assign the next slot to a sequence, whose prompt may be stored elsewhere. Its next input is at the position after the
-        prefix."""
+        """Assign the next slot to a sequence, whose prompt may be stored elsewhere. Its next input is at the
+        position after the prefix."""
         slot, request, prefix = len(self._running), sequence.request, sequence.prefix
         self._sampler.put(slot, request.sampling, request.key, prefix, len(sequence.token_ids))
         self._cache.add(sequence.need.own, prompt)
@@ -538,8 +544,8 @@ class NativeEngine(SteppedEngine):
         self._cache.clear(sequence.slot)
         place = len(sequence.request.prompt_ids) + len(sequence.token_ids) - 1
         error = EngineError(
-            f"the model's logits at position {place} are not finite (policy version {self._version}); its weights have "
-            "diverged, or overflow in the engine's dtype"
+            f"the model's logits at position {place} are not finite (policy version {self._version}); its "
+            "weights have diverged, or overflow in the engine's dtype"
         )
         if not sequence.future.done():
             sequence.future.set_exception(error)
@@ -599,9 +605,10 @@ def _places(groups: Sequence[Sequence[_Sequence]]) -> dict[tuple[int, ...], Prom
 def _converted(
     lm: CausalLM, dtype: torch.dtype | None, autocast: torch.dtype | None, *, copies: bool
 ) -> CausalLM:
-    """A copy of the model with parameters in `dtype`, and weights of linear layers in the `autocast` type, so that
-    and of experts, which autocast would convert in every step; `lm` itself if nothing differs, unless `copies`. A tied head is
-    untied if only the head is converted. Buffers (rotary frequencies) keep their dtype."""
+    """A copy of the model with parameters in `dtype`, and weights of linear layers in the `autocast` type, so
+    that and of experts, which autocast would convert in every step; `lm` itself if nothing differs, unless
+    `copies`. A tied head is untied if only the head is converted. Buffers (rotary frequencies) keep their
+    dtype."""
 
     def copied(parameter: Tensor, dtype: torch.dtype | None) -> nn.Parameter:
         return nn.Parameter(parameter.detach().to(dtype or parameter.dtype, copy=True), requires_grad=False)

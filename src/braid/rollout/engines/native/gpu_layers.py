@@ -1,8 +1,8 @@
-"""Decode steps of Llama-like models on GPUs: the model's own linear layers, and between them kernels of models.gpu that read
-and write activations once. Nothing is copied, so new weights are seen at once.
+"""Decode steps of Llama-like models on GPUs: the model's own linear layers, and between them kernels of
+models.gpu that read and write activations once. Nothing is copied, so new weights are seen at once.
 
-Where the engine has its own copy of the weights, those of queries, keys and values are neighbours in memory, and so
-are those of gate and up projection: each of the two is one product."""
+Where the engine has its own copy of the weights, those of queries, keys and values are neighbours in memory,
+and so are those of gate and up projection: each of the two is one product."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ class GpuLayers:
         self._joined: list[tuple[_Joined | None, _Joined | None]] = []
 
     def join(self) -> None:
-        """Make neighbours of the weights of products that read the same input, where no trainer refers to them. To be called
-        again after weights have moved."""
+        """Make neighbours of the weights of products that read the same input, where no trainer refers to
+        them. To be called again after weights have moved."""
         self._joined.clear()
         for layer in self._backbone.layers:
             of_attention, of_mlp = products_of(layer)[:3], products_of(layer)[4:6]
             self._joined.append((_join(of_attention), _join(of_mlp)))
 
     def step(self, batch: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Logits [N, V] of a decode step: `batch` [3, B] are tokens, their positions, and the row of each result. The blocks
-        cover the batch."""
+        """Logits [N, V] of a decode step: `batch` [3, B] are tokens, their positions, and the row of each
+        result. The blocks cover the batch."""
         tokens, positions, rows = batch
         x, delta = F.embedding(tokens, self._backbone.embed_tokens.weight), None
         cosines, sines = self._backbone.rotary_emb(x, positions[None])

@@ -1,8 +1,8 @@
-"""Layers of Llama-like models in float32 on CPUs: products with packed weights, and between them compiled kernels that
-read and write activations once.
+"""Layers of Llama-like models in float32 on CPUs: products with packed weights, and between them compiled
+kernels that read and write activations once.
 
-Queries, keys and values are one product, as are gate and up projection. The engine has a packed copy of the weights, made anew
-when they have changed.
+Queries, keys and values are one product, as are gate and up projection. The engine has a packed copy of the
+weights, made anew when they have changed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class FusedLayers:
         self._memory: dict[str, Tensor] = {}
 
     def update(self, *, is_new: bool) -> None:
-        """Copy the weights if they have changed: `is_new`, or seen by their addresses and version counters."""
+        """Copy the weights if they have changed: `is_new`, or seen by their addresses and version
+        counters."""
         parameters = list(self._lm.model.parameters())
         addresses = [p.data_ptr() for p in parameters]
         versions = [0 if p.is_inference() else p._version for p in parameters]
@@ -72,14 +73,14 @@ class FusedLayers:
         self._addresses, self._versions = addresses, versions
 
     def logits(self, input_ids: Tensor, positions: Tensor, context: AttentionContext, rows: Tensor) -> Tensor:
-        """Logits [R, V] after the chosen `rows` [R] of the tokens [T] at `positions` [T]. The other rows end with the last layer's
-        keys and values."""
+        """Logits [R, V] after the chosen `rows` [R] of the tokens [T] at `positions` [T]. The other rows end
+        with the last layer's keys and values."""
         x, calls = F.embedding(input_ids, self._backbone.embed_tokens.weight), Calls()
         return self._logits(self._states(x, self._rotary(x, positions), context, calls, rows))
 
     def step(self, inputs: Tensor, blocks: Sequence[Block]) -> Tensor:
-        """Logits after a decode step: `inputs` [3, B] are tokens, their positions, and the row of each result. Steps of as many rows
-        in the same buckets are recorded once."""
+        """Logits after a decode step: `inputs` [3, B] are tokens, their positions, and the row of each
+        result. Steps of as many rows in the same buckets are recorded once."""
         tokens, positions, rows = inputs
         key = len(tokens), torch.get_num_threads(), *(id(block.bucket) for block in blocks)
         step = self._steps.get(key)

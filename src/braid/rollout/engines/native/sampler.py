@@ -24,8 +24,8 @@ _BLOCK = 512
 
 
 _NUM_BEST, _NUM_BEST_ON_GPU = 64, 1024
-"""Most probable tokens among which the border of top-p is searched before all are sorted. On GPUs a search among more costs
-about the same, and a sort a second wait."""
+"""Most probable tokens among which the border of top-p is searched before all are sorted. On GPUs a search
+among more costs about the same, and a sort a second wait."""
 _MOST_CANDIDATES = 256
 """Largest top-k whose tokens are drawn from without computing the probabilities of the whole vocabulary."""
 
@@ -124,11 +124,12 @@ class Sampler:
     def _drawn(
         self, logits: Tensor, choices: Tensor | None, uniforms: Tensor, rows: slice
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Tokens [N, 1] at `uniforms` [N, 1], or of greedy rows `choices` [N, 1], and their probabilities [N, 1], for
-        logits [N, V] divided by the temperature; and the rows that have to be drawn again (see `_keep_top_p`).
+        """Tokens [N, 1] at `uniforms` [N, 1], or of greedy rows `choices` [N, 1], and their probabilities [N,
+        1], for logits [N, V] divided by the temperature; and the rows that have to be drawn again (see
+        `_keep_top_p`).
 
-        A row with a small top-k is drawn from its candidates alone, if no tie adds to them, which on a CPU takes
-        less than half of the time at 152k tokens. The choice depends on the row only.
+        A row with a small top-k is drawn from its candidates alone, if no tie adds to them, which on a CPU
+        takes less than half of the time at 152k tokens. The choice depends on the row only.
         """
         top_k, vocab_size = self._settings["top_k"][rows], logits.shape[1]
         most = int(np.where(top_k <= _MOST_CANDIDATES, top_k, 0).max(initial=0))
@@ -163,8 +164,9 @@ class Sampler:
         *,
         sorts: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Places [n, 1] in `logits` [n, K] of the `chosen` [n] of the rows (None: all), and their probabilities
-        [n, 1]; and those to be drawn again, with `sorts`. A greedy row takes its place in `choices` [n, 1]."""
+        """Places [n, 1] in `logits` [n, K] of the `chosen` [n] of the rows (None: all), and their
+        probabilities [n, 1]; and those to be drawn again, with `sorts`. A greedy row takes its place in
+        `choices` [n, 1]."""
         settings = self._settings[rows] if chosen is None else self._settings[rows][chosen.numpy()]
         if choices is not None and settings["is_greedy"].all():
             return choices, logits.softmax(-1).gather(1, choices).double(), None
@@ -248,9 +250,9 @@ def _keep_top_p(probs: Tensor, top_p: Tensor, *, sorts: bool) -> tuple[Tensor, T
     """0 outside the smallest set of most probable tokens whose mass reaches top_p (Holtzman et al. 2019,
     nucleus sampling).
 
-    [N, V], [N, 1] -> [N, V], not normalised. Only rows whose most probable tokens do not suffice are to be sorted, since
-    sorting a large vocabulary costs more than the model. On GPUs it takes a wait to know them, so they are returned
-    [N, 1], for the host to read with the tokens; with `sorts` these are the given rows.
+    [N, V], [N, 1] -> [N, V], not normalised. Only rows whose most probable tokens do not suffice are to be
+    sorted, since sorting a large vocabulary costs more than the model. On GPUs it takes a wait to know them,
+    so they are returned [N, 1], for the host to read with the tokens; with `sorts` these are the given rows.
     """
     is_cpu = probs.device.type == "cpu"
     num_best, is_short = (_NUM_BEST if is_cpu else _NUM_BEST_ON_GPU), None
@@ -267,8 +269,8 @@ def _keep_top_p(probs: Tensor, top_p: Tensor, *, sorts: bool) -> tuple[Tensor, T
 
 
 def _least_kept(best: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest probability to keep [N, 1] from the largest `best` [N, n] in descending order, and whether their
-    mass is below top_p [N, 1]."""
+    """The smallest probability to keep [N, 1] from the largest `best` [N, n] in descending order, and whether
+    their mass is below top_p [N, 1]."""
     mass = best.cumsum(-1, dtype=torch.float64)
     return best.gather(1, torch.searchsorted(mass, top_p).clamp_(max=best.shape[1] - 1)), mass[:, -1:] < top_p
 

@@ -78,8 +78,8 @@ class SglangEngine(SglangServer):
                     raise EngineError(f"{name} exited during startup {self._child.how_it_ended()}")
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"{name} did not start within {start_timeout_s:g} s; raise cluster.start_timeout_s if it needs more "
-                        f"time. {self._child.last_words()}"
+                        f"{name} did not start within {start_timeout_s:g} s; raise cluster.start_timeout_s "
+                        f"if it needs more time. {self._child.last_words()}"
                     )
                 time.sleep(_POLL_S)
         if not self._child.is_running:  # another process answers on its port

@@ -58,8 +58,8 @@ class SglangServer(ServerEngine):
         sampling = request.sampling
         if not sampling.greedy and (sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0):
             raise EngineError(
-                "SGLang computes log-probs before applying top_p, top_k and min_p; set rollout.sampling.top_p=1, top_k=0 and "
-                "min_p=0, or rollout.engine=vllm"
+                "SGLang computes log-probs before applying top_p, top_k and min_p; set "
+                "rollout.sampling.top_p=1, top_k=0 and min_p=0, or rollout.engine=vllm"
             )
         return "/generate", {
             "input_ids": list(request.prompt_ids),
@@ -88,8 +88,8 @@ class SglangServer(ServerEngine):
             return [], [], reason
         if about["weight_version"] != str(version):
             raise EngineError(
-                f"{self.name} answered with version {about['weight_version']} of the weights instead of {version}: "
-                "another process has updated them"
+                f"{self.name} answered with version {about['weight_version']} of the weights instead of "
+                f"{version}: another process has updated them"
             )
         pairs = [(token, logprob) for logprob, token, *_ in about["output_token_logprobs"]]
         return [token for token, _ in pairs], [logprob for _, logprob in pairs], reason

@@ -128,8 +128,8 @@ class VllmEngine(RemoteEngine):
             self._is_up.result(self._start_timeout_s)
         except FutureTimeoutError:
             self._fail(
-                f"{self.name} did not start within {self._start_timeout_s:g} s; raise cluster.start_timeout_s if it "
-                f"needs more time. {self._child.last_words()}"
+                f"{self.name} did not start within {self._start_timeout_s:g} s; raise "
+                f"cluster.start_timeout_s if it needs more time. {self._child.last_words()}"
             )
             self._child.end()
             raise EngineError(self._failure) from None
@@ -187,8 +187,9 @@ class VllmEngine(RemoteEngine):
                     getattr(self, f"_on_{message[0]}")(*message[1:])
                 elif self._pending and time.monotonic() - self._heard_s > self._timeout_s:
                     self._fail(
-                        f"{self.name} has not responded for {self._timeout_s:g} s with {len(self._pending)} pending requests; "
-                        f"raise cluster.call_timeout_s if it needs more time. {self._child.last_words()}"
+                        f"{self.name} has not responded for {self._timeout_s:g} s with {len(self._pending)} "
+                        "pending requests; raise cluster.call_timeout_s if it needs more time. "
+                        f"{self._child.last_words()}"
                     )
                     self._child.end()
         except (EOFError, OSError):

@@ -87,7 +87,8 @@ class WeightReceiver:
             expected = {name for name, _ in model.named_parameters()}
             for layer in model.modules():
                 if isinstance(layer, RoutedExperts) and next(layer.parameters()).device.type == "cpu":
-                    # Kernels of experts on a CPU read packed weights, which vLLM packs only while it makes the kernel.
+                    # Kernels of experts on a CPU read packed weights, which vLLM packs only while it makes
+                    # the kernel.
                     layer.quant_method.moe_kernel = None
             initialize_layerwise_reload(model)
             try:
@@ -103,14 +104,15 @@ class WeightReceiver:
                     head.quant_method.process_weights_after_loading(head)
         if missing := [*parts, *sorted(expected - (expected if loaded is None else loaded))]:
             raise EngineError(
-                f"the weight sync lacked {len(missing)} weights of vLLM's {type(model).__name__}, among them {missing[0]}; "
-                f"the model folder of vLLM has a different architecture than the trainer's model"
+                f"the weight sync lacked {len(missing)} weights of vLLM's {type(model).__name__}, among "
+                f"them {missing[0]}; the model folder of vLLM has a different architecture than the "
+                "trainer's model"
             )
 
 
 def missing_parts(model: nn.Module) -> Iterator[str]:
-    """The parts of fused parameters that a reload under way has not loaded, such as k of a layer's qkv: vLLM counts the
-    parameter as loaded with any of them, and keeps the other parts' memory as it is."""
+    """The parts of fused parameters that a reload under way has not loaded, such as k of a layer's qkv: vLLM
+    counts the parameter as loaded with any of them, and keeps the other parts' memory as it is."""
     for name, layer in model.named_modules():
         reload = get_layerwise_info(layer)
         if not reload.can_load():

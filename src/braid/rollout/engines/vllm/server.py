@@ -22,8 +22,8 @@ from braid.rollout.engines.remote import Answer, Part
 from .options import EXTENSION, receiver_name
 
 _START = (
-    f"start it with VLLM_SERVER_DEV_MODE=1 vllm serve ... --logprobs-mode processed_logprobs --generation-config vllm "
-    f"--worker-extension-cls {EXTENSION}"
+    "start it with VLLM_SERVER_DEV_MODE=1 vllm serve ... --logprobs-mode processed_logprobs "
+    f"--generation-config vllm --worker-extension-cls {EXTENSION}"
 )
 
 
@@ -60,8 +60,9 @@ class VllmServer(ServerEngine):
         self._model = model["id"]
         if (longest := model.get("max_model_len")) is not None and longest < self._max_tokens:
             raise EngineError(
-                f"{self.name} accepts sequences of {longest} tokens, but this run needs {self._max_tokens}; start it with "
-                f"--max-model-len {self._max_tokens}, or lower rollout.sampling.max_new_tokens or data.max_prompt_tokens"
+                f"{self.name} accepts sequences of {longest} tokens, but this run needs {self._max_tokens}; "
+                f"start it with --max-model-len {self._max_tokens}, or lower "
+                "rollout.sampling.max_new_tokens or data.max_prompt_tokens"
             )
         try:
             self._num_workers = int(self._about("/get_world_size")["world_size"])
@@ -70,8 +71,8 @@ class VllmServer(ServerEngine):
             raise EngineError(f"{self.name} does not provide the control API ({error}); {_START}") from error
         if config["model_config"]["logprobs_mode"] != "processed_logprobs":
             raise EngineError(
-                f"{self.name} returns log-probs of a different distribution than it samples from (logprobs_mode="
-                f"{config['model_config']['logprobs_mode']}); {_START}"
+                f"{self.name} returns log-probs of a different distribution than it samples from "
+                f"(logprobs_mode={config['model_config']['logprobs_mode']}); {_START}"
             )
         if config["parallel_config"]["worker_extension_cls"] != EXTENSION:
             raise EngineError(f"{self.name} cannot receive weights from a trainer; {_START}")

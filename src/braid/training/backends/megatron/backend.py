@@ -66,8 +66,8 @@ class MegatronBackend(RankBackend):
         `config.megatron` says."""
         if not isinstance(model, CausalLM | ValueModel) or getattr(model, "has_adapters", False):
             raise ModelError(
-                "train.backend=megatron supports only full training of language models and critics on them; set "
-                "train.backend to fsdp2, fsdp or single"
+                "train.backend=megatron supports only full training of language models and critics on "
+                "them; set train.backend to fsdp2, fsdp or single"
             )
         sizes = text_config(model)
         check_model(sizes, config.megatron)
@@ -158,8 +158,8 @@ class MegatronBackend(RankBackend):
         forward_only: bool,
     ) -> list[Any]:
         """Run all passes with Megatron's schedule. `loss` returns (loss for the backward pass, number of
-        tokens to average over, which is unused here, data to keep). Returns the data of each batch on the last
-        stage, and an empty list on the others."""
+        tokens to average over, which is unused here, data to keep). Returns the data of each batch on the
+        last stage, and an empty list on the others."""
 
         def step(data: Iterator[PackedBatch], stage: Any) -> tuple[Any, Callable[[Any], Any]]:
             batch = next(data)

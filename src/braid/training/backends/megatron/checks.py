@@ -19,7 +19,8 @@ def check_model(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
     """Raise ModelError if the architecture is not supported or cannot be partitioned as `megatron` says."""
     if config.model_type not in ARCHITECTURES:
         raise ModelError(
-            f"train.backend=megatron supports models of type {', '.join(ARCHITECTURES)}, not {config.model_type}; {_OTHERS}"
+            f"train.backend=megatron supports models of type {', '.join(ARCHITECTURES)}, not "
+            f"{config.model_type}; {_OTHERS}"
         )
     rotary, kinds = config.rope_parameters["rope_type"], getattr(config, "layer_types", None)
     slides = "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None
@@ -28,10 +29,10 @@ def check_model(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
     heads, kv_heads = config.num_attention_heads // tensor, config.num_key_value_heads
     stages = megatron.pipeline_parallel * (megatron.virtual_pipeline or 1)
     problems = {  # the problem and what to do: whether it is there
-        f"train.backend=megatron supports rotary embeddings of type {', '.join(_FIXED_ROTARY)}, not {rotary}; "
-        f"{_OTHERS}": rotary not in _FIXED_ROTARY,
-        "train.backend=megatron supports models with experts in all layers or in none, but this model mixes the two; "
-        f"{_OTHERS}": mixes,
+        f"train.backend=megatron supports rotary embeddings of type {', '.join(_FIXED_ROTARY)}, not "
+        f"{rotary}; {_OTHERS}": rotary not in _FIXED_ROTARY,
+        "train.backend=megatron supports models with experts in all layers or in none, but this model "
+        f"mixes the two; {_OTHERS}": mixes,
         "train.backend=megatron does not support sliding-window attention, which this model has; "
         f"{_OTHERS}": slides,
         f"train.megatron.tensor_parallel={tensor} does not divide the model's {kv_heads} key/value heads; "
@@ -49,9 +50,9 @@ def check_model(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
         "set train.megatron.sequence_parallel=true": has_experts
         and tensor > 1
         and not megatron.sequence_parallel,
-        "train.megatron.moe_token_dispatcher=allgather needs the same number of tokens on all ranks, but packed rows vary "
-        "in length; "
-        "set it to alltoall": has_experts and megatron.moe_token_dispatcher == "allgather",
+        "train.megatron.moe_token_dispatcher=allgather needs the same number of tokens on all ranks, but "
+        "packed rows vary in length; set it to alltoall": has_experts
+        and megatron.moe_token_dispatcher == "allgather",
         "train.megatron.moe_grouped_gemm needs Transformer Engine's expert layers, which braid does not use; "
         "set it to false": has_experts and megatron.moe_grouped_gemm,
     }

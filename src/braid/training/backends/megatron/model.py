@@ -6,8 +6,10 @@ must also run under sequence parallelism; and the output head, which computes lo
 the logits. Rotary embeddings use the rows' position ids and the frequencies that transformers computes, so
 every static RoPE scaling is supported.
 
-    rows -> flat positions, padded -> this rank's slice (context parallel) -> layers -> hidden states at policy tokens
-         -> log-probs over all vocabulary shards -> combined over context-parallel ranks: [T], the input of the loss
+    rows -> flat positions, padded -> this rank's slice (context parallel) -> layers -> hidden states at
+    policy tokens
+         -> log-probs over all vocabulary shards -> combined over context-parallel ranks: [T], the input of
+         the loss
 """
 
 from __future__ import annotations

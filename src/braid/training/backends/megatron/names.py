@@ -131,8 +131,8 @@ class Names:
         missing = sorted(weights.keys() - {name for names in names_by_rank for name in names})
         if strange or missing:
             raise ModelError(
-                f"the weights of Megatron's layers do not match transformers': {(strange or missing)[0]} exists only in "
-                f"{'Megatron' if strange else 'transformers'}; use fsdp2, fsdp or deepspeed"
+                f"the weights of Megatron's layers do not match transformers': {(strange or missing)[0]} "
+                f"exists only in {'Megatron' if strange else 'transformers'}; use fsdp2, fsdp or deepspeed"
             )
         self._runs = {shard.parameter: self._runs_of(shard) for shard in self.shards}
 

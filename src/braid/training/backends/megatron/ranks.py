@@ -30,14 +30,15 @@ def join(config: MegatronConfig) -> None:
     named = " x ".join(f"{key} {size}" for key, size in parts.items())
     if world % model:
         raise TrainingError(
-            f"train.megatron: {named} = {model} devices per model replica, but the policy has {world}; use a multiple of "
-            f"{model} devices, or lower one of the three"
+            f"train.megatron: {named} = {model} devices per model replica, but the policy has {world}; use "
+            f"a multiple of {model} devices, or lower one of the three"
         )
     expert = config.expert_parallel * (config.expert_tensor_parallel or config.tensor_parallel)
     if (world // config.pipeline_parallel) % expert:
         raise TrainingError(
             f"train.megatron: expert_parallel x expert_tensor_parallel = {expert} does not divide the "
-            f"{world // config.pipeline_parallel} devices of a pipeline stage; set expert_parallel to a divisor of it"
+            f"{world // config.pipeline_parallel} devices of a pipeline stage; set expert_parallel to a "
+            "divisor of it"
         )
     _set_up(
         {
@@ -60,8 +61,9 @@ def _set_up(sizes: dict[str, int | None], *, timeout_minutes: float) -> None:
     if groups.model_parallel_is_initialized():
         if sizes != _set_up_with:
             raise TrainingError(
-                "two roles on the same devices have different sizes in train.megatron, but Megatron supports only one set of "
-                "process groups; use the same sizes, or separate devices in cluster.placement"
+                "two roles on the same devices have different sizes in train.megatron, but Megatron "
+                "supports only one set of process groups; use the same sizes, or separate devices in "
+                "cluster.placement"
             )
         return
     groups.initialize_model_parallel(
