@@ -42,7 +42,8 @@ RUNS: dict[str, list[str]] = {
         "rollout={prompts_per_round: 4, group_size: 4, sampling: {max_new_tokens: 2}, request_batch: 2, "
         "check_weights: true, filter: {min_std: 0.0, then: resample, max_batches: 2}}",
         "algorithm={recipe: ppo, kl_coef: 0.01, kl_target: 0.1, corrections: [{level: sequence, mode: "
-        "mask}], aggregation: token_sum_constant, supervised_coef: 0.1, entropy_coef: 0.01}",
+        "mask}], aggregation: token_sum_constant, supervised_coef: 0.1, entropy_coef: 0.01, policy_loss: "
+        "{dual_clip: 3.0}, advantage: {gae_lambda: 0.9}}",
         "train={steps_per_pass: 2, record_memory: true, optimizer: {schedule: {decay: cosine, "
         "warmup_steps: 1}}}",
         "critic.train={}",
@@ -135,7 +136,7 @@ LOSSES = {
     "policy_gradient": "rloo", "importance_sampling": "remax", "masked_is": "raft", "cispo": "maxrl", "sapo": "reinforce",
     "topr": "grpo", "kimi": "gigpo", "clip_cov": "grpo", "kl_cov": "grpo", "dppo": "grpo", "cross_entropy": "grpo",
 }  # fmt: skip
-"""Policy loss -> advantage estimator; together they cover all of both."""
+"""Policy loss -> advantage; with ppo_clip and gae, of the run `everything`, they cover all of both."""
 RUNS |= {
     loss: [
         f"algorithm={{policy_loss: {loss}, advantage: {advantage}, old_logprobs: recompute}}",

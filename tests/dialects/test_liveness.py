@@ -58,7 +58,12 @@ LATE = (
     "critic.train.max_skipped_steps",
 )
 """Keys that are read only after a failure; BROKEN runs read them."""
-KINDS = ("env.kind", *(f"{key}[].kind" for key in ("data.train", "data.eval", "sft.data", "reward.parts")))
+KINDS = (
+    "env.kind",
+    "algorithm.policy_loss.kind",
+    "algorithm.advantage.kind",
+    *(f"{key}[].kind" for key in ("data.train", "data.eval", "sft.data", "reward.parts")),
+)
 """Keys that determine which other keys their section has."""
 ELSEWHERE = (*LATE, *KINDS, "run.base_dir")
 """Keys without an effect in RUNS and LAYOUTS. The loader reads the last one."""
@@ -78,6 +83,7 @@ TRIED: dict[str, tuple[str, ...]] = {
 }
 """Run or layout -> the sections whose keys are tried in it; all sections in the other runs."""
 VALUES: dict[str, tuple[Any, ...]] = {
+    "algorithm.policy_loss.log_ratio_min": (-1.0,),
     "cluster.group_names": ({"policy": "mine"},),
     "cluster.placement": ({"policy": "0-15", "rollout": "0-15"}, {"policy": "0-7"}, {"policy": "0"}),
     "reward.parts[].letters": ("ABC",),
