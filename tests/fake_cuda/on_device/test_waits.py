@@ -17,7 +17,9 @@ from tests.fake_cuda import waits
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from braid.algorithms.recipes import CHOOSING_LOSSES, POLICY_LOSSES, RECIPES, Correction, Recipe
+from braid.algorithms.policy_losses import POLICY_LOSSES
+from braid.algorithms.policy_losses.ppo_clip import PpoClip
+from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.config.model import MlpSpec, ModelConfig
 from braid.config.train import TrainConfig
 from braid.models.base import TrainableModel
@@ -188,7 +190,7 @@ def text_rows(recipe: Recipe | None = None) -> list[Row]:
         if recipe is not None and recipe.kl_coef > 0:
             names.append("ref_logprobs")
         fields = {name: field() for name in names}
-        if recipe is not None and recipe.policy_loss in CHOOSING_LOSSES:
+        if recipe is not None and recipe.policy_loss.selects_tokens:
             fields["is_chosen"] = mask * (place % 3 == 0).astype(np.float32)
         rows.append(Row({"input_ids": ids}, mask, index // 4, index, fields=fields, decision=decision))
     return rows
@@ -231,11 +233,15 @@ CORRECTIONS = (
     Correction(level="sequence", mode="mask_sequence", low=0.5, high=2.0),
 )
 LEVELS = Recipe(
-    logprob_level="chunk", ratio_level="turn", entropy_coef=0.1, entropy_level="chunk", kl_coef=0.1
+    logprob_level="chunk",
+    policy_loss=PpoClip(ratio_level="turn"),
+    entropy_coef=0.1,
+    entropy_level="chunk",
+    kl_coef=0.1,
 )
 LOSSES: dict[str, Recipe] = {
     **{f"recipe {name}": recipe for name, recipe in RECIPES.items()},
-    **{f"policy_loss {name}": Recipe(policy_loss=name) for name in POLICY_LOSSES},
+    **{f"policy_loss {name}": Recipe(policy_loss=kind()) for name, kind in POLICY_LOSSES.items()},
     "levels": LEVELS,
     "corrections": replace(RECIPES["grpo"], corrections=CORRECTIONS, supervised_coef=0.1),
 }
