@@ -136,7 +136,7 @@ def _parts_of(arguments: Mapping[str, Any]) -> list[Any]:
     return list(shard) if isinstance(shard, tuple | list) else [shard]
 
 
-def _all_parts(layer: nn.Module, parameter: str) -> list[Any]:
+def _all_parts(layer: Any, parameter: str) -> list[Any]:
     if isinstance(layer, QKVParallelLinear):
         return ["q", "k", "v"]
     if isinstance(layer, MergedColumnParallelLinear):
