@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -15,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata
 
 from braid.checkpoint.store import CheckpointStore
 from braid.errors import CheckpointError
-from braid.training.shards import Boxes, boxes_of_range, read_weights, stored_moments, write_state
+from braid.training.shards import Boxes, _Unpickler, boxes_of_range, read_weights, stored_moments, write_state
 
 
 def fill(value: float) -> Any:
@@ -211,3 +213,23 @@ def test_ranks_killed_at_any_moment_leave_a_whole_newest_checkpoint(tmp_path: Pa
     assert int(done.stdout) >= 3, "so few kills fell into a save that this test has shown little"
     CheckpointStore(folder).clean()
     assert all(name.startswith("step_") for name in os.listdir(folder))
+
+
+class _Attribute:
+    """Pickled as a call of getattr, as Python 3.11.2 pickles members of enums."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self._arguments = owner, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self._arguments
+
+
+def test_an_index_written_by_an_early_python_3_11_is_read_and_getattr_reaches_nothing_else() -> None:
+    encoding = metadata._MEM_FORMAT_ENCODING
+    member = encoding.TORCH_CONTIGUOUS_FORMAT
+    index = pickle.dumps(_Attribute(encoding, member.name))
+    assert _Unpickler(io.BytesIO(index)).load() is member
+    for owner, name in ((encoding, "__class__"), (torch.Size, "__init_subclass__")):
+        with pytest.raises(pickle.UnpicklingError, match="unexpected attribute"):
+            _Unpickler(io.BytesIO(pickle.dumps(_Attribute(owner, name)))).load()

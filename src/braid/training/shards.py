@@ -147,10 +147,19 @@ class _Unpickler(pickle.Unpickler):
     an index is rejected."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enums by it
+            return _memory_format
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _IN_INDEX:
             raise pickle.UnpicklingError(f"unexpected global {module}.{name}")
         return super().find_class(module, name)
+
+
+def _memory_format(owner: object, name: str) -> object:
+    """`getattr` for the one enum of an index."""
+    if owner is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"unexpected attribute {name} of {owner!r}")
+    return metadata._MEM_FORMAT_ENCODING[name]
 
 
 _IN_INDEX = {
