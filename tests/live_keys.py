@@ -28,7 +28,6 @@ from transformers import AutoConfig
 
 from braid.algorithms.kinds import Kind
 from braid.algorithms.recipes import Correction, Recipe
-from braid.config.base import Section
 from braid.config.load import Loaded, leaves, plain_data
 from braid.config.roles import TrainingRole, train_config
 from braid.config.rollout import SamplingConfig
@@ -41,6 +40,7 @@ from braid.plan.checks import find_problems
 from braid.rollout.engine import Sampling
 from braid.rollout.engines.sglang.options import server_arguments
 from braid.rollout.engines.vllm.options import engine_arguments, environment
+from braid.sections import Section
 from braid.trainer import commands
 from braid.trainer.weight_sync import send_options
 from braid.training.backends import fsdp

@@ -20,6 +20,8 @@ from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
+from braid.cache import cache_folder
+
 _LAYOUT = 1
 """Raised when conversion changes, so that folders of earlier versions are not used."""
 _NUMBERS = {
@@ -134,9 +136,7 @@ def converted_folder(file: str | Path) -> Path:
     state = path.stat()
     parts = [_LAYOUT, str(path), state.st_size, state.st_mtime_ns, _version("transformers"), _version("gguf")]
     name = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
-    cache = os.environ.get("XDG_CACHE_HOME", "")
-    home = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
-    return home / "braid" / "gguf" / f"{path.stem}-{name}"
+    return cache_folder("gguf") / f"{path.stem}-{name}"
 
 
 def _version(package: str) -> str:

@@ -10,6 +10,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validat
 from braid.algorithms.advantages import ADVANTAGES, Advantage
 from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from braid.algorithms.recipes import RECIPES, Recipe, RecipeName
+from braid.sections import Section
 from braid.types import (
     Aggregation,
     CorrectionLevel,
@@ -23,7 +24,6 @@ from braid.types import (
     TurnWeighting,
 )
 
-from .base import Section
 from .kinds import KindOf
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from .base import Section
+from braid.sections import Section
 
 DType = Literal["fp32", "bf16", "fp16"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
-from .base import Section
+from braid.sections import Section
 
 Role = Literal["policy", "critic", "reference", "inference", "reward", "rollout", "env"]
 

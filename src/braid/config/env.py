@@ -15,7 +15,7 @@ from pydantic import (
     model_validator,
 )
 
-from .base import Section
+from braid.sections import Section
 
 
 class Timeouts(Section):

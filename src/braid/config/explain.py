@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from braid.errors import suggest
+from braid.sections import Section
 
-from .base import Section
 from .habits import HABITS
 from .kinds import OWN_FORM, takes_own
 from .moved import MOVED

@@ -25,8 +25,8 @@ from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from braid.errors import ConfigError, Problem, suggest
+from braid.sections import Section
 
-from .base import Section
 from .explain import explain, unlike_numbers
 from .kinds import takes_own
 from .resolvers import MAX_NUMBER, RESOLVERS, register_resolvers

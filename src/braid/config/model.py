@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from braid.sections import Section
+
 from .backends import DType, LoraConfig
-from .base import Section
 from .train import TrainConfig
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from .base import Section
+from braid.sections import Section
 
 
 class PipelineConfig(Section):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from pydantic.fields import FieldInfo
 
-from .base import Section
+from braid.sections import Section
+
 from .explain import show_value
 from .load import plain_data
 from .schema import RunConfig

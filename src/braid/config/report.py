@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
-from .base import Section
+from braid.sections import Section
+
 from .data import Source
 from .rollout import SamplingConfig
 from .train import OptimizerConfig

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from braid.sections import Section
+
 from .backends import DType
-from .base import Section
 
 
 class _Part(Section):

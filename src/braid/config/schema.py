@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from braid.sections import Section
 from braid.types import DecisionLevel
 
 from .algorithm import AlgorithmConfig
-from .base import Section
 from .cluster import ClusterConfig, InferenceConfig
 from .data import DataConfig
 from .env import EnvConfig, SingleTurnEnv

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
-from .base import Section
+from braid.sections import Section
 
 
 def sections_of(field: FieldInfo) -> tuple[type[Section], ...]:

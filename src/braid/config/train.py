@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from braid.sections import Section
+
 from .backends import DeepSpeedConfig, FsdpConfig, GradScalerConfig, MegatronConfig, OffloadConfig
-from .base import Section
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 

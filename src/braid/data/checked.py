@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import braid
+from braid.cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -117,10 +118,7 @@ def _say_not_kept(folder: Path, why: str) -> None:
 
 def _folder() -> Path | None:
     """The folder of results; None for a user without a home."""
-    place = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(place):  # others are to be ignored, says the XDG specification
-        return Path(place) / "braid" / "data"
     try:
-        return Path.home() / ".cache" / "braid" / "data"
+        return cache_folder("data")
     except RuntimeError:
         return None

@@ -197,8 +197,7 @@ def _check_read(model: PreTrainedModel, info: dict[str, Any], header: Header, wh
             values = [config.hidden_size // config.num_attention_heads]
         if value not in values:
             ignored.append(f"{key}={value!r:.40}")
-    factors = "rope_freqs.weight" in header.tensors
-    if factors:
+    if "rope_freqs.weight" in header.tensors:
         ignored.append("rope_freqs.weight")
     if ignored:
         raise ModelError(

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from braid.config.base import Section
 from braid.config.cluster import Role
 from braid.config.rollout import VllmConfig
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
+from braid.sections import Section
 
 from .parallel import TRAINING_ROLES, device_limit, device_unit, divides, section_of
 from .placement import format_numbers, parse_placement
