@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -20,6 +19,7 @@ import httpx2
 import pytest
 import torch
 from tests.leftovers import LIMIT_S
+from tests.needs import WITH_VLLM
 
 from braid.config.model import ModelConfig
 from braid.config.rollout import VllmConfig
@@ -150,11 +150,7 @@ ENGINES: dict[str, Callable[[CausalLM, Path], AbstractContextManager[RolloutEngi
 def engine_params() -> list[Any]:
     """Each kind of engine as a parameter of tests; those that take long to start stay in one process of
     pytest."""
-    has_vllm = find_spec("vllm") is not None
-    slow = [
-        pytest.mark.slow,
-        pytest.mark.skipif(not has_vllm, reason="vLLM is not installed: make vllm"),
-    ]
+    slow = [pytest.mark.slow, WITH_VLLM]
     return [
         pytest.param(name, marks=[*slow, pytest.mark.xdist_group(name)] if name.startswith("vllm") else [])
         for name in ENGINES

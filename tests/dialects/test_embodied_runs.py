@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.models.vla_checkpoints import tiny_pi0, tiny_raw, tiny_tokenizer
-from tests.needs import needs
+from tests.needs import need_images_of_metaworld, needs
 
 from braid.models.vla.openvla import Checkpoint, OpenVla, save_openvla
 from braid.trainer import commands
@@ -58,6 +58,8 @@ def write_checkpoint(folder: Path, action_dim: int) -> None:
 def test_two_rounds(
     simulator: list[str], action_dim: int, adv_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if simulator is METAWORLD:
+        need_images_of_metaworld()
     monkeypatch.chdir(tmp_path)
     write_checkpoint(tmp_path / "model", action_dim)
     sizes = [
@@ -96,6 +98,7 @@ def _check_run(read: Read) -> None:
 def test_two_rounds_of_pi0_on_many_tasks(
     examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    need_images_of_metaworld()
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     write_pi0(tmp_path / "model")

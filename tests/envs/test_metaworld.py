@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
-from tests.needs import needs
+from tests.needs import need_images_of_metaworld, needs
 
 from braid.cli.main import main
 from braid.config.load import load_config
@@ -36,12 +36,8 @@ def reach() -> Iterator[MetaWorld]:
 
 
 def _with_camera(task: str = "reach-v3", **options: Any) -> MetaWorld:
-    try:
-        return MetaWorld(task, **{"cameras": {"image": "corner4"}, "image_size": 32, **options})
-    except ConfigError as error:
-        if "no images" in str(error):
-            pytest.skip("OpenGL does not work here: install libegl1, or libosmesa6 and set MUJOCO_GL")
-        raise
+    need_images_of_metaworld()
+    return MetaWorld(task, **{"cameras": {"image": "corner4"}, "image_size": 32, **options})
 
 
 def test_it_is_a_gymnasium_environment(reach: MetaWorld) -> None:

@@ -231,6 +231,7 @@ def test_a_head_size_that_vllm_lacks_is_refused(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, is_refused: bool
 ) -> None:
     monkeypatch.setattr(available, "missing_packages", lambda *_: iter(()))
+    monkeypatch.setattr(available, "missing_system_library", lambda: None)
     monkeypatch.setattr(available, "count_gpus", lambda: 0)
     config = load_config(None, [*TEXT, "rollout.engine=vllm", f"model.build.head_dim={head_dim}"]).config
     found = [f"{key}: {why}" for key, why in machine_problems(config, resolve(config, num_gpus=0))]
@@ -239,6 +240,19 @@ def test_a_head_size_that_vllm_lacks_is_refused(
     )
     native = load_config(None, [*TEXT, f"model.build.head_dim={head_dim}"]).config
     assert list(machine_problems(native, resolve(native, num_gpus=0))) == []
+
+
+def test_vllm_on_a_cpu_needs_a_system_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(available, "CDLL", absent)
+    monkeypatch.setattr(available, "missing_packages", lambda *_: iter(()))
+    monkeypatch.setattr(available, "count_gpus", lambda: 0)
+    config = load_config(None, [*TEXT, "rollout.engine=vllm"]).config
+    ((key, message),) = machine_problems(config, resolve(config, num_gpus=0))
+    assert key == "rollout.engine"
+    assert message.endswith("install libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora), or set it to native")
 
 
 @WITH_VLLM

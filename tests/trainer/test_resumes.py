@@ -38,6 +38,25 @@ def test_a_resume_names_its_checkpoint_and_the_settings_that_differ(
     assert "model." not in told
 
 
+@pytest.mark.parametrize("verb", ["train", "pipelined", "sft"])
+def test_a_run_past_its_last_round_ends_at_once(
+    load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture, verb: str
+) -> None:
+    run, key, *settings = {
+        "train": (commands.train, "run.max_rounds"),
+        "pipelined": (commands.train, "run.max_rounds", "pipeline.max_lag=1"),
+        "sft": (
+            commands.sft,
+            "sft.steps",
+            "sft={data: [{kind: file, path: letters.jsonl, response_key: answer}], rows_per_step: 4}",
+        ),
+    }[verb]
+    run(load_tiny(*settings, f"{key}=3", EACH))
+    outcome = run(load_tiny(*settings, f"{key}=1", "run.resume=latest", "run.allow_changes=true"))
+    assert "the run has finished all its 1 rounds" in caplog.text
+    assert json.loads((outcome.run_dir / "summary.json").read_text())["round"] == 3
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [

@@ -19,7 +19,7 @@ import yaml
 from gymnasium import spaces
 from safetensors.torch import load_file
 from tests.models.vla_checkpoints import STATISTICS, tiny_openvla, tiny_pi0, tiny_tokenizer
-from tests.needs import needs
+from tests.needs import need_images_of_metaworld, needs
 from tests.resume.test_kill_and_resume import weight_hashes
 
 from braid.config.load import load_config
@@ -275,10 +275,8 @@ def test_experts_of_metaworld_succeed_and_are_imitated(
     """Their actions, repeated in the environment of the policy, meet the observations of the folder, and end
     in success."""
     options = {"task": "reach-v3", "cameras": {"image": "corner4"}, "image_size": 24}
-    try:
-        env = MetaWorld(**options)
-    except ConfigError as error:
-        pytest.skip(str(error))
+    need_images_of_metaworld()
+    env = MetaWorld(**options)
     script = runpy.run_path(str(EXAMPLES / "metaworld_demonstrations.py"))
     given = ["--tasks", "reach-v3", "--episodes", "2", "--image-size", "24"]
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "data"), *given])

@@ -7,6 +7,7 @@ cannot run is reported before the run starts, with a value that works.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ctypes import CDLL
 from importlib.util import find_spec
 
 from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv, RobosuiteEnv, SimulatorEnv
@@ -88,6 +89,8 @@ def machine_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
     engine = served_engine(config)
     is_on_cpu = not num_gpus or config.run.device == "cpu"
     if config.rollout.engine == "vllm" and engine is not None and not engine.servers and is_on_cpu:
+        if (why := missing_system_library()) is not None:
+            yield "rollout.engine", f"{why}, or set it to native"
         yield from _head_size_problems(config, plan)
 
 
@@ -112,6 +115,16 @@ def _needs_gpu(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, str]]:
 VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads for which vLLM has kernels on CPUs (vllm/v1/attention/backends/cpu_attn.py of vLLM
 0.32)."""
+
+
+def missing_system_library() -> str | None:
+    """What vLLM's CPU build needs and pip does not install, with the remedy; None if nothing is missing.
+    Without it vLLM starts, and fails at the first of its own operators."""
+    try:
+        CDLL("libnuma.so.1")
+    except OSError:
+        return "vLLM on CPUs needs the system library libnuma.so.1; install libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora)"
+    return None
 
 
 def _head_size_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:

@@ -99,7 +99,8 @@ class Progress:
 
     @property
     def is_last_round(self) -> bool:
-        return self.round == self.num_rounds
+        """Whether no round follows: a resumed run may be past a last round that was lowered since."""
+        return self.num_rounds is not None and self.round >= self.num_rounds
 
     @property
     def is_complete(self) -> bool:
@@ -191,7 +192,7 @@ class Progress:
         else:
             where = f"after step {self.counters.warm_steps} of supervised fine-tuning"
         logger.info("resumed from %s, %s, step %d", folder, where, step)
-        if self.num_rounds is not None and self.round >= self.num_rounds and self.counters.is_reported:
+        if self.is_complete:
             logger.warning(
                 "the run has finished all its %d rounds; to train longer, raise run.max_rounds or "
                 "run.max_epochs (braid sft: sft.steps)",

@@ -188,7 +188,7 @@ class Console:
     @property
     def _left_s(self) -> float | None:
         """Seconds until the end of the last round, at the mean pace of the latest rounds."""
-        if self.num_rounds is None or len(self._ends_s) < 2 or self._round == self.num_rounds:
+        if self.num_rounds is None or len(self._ends_s) < 2 or self._round >= self.num_rounds:
             return None
         pace = (self._ends_s[-1] - self._ends_s[0]) / (len(self._ends_s) - 1)
         since = time.monotonic() - self._ends_s[-1]
