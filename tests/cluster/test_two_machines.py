@@ -147,7 +147,9 @@ def _assert_empty(cluster: Cluster) -> None:
         await_end(_workers(machine))
 
 
-@pytest.mark.parametrize("name", _RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "fsdp2")) for name in _RUNS]
+)
 def test_runs_on_two_machines_match_one_process(
     name: str, cluster: Cluster, shared: Path, alone: list[dict[str, float]]
 ) -> None:
@@ -162,6 +164,7 @@ def test_runs_on_two_machines_match_one_process(
     _assert_empty(cluster)
 
 
+@pytest.mark.nightly
 def test_a_pipeline_over_two_machines_keeps_its_bound_on_the_lag(
     cluster: Cluster, shared: Path, alone: list[dict[str, float]]
 ) -> None:
@@ -212,7 +215,7 @@ def test_a_run_folder_that_is_not_shared_is_refused(cluster: Cluster, shared: Pa
     _assert_empty(cluster)
 
 
-@pytest.mark.parametrize("role", ["rollout", "rows"])
+@pytest.mark.parametrize("role", ["rollout", pytest.param("rows", marks=pytest.mark.nightly)])
 def test_a_signal_ends_a_run_whose_worker_on_the_other_machine_is_stopped(
     role: str, cluster: Cluster, shared: Path
 ) -> None:
@@ -230,6 +233,7 @@ def test_a_signal_ends_a_run_whose_worker_on_the_other_machine_is_stopped(
     _assert_empty(cluster)
 
 
+@pytest.mark.nightly
 def test_a_short_cut_is_survived_and_a_machine_that_loses_its_power_is_waited_for(
     fragile: Cluster, shared: Path, alone: list[dict[str, float]]
 ) -> None:

@@ -87,9 +87,10 @@ def read(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_thousand_mutated_files_load_or_raise_a_config_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_files", [2_000, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_mutated_files_load_or_raise_a_config_error(num_files: int, tmp_path: Path) -> None:
     draw, path = random.Random(0), tmp_path / "file.yaml"
-    for number in range(10_000):
+    for number in range(num_files):
         text = mutated(NATIVE if number % 2 else draw.choice(FOREIGN), draw)
         path.write_text(text, "utf-8")
         try:

@@ -42,7 +42,7 @@ from braid.training.backends.single import SingleBackend
 from braid.training.losses import policy_loss, value_loss_of
 from braid.types import Row
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
 
 CPU = torch.device("cpu")
 CPU_FOLDER = Path(__file__).parents[1] / "megatron_cpu"

@@ -34,7 +34,7 @@ from braid.training.losses import policy_loss, value_loss_of
 from braid.training.worker import Rank
 from braid.types import Row
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
 
 CPU = torch.device("cpu")
 LEAVES = {"weights": True, "gradients": True, "optimizer": True}

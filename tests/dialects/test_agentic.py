@@ -485,7 +485,11 @@ def test_skyrl_s_replies_may_be_text_within_the_answer() -> None:
 
 
 @pytest.mark.slow
-def test_skyrl_s_file_learns_in_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_epochs", [2, pytest.param(60, marks=pytest.mark.nightly)])
+def test_skyrl_s_file_learns_in_several_turns(
+    num_epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 60 epochs; two show that it runs."""
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -506,11 +510,11 @@ def test_skyrl_s_file_learns_in_several_turns(tmp_path: Path, monkeypatch: pytes
         "environment.env_class=tests.dialects.sums.Sums",
         f"data.train_data=[{tmp_path}/rows.parquet]",
         f"data.val_data=[{tmp_path}/rows.parquet]",
-        f"trainer.policy.model.path={warm_model(tmp_path, examples, MESSAGES, steps=200)}",
+        f"trainer.policy.model.path={warm_model(tmp_path, examples, MESSAGES, steps=200 if num_epochs > 2 else 20)}",
         f"trainer.ckpt_path={tmp_path}/out",
         "trainer.logger=console",
-        "trainer.epochs=60",
-        "trainer.eval_interval=60",
+        f"trainer.epochs={num_epochs}",
+        f"trainer.eval_interval={num_epochs}",
         "trainer.train_batch_size=8",
         "trainer.policy_mini_batch_size=2",
         "trainer.max_prompt_length=16",
@@ -524,7 +528,8 @@ def test_skyrl_s_file_learns_in_several_turns(tmp_path: Path, monkeypatch: pytes
         **IN_ONE_PROCESS,
     )
     first, last = learned(read)
-    assert first < 0.375 < 0.5 < last, "three guesses that ignore the problem are right in at most 3 of 8"
+    if num_epochs > 2:
+        assert first < 0.375 < 0.5 < last, "three guesses that ignore the problem are right in at most 3 of 8"
 
 
 # --- RLinf ---
@@ -664,6 +669,7 @@ def test_rlinf_s_code_judge_is_the_sandboxed_tool(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_rlinf_s_agentic_page_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     examples = [
@@ -716,7 +722,7 @@ LOOKED_UP = tuple(called("found_by_lookup", name=str(a)) for a in range(8))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("env", ["team", "tests.dialects.team.Team"])
+@pytest.mark.parametrize("env", [pytest.param("team", marks=pytest.mark.nightly), "tests.dialects.team.Team"])
 def test_rlinf_s_planner_and_workers_learn(
     env: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_is_left: None
 ) -> None:

@@ -144,6 +144,7 @@ ROLL_SIZES = (
 )
 
 
+@pytest.mark.nightly
 def test_roll_s_rlvr_file_learns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [
         f"output_dir={home}/roll",
@@ -201,6 +202,7 @@ def test_roll_s_domains_have_their_shares_of_every_round(home: Path, monkeypatch
         assert sources.count("few") == 3 * sources.count("many") > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_skyrl_s_file_learns_with_grpo_and_with_a_critic(
     estimator: str, home: Path, monkeypatch: pytest.MonkeyPatch
@@ -244,7 +246,7 @@ def placements(
     }
 
 
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("workers")
 def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +269,7 @@ def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
 
 
 @WITH_VLLM
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("workers")
 def test_roll_s_rlvr_file_runs_on_deepspeed_beside_vllm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [
         f"output_dir={home}/roll-deepspeed",
@@ -289,7 +291,7 @@ def test_roll_s_rlvr_file_runs_on_deepspeed_beside_vllm(home: Path, monkeypatch:
 
 
 @WITH_VLLM
-@pytest.mark.xdist_group("ray")
+@pytest.mark.xdist_group("workers")
 def test_skyrl_s_file_runs_on_fsdp2_collocated_with_its_reference_and_vllm(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

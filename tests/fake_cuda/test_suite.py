@@ -35,7 +35,7 @@ one that asks another process for the device's free memory, of which each proces
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=[pytest.mark.xdist_group("ray")] * ("clusters" in path))
+        pytest.param(path, marks=[pytest.mark.xdist_group("workers")] * ("clusters" in path))
         for path in ENVIRONMENTS
     ],
 )

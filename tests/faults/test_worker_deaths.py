@@ -277,7 +277,12 @@ def test_a_run_whose_worker_is_stopped_restarts_within_ten_seconds_of_the_deadli
 
 
 @pytest.mark.parametrize(
-    ("phase", "role"), [("sync_weights", "rollout"), ("sync_weights", "policy"), ("rollout", "policy")]
+    ("phase", "role"),
+    [
+        ("sync_weights", "rollout"),
+        pytest.param("sync_weights", "policy", marks=pytest.mark.nightly),
+        ("rollout", "policy"),
+    ],
 )
 def test_a_signal_ends_a_run_that_waits_for_a_stopped_worker(
     phase: str, role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -28,7 +28,8 @@ def work_or_guess(row: Mapping[str, Any]) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
+@pytest.mark.nightly
+@pytest.mark.xdist_group("workers")
 @WITH_VLLM
 def test_the_quickstart_learns_with_two_fsdp2_ranks_and_vllm(tmp_path: Path) -> None:
     overrides = [

@@ -16,7 +16,6 @@ import yaml
 from gymnasium import spaces
 from numpy.typing import NDArray
 from tests.models.vla_checkpoints import tiny_raw, tiny_tokenizer
-from tests.needs import needs
 
 from braid.config.load import load_config
 from braid.data.lerobot import Demonstration, write_demonstrations
@@ -107,14 +106,3 @@ def test_a_vla_policy_surpasses_its_demonstrator(tmp_path: Path, monkeypatch: py
     # optimum 1. The standard error of 500 episodes is 0.022.
     assert 0.3 < first["pass@1"] < 0.55
     assert last["pass@1"] > first["pass@1"] + 0.25
-
-
-@pytest.mark.slow
-@needs("metaworld")
-def test_a_robot_arm_learns_to_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first 24,000 env steps of examples/robot.yaml, which ends above 90 %."""
-    monkeypatch.chdir(tmp_path)
-    first, last = _evaluations(EXAMPLES / "robot.yaml", ["run.max_rounds=12", "env.video.save=false"])
-    # Returns are 10 per env step at the goal; a gripper that stays away from it gets about 150 in 100 steps.
-    assert first["mean@1"] < 250
-    assert last["mean@1"] > 2 * first["mean@1"]

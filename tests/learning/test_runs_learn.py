@@ -49,14 +49,6 @@ def test_a_language_model_learns_to_write_one_letter(
 
 
 @pytest.mark.slow
-def test_an_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    loaded = load_config(EXAMPLES / "cartpole.yaml", ["run.output_dir=runs", "report.console=none"])
-    assert loaded.config.eval.target.min_final is not None, "an example says what it is to reach"
-    assert commands.train(loaded).is_target_reached
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("example", ["agent", "openai_agent"])
 def test_an_example_of_an_agent_runs(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For one round: that it learns takes minutes, and is held by benchmarks/learned.py."""

@@ -125,7 +125,16 @@ def read(tmp_path: Path, answered: Callable[..., Trajectory]) -> Callable[[str],
     return read
 
 
-@pytest.mark.parametrize("num_texts", [500, pytest.param(100_000, marks=pytest.mark.slow)])
+def _numbers(everyday: int, slow: int, nightly: int) -> list[Any]:
+    """Sizes of a test for three tiers."""
+    return [
+        everyday,
+        pytest.param(slow, marks=pytest.mark.slow),
+        pytest.param(nightly, marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ]
+
+
+@pytest.mark.parametrize("num_texts", _numbers(500, 20_000, 100_000))
 def test_any_text_is_parsed_and_scored(num_texts: int, read: Callable[[str], None]) -> None:
     draw = random.Random(num_texts)
     for _ in range(num_texts):
@@ -135,7 +144,7 @@ def test_any_text_is_parsed_and_scored(num_texts: int, read: Callable[[str], Non
             read(text)
 
 
-@pytest.mark.parametrize("num_texts", [20, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_texts", _numbers(20, 400, 2_000))
 @pytest.mark.parametrize("template", ["qwen3", "llama3_1", "glm4moe"])
 def test_any_text_is_rendered_and_its_control_tokens_are_plain_text(template: str, num_texts: int) -> None:
     chat, draw = _format(template), random.Random(num_texts)
@@ -196,7 +205,7 @@ def test_answers_are_found_in_a_megabyte_at_once(text: str) -> None:
         without_reasoning(text)
 
 
-@pytest.mark.parametrize("num_texts", [4, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_texts", _numbers(4, 40, 200))
 def test_a_megabyte_is_parsed_and_scored_in_time(num_texts: int, read: Callable[[str], None]) -> None:
     draw = random.Random(num_texts)
     for _ in range(num_texts):

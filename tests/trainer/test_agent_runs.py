@@ -119,6 +119,7 @@ def test_a_tool_is_the_same_as_a_function_and_from_an_mcp_server(load_tiny: Load
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_environment_of_ones_own_is_learned(load_tiny: LoadTiny, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     run = commands.train(load_tiny(*AGENT, "run.max_rounds=60", "train.optimizer.lr=5e-3")).run_dir

@@ -31,7 +31,7 @@ from braid.plan.layout import Worker
 from braid.trainer import commands
 from braid.trainer.cluster import RayCluster
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
 
 _SIZE: dict[str, Any] = {"num_cpus": 1, "num_gpus": 2, "object_store_memory": 80 * 2**20}
 

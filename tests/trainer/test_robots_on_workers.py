@@ -19,7 +19,7 @@ from braid.trainer import commands
 
 from .test_vla_runs import ADAPTERS, OFT, PI0, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
 
 CARTPOLE: dict[str, Any] = {
     "model": {"mlp": {"hidden_sizes": [16]}},
@@ -66,7 +66,7 @@ def _assert_alike(mine: list[dict[str, float]], other: list[dict[str, float]]) -
         assert kept[0] == pytest.approx(kept[1], rel=1e-3, abs=1e-4, nan_ok=True)
 
 
-@pytest.mark.parametrize("backend", ["single", "fsdp2", "deepspeed"])
+@pytest.mark.parametrize("backend", ["single", "fsdp2", pytest.param("deepspeed", marks=pytest.mark.nightly)])
 def test_simulators_and_a_perceptron_on_workers_match_one_process(tmp_path: Path, backend: str) -> None:
     path = _cartpole(tmp_path)
     placement = APART if backend != "single" else {"policy": "0", "critic": "1", "rollout": "2"}

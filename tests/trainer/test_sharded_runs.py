@@ -23,7 +23,7 @@ from braid.models.loading import load_policy, load_tokenizer, save_pretrained
 from braid.report.samples import read_samples
 from braid.trainer import commands
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
 
 _TASK = {
     "kind": "procedural",

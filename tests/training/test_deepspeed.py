@@ -21,7 +21,7 @@ from braid.training.losses import policy_loss
 from braid.training.worker import Rank
 from braid.types import Row
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
 
 OUTPUTS = frozenset({"logprobs"})
 LOSS = policy_loss(RECIPES["grpo"])

@@ -22,7 +22,7 @@ from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.sending import SendOptions
 from braid.weights.wire import Ticket
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
 
 CPU = torch.device("cpu")
 BACKENDS = ("fsdp2", "fsdp", "deepspeed")
