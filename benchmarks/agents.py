@@ -32,7 +32,7 @@ from braid.models.chat import ChatFormat
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.types import Group, Prompt, Status
 
 DEADLINE_S = 5.0

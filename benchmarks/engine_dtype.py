@@ -1,4 +1,4 @@
-"""The native engine with a bf16 copy of the weights (`rollout.native.dtype=bf16`) against compiled and plain
+"""The native engine with a bf16 copy of the weights (`rollout.engine.dtype=bf16`) against compiled and plain
 fp32, on CPU.
 
 Requests are those of engine_vs_generate.py, ragged; one thread, CPU time, all sides taking turns.
@@ -18,7 +18,7 @@ from sizes import SIZES
 from braid.cluster.memory import keep_freed_memory
 from braid.config.model import ModelConfig
 from braid.models.loading import load_policy
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from braid.config.model import ModelConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 
 LONGEST = 128
 

@@ -39,7 +39,7 @@ from braid.cluster.memory import keep_freed_memory
 from braid.config.model import ModelConfig
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 
 
 def run_vllm(llm: LLM, requests: list[Request]) -> float:

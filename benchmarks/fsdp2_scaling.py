@@ -32,8 +32,8 @@ from braid.config.train import TrainConfig
 from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
 from braid.models.tokenizer import character_tokenizer
-from braid.training.backends.fsdp import FsdpBackend
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.fsdp.backend import FsdpBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.group import share_rows
 from braid.training.losses import policy_loss
 
@@ -51,9 +51,7 @@ def _work(rank: int, folder: Path, settings: dict[str, Any], repeats: int, profi
     keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     config = TrainConfig.model_validate({"optimizer": {"lr": 1e-5}, **settings})
-    kind = config.backend
-    assert kind in ("fsdp", "fsdp2"), f"{kind} is neither"
-    group = FsdpBackend(_model(), config, total_steps=1000, device=CPU, kind=kind)
+    group = FsdpBackend(_model(), config, total_steps=1000, device=CPU)
     alone = SingleBackend(_model(), config, total_steps=1000, device=CPU) if rank == 0 else None
     rows, loss = make_rows(_model().vocab_size), policy_loss(RECIPES["grpo"])
     weights = row_weights(
@@ -110,11 +108,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--backend", choices=["fsdp", "fsdp2"], default="fsdp2")
     parser.add_argument("--micro-batch-tokens", type=int, default=TrainConfig().micro_batch_tokens)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of train.fsdp")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of the backend")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     fsdp = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in args.set)}
-    settings = {"backend": args.backend, "micro_batch_tokens": args.micro_batch_tokens, "fsdp": fsdp}
+    settings = {
+        "backend": {"kind": args.backend, **fsdp},
+        "micro_batch_tokens": args.micro_batch_tokens,
+    }
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_work, (Path(folder), settings, args.repeats, args.profile), 2)
 

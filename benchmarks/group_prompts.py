@@ -21,7 +21,7 @@ from braid.cluster.memory import keep_freed_memory
 from braid.config.model import ModelConfig
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 
 NEW = 64
 

@@ -26,7 +26,7 @@ from braid.config.model import ModelConfig
 from braid.models.linear import linear
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 
 LENGTH, NEW = 4096, 128
 

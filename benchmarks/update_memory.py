@@ -31,7 +31,7 @@ from braid.config.train import OptimizerConfig, TrainConfig
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
 from braid.training.backend import Diagnostics, Loss
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.types import Row
 
 VOCAB, NUM_ROWS, ROW_TOKENS = 151_936, 32, 256

@@ -26,7 +26,6 @@ from pydantic import ValidationError
 from torch import nn
 from transformers import AutoConfig
 
-from braid.algorithms.kinds import Kind
 from braid.algorithms.recipes import Correction, Recipe
 from braid.config.load import Loaded, leaves, plain_data
 from braid.config.roles import TrainingRole, train_config
@@ -35,17 +34,25 @@ from braid.config.schema import RunConfig
 from braid.config.source import parse_path, path_text, place
 from braid.config.train import TrainConfig
 from braid.errors import ConfigError, ModelError
+from braid.kinds import Kind
 from braid.plan import Plan, derive, unused_keys, why_unused
 from braid.plan.checks import find_problems
 from braid.rollout.engine import Sampling
+from braid.rollout.engines.base import Model, ServedEngine
+from braid.rollout.engines.sglang.kind import Sglang
 from braid.rollout.engines.sglang.options import server_arguments
+from braid.rollout.engines.vllm.kind import Vllm
 from braid.rollout.engines.vllm.options import engine_arguments, environment
 from braid.sections import Section
 from braid.trainer import commands
 from braid.trainer.weight_sync import send_options
-from braid.training.backends import fsdp
-from braid.training.backends.deepspeed import _settings
+from braid.training.backends.deepspeed.backend import _settings
+from braid.training.backends.deepspeed.kind import DeepSpeed
+from braid.training.backends.fsdp import backend as fsdp
+from braid.training.backends.fsdp.kind import Fsdp2
 from braid.training.backends.megatron.checks import check_model
+from braid.training.backends.megatron.kind import Megatron, settings_of
+from braid.training.backends.single.kind import Single
 
 CPU = torch.device("cpu")
 
@@ -165,7 +172,7 @@ def settings(config: RunConfig, plan: Plan) -> str:
     for role in get_args(TrainingRole):
         if plan.layout.role(role):
             given[role] = _backend(train_config(config, role), plan)
-    if plan.layout.role("policy") and (plan.layout.mode != "in_process" or config.rollout.engine != "native"):
+    if plan.layout.role("policy") and (plan.layout.mode != "in_process" or config.rollout.engine.is_served):
         try:
             given["sync"] = send_options(
                 config, plan.layout, "", torch.device("cpu" if config.run.device == "cpu" else "cuda")
@@ -188,30 +195,30 @@ def _plain(value: Any) -> Any:
 
 
 def _engine(config: RunConfig, plan: Plan) -> Any:
-    if config.rollout.engine == "native":
+    of = config.rollout.engine
+    if not isinstance(of, ServedEngine):
         return None
-    of = config.rollout.vllm if config.rollout.engine == "vllm" else config.rollout.sglang
     longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
     if of.servers:
         return of.servers, of.max_model_tokens or longest
-    given: dict[str, Any] = {
-        "model": "", "tokenizer": "", "dtype": config.model.dtype, "longest": longest, "seed": config.run.seed,
-        "trust_remote_code": config.model.trust_remote_code, "sleeps": bool(plan.engines_in_turns),
-    }  # fmt: skip
-    if config.rollout.engine == "sglang":
-        return server_arguments(config.rollout.sglang, **given)
-    on_gpu = config.run.device != "cpu"
-    made = engine_arguments(config.rollout.vllm, on_gpu=on_gpu, **given)
-    return made, environment(config.rollout.vllm), config.rollout.vllm.detokenize
+    model = Model(
+        "", tokenizer="", dtype=config.model.dtype, longest=longest, seed=config.run.seed,
+        trust_remote_code=config.model.trust_remote_code, sleeps=bool(plan.engines_in_turns),
+    )  # fmt: skip
+    if isinstance(of, Sglang):
+        return server_arguments(of, model)
+    assert isinstance(of, Vllm)
+    made = engine_arguments(of, model, on_gpu=config.run.device != "cpu")
+    return made, environment(of), of.detokenize
 
 
 def _backend(train: TrainConfig, plan: Plan) -> Any:
     match train.backend:
-        case "single":
+        case Single():
             return None
-        case "deepspeed":
-            return _settings(nn.Linear(2, 2), train.deepspeed, CPU)
-        case "megatron":
+        case DeepSpeed():
+            return _settings(nn.Linear(2, 2), train.backend, CPU)
+        case Megatron():
             mixtures = (False, True) if plan.model_size is None else (plan.model_size.num_experts > 0,)
             return [_megatron(train, is_mixture=is_one) for is_one in mixtures]
         case _:
@@ -232,7 +239,7 @@ class _Mesh(SimpleNamespace):
 
 def _fsdp(train: TrainConfig) -> list[Any]:
     """Arguments of torch's sharding functions, on two machines with four devices each."""
-    calls: list[Any] = [train.fsdp.sync_last_micro_batch_only]
+    calls: list[Any] = [train.backend.sync_last_micro_batch_only]
 
     def take(module: nn.Module, **options: Any) -> None:
         calls.append(
@@ -253,11 +260,12 @@ def _fsdp(train: TrainConfig) -> list[Any]:
             (fsdp.dist, "all_gather_object", gather),
         ):
             patched.enter_context(patch.object(owner, name, by))
-        mesh = fsdp._mesh(train.fsdp, CPU)
-        if train.backend == "fsdp2":
-            fsdp._shard(net, train.fsdp, mesh, None)
+        settings: Any = train.backend
+        mesh = fsdp._mesh(settings, CPU)
+        if isinstance(settings, Fsdp2):
+            fsdp._shard(net, settings, mesh, None)
         else:
-            fsdp._wrap(net, train.fsdp, mesh, CPU, None)
+            fsdp._wrap(net, settings, mesh, CPU, None)
     return calls
 
 
@@ -274,7 +282,7 @@ def _megatron(train: TrainConfig, *, is_mixture: bool) -> list[Any]:
         "qwen3_moe" if is_mixture else "qwen3", num_hidden_layers=16, num_key_value_heads=8
     )
     try:
-        check_model(sizes, train.megatron)
+        check_model(sizes, settings_of(train))
     except ModelError as error:
         return [str(error)]
     scale = backend._loss_scale(train, torch.float16)
@@ -303,7 +311,7 @@ def _megatron(train: TrainConfig, *, is_mixture: bool) -> list[Any]:
             (ranks, "_set_up_with", {}),
         ):
             patched.enter_context(patch.object(owner, name, by))
-        ranks.join(train.megatron)
+        ranks.join(settings_of(train))
         wrapped: Any = backend._wrapped(None, 0, train, None)  # pyright: ignore[reportArgumentType]
         own: Any = SimpleNamespace(_config=train, _dtype=torch.float16, _stages=[wrapped])
         backend.MegatronBackend._build_optimizer(own)

@@ -162,33 +162,31 @@ _MEGATRON = [
 ]
 LAYOUTS: dict[str, list[str]] = {
     "vllm": ["rollout.engine=vllm", _APART],
-    "vllm on GPUs": [_GPU, "rollout={engine: vllm, vllm: {tensor_parallel: 2}}", _APART],
-    "vllm servers": ["rollout={engine: vllm, vllm: {servers: ['http://localhost:1']}}", "cluster.placement={policy: 0-7}"],
+    "vllm on GPUs": [_GPU, "rollout={engine: {kind: vllm, tensor_parallel: 2}}", _APART],
+    "vllm servers": ["rollout={engine: {kind: vllm, servers: ['http://localhost:1']}}", "cluster.placement={policy: 0-7}"],
     "sglang": ["rollout.engine=sglang", _APART],
-    "sglang on GPUs": [_GPU, "rollout={engine: sglang, sglang: {torch_compile: true}}", _APART],
-    "sglang servers": ["rollout={engine: sglang, sglang: {servers: ['http://localhost:1']}}", "cluster.placement={policy: 0-7}"],
+    "sglang on GPUs": [_GPU, "rollout={engine: {kind: sglang, torch_compile: true}}", _APART],
+    "sglang servers": ["rollout={engine: {kind: sglang, servers: ['http://localhost:1']}}", "cluster.placement={policy: 0-7}"],
     "one GPU": [_GPU, "train={backend: single, offload: {weights: true}}"],
     "fsdp2": [_APART],
-    "fsdp2 on hosts": [_GPU, "train.fsdp.cpu_offload=true", _APART],
+    "fsdp2 on hosts": [_GPU, "train.backend.cpu_offload=true", _APART],
     "fsdp": ["train.backend=fsdp", _GPU, _APART],
     "deepspeed": ["train.backend=deepspeed", _APART],
     **{
         f"roles on {name}": [
-            f"model={{build: null, path: other, dtype: {'fp16' if 'scaler' in options else 'fp32'}}}",
-            *(f"{role}={{backend: {name.partition(' ')[0]}{options}}}" for role in ("train", "critic.train", "reference.train")),
+            f"model={{build: null, path: other, dtype: {'fp16' if beside else 'fp32'}}}",
+            *(f"{role}={{backend: {{kind: {name.partition(' ')[0]}{options}}}{beside}}}" for role in ("train", "critic.train", "reference.train")),
             "algorithm={recipe: ppo, kl_coef: 0.1}",
             "cluster.placement={policy: 0-7}",
             _GPU,
         ]
-        for name, options in {
-            "fsdp": "",
-            "fsdp2": ", fsdp: {cpu_offload: true}",
-            "deepspeed": "",
-            "megatron":
-                ", megatron: {tensor_parallel: 2, sequence_parallel: true, pipeline_parallel: 2}, "
-                "grad_scaler: {}",
-            "megatron with recomputation": ", megatron: {recompute_granularity: full, overlap_grad_reduce: true}",
-        }.items()
+        for name, options, beside in (
+            ("fsdp", "", ""),
+            ("fsdp2", ", cpu_offload: true", ""),
+            ("deepspeed", "", ""),
+            ("megatron", ", tensor_parallel: 2, sequence_parallel: true, pipeline_parallel: 2", ", grad_scaler: {}"),
+            ("megatron with recomputation", ", recompute_granularity: full, overlap_grad_reduce: true", ""),
+        )
     },
     "dense megatron": _MEGATRON,
     "megatron": [*_MEGATRON, "model={build: null, path: other}", "inference.tensor_parallel=2"],

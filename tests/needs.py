@@ -10,7 +10,7 @@ import pytest
 from braid.envs.simulators.adapters.metaworld import MetaWorld
 from braid.errors import ConfigError
 from braid.isolation.sandbox import find_isolation
-from braid.plan.available import missing_system_library
+from braid.rollout.engines.vllm.kind import missing_system_library
 
 _WITHOUT_VLLM = "vLLM is not installed: make vllm" if find_spec("vllm") is None else missing_system_library()
 WITH_VLLM = pytest.mark.skipif(_WITHOUT_VLLM is not None, reason=_WITHOUT_VLLM or "")

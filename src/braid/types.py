@@ -17,6 +17,9 @@ from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+Groups = dict[str, tuple[tuple[int, ...], ...]]
+"""Parallel dimension of a role -> the ranks of each of its groups."""
+
 # Choices of an algorithm's parts; the kinds of advantages and policy losses and the names of recipes are in
 # algorithms/.
 AdvantageLevel = Literal["trajectory", "turn"]

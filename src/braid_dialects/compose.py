@@ -19,11 +19,12 @@ from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
-from braid.config.load import interpolate
+from braid.config.load import KINDS, interpolate
 from braid.config.source import OVERRIDE, Written, apply_override, child, parse_path, place, read_file
 from braid.errors import Problem, suggest
 
 from .launcher import read_launcher
+from .translate import NATIVE
 
 DEFAULTS = "defaults"
 SEARCHPATH = "hydra.searchpath"
@@ -54,7 +55,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
             values.append(_FLOW.sub(r"\1: ", text) if option.startswith("{") else text)
     composed = _Presets(path, written, chosen).whole()
     for text in values:
-        apply_override(composed, text)
+        apply_override(composed, text, {f"{NATIVE}.{key}": kind for key, kind in KINDS.items()})
     return composed
 
 

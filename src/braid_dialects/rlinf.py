@@ -83,7 +83,7 @@ def _base(source: Source) -> dict[str, Any]:
     native: dict[str, Any] = rlinf_agents.base(source)
     engine = facts.engine(source)
     if engine != "native" and facts.devices_of(source, "rollout") is not None:
-        native[f"rollout.{engine}.replicas"] = facts.replicas(source)
+        native["rollout.engine.replicas"] = facts.replicas(source)
     whole, prompt = source["runner.seq_length"], source["data.max_prompt_length"]
     if not facts.is_robots(source) and whole is not None and prompt is not None and whole > prompt:
         native["rollout.sampling.max_new_tokens"] = whole - prompt
@@ -103,7 +103,7 @@ RLINF = Dialect(
         "sinks": rlinf_run.sinks,
         "given": rlinf_run.given_sources,
         "kl_in": lambda s: ["algorithm.kl_in"] if s["algorithm.kl_beta"] else [],
-        "scaler": lambda s: ["train.megatron"] if facts.backend(s) == "megatron" else [],
+        "scaler": lambda s: ["train.backend"] if facts.backend(s) == "megatron" else [],
     },
     checks=CHECKS,
     aliases=_ALIASES,

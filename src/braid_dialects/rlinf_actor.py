@@ -35,7 +35,7 @@ def _precision(source: Source) -> Became:
     kind, is_frozen = facts.precision(source), source["actor.model.is_lora"]
     native = {"model.dtype": kind if is_frozen else "fp32", "train.autocast": _autocast(source)}
     if facts.engine(source) != "native" and source["rollout.model.precision"] is None:
-        native[f"rollout.{facts.engine(source)}.dtype"] = kind
+        native["rollout.engine.dtype"] = kind
     return Became(native, note="dtype of the frozen weights below the adapter" if is_frozen else "")
 
 
@@ -111,7 +111,7 @@ _LAYER = "remove it: the models supported with megatron (llama, qwen2, qwen3, qw
 # fmt: off
 _ACTOR = section("actor", "train")(
     to("group_name", "cluster.group_names.policy", "text", WORKERS),
-    to("training_backend", ".backend", "megatron|fsdp", BY_BACKEND, lambda _, s: facts.file_backend(s),
+    to("training_backend", ".backend.kind", "megatron|fsdp", BY_BACKEND, lambda _, s: facts.file_backend(s),
        default="megatron"),
     missing("mcore_gpt", "set it to true: only Megatron-core is supported", default=True),
     missing("spec_name", _LAYER + "decoder_gpt", MEGATRON, default="decoder_gpt"),
@@ -158,7 +158,7 @@ _MODEL = section("actor.model", "model")(
     to("low_cpu_mem_usage", ".low_memory_load", "bool"),
     to("trust_remote_code", ".trust_remote_code", "bool", _TRUST, note="here or for the tokenizer"))
 
-_LAYERS = section("actor.model", "train.megatron", MEGATRON)(
+_LAYERS = section("actor.model", "train.backend", MEGATRON)(
     to("tensor_model_parallel_size", ".tensor_parallel", "count"),
     to("pipeline_model_parallel_size", ".pipeline_parallel", "count"),
     to("context_parallel_size", ".context_parallel", "count"),
@@ -198,8 +198,8 @@ _OPTIMIZER = section("actor.optim", "train.optimizer")(
        MEGATRON_FILE, FP16, default=1000, note="fp16: finite steps after which the loss scale doubles"),
     to("loss_scale", "train.grad_scaler.init_scale", "positive?", MEGATRON_FILE, FP16, unless_null("default"),
        lambda v, _: float(v), note="fp16: the initial scale; constant in RLinf"),
-    to("use_distributed_optimizer", "train.megatron.distributed_optimizer", "bool", MEGATRON),
-    to("{overlap_grad_reduce,overlap_param_gather}", "train.megatron.*", "bool", MEGATRON),
+    to("use_distributed_optimizer", "train.backend.distributed_optimizer", "bool", MEGATRON),
+    to("{overlap_grad_reduce,overlap_param_gather}", "train.backend.*", "bool", MEGATRON),
     missing("overlap_param_gather_with_optimizer_step", "set it to false; see overlap_param_gather",
             MEGATRON, default=False),
     ignored("optimizer_enable_pin", "not read by RLinf; offloaded state is always pinned"),
@@ -232,7 +232,7 @@ _TOKENIZER = section("actor.tokenizer", "model")(
     ignored("use_fast padding_side tokenizer_type", "the model folder determines the tokenizer"),
     to("extra_vocab_size", ".vla.extra_vocab_size", "natural", ROBOTS_ONLY, facts.VLA))
 
-_MEGATRON = section("actor.megatron", "train.megatron", MEGATRON)(
+_MEGATRON = section("actor.megatron", "train.backend", MEGATRON)(
     to("ddp_bucket_size", ".ddp_bucket_size", "count?", note="in parameters"),
     to("distributed_timeout_minutes", ".timeout_minutes", "positive"),
     ignored("distributed_backend tp_comm_bootstrap_backend", "collectives use NCCL on GPUs, gloo on CPUs"),
@@ -247,8 +247,8 @@ _MEGATRON = section("actor.megatron", "train.megatron", MEGATRON)(
     missing("use_profiler", "use an external profiler", default=False),
     ignored("profiler.*", "for actor.megatron.use_profiler only"))
 
-_FSDP = section("actor.fsdp_config", "train.fsdp")(
-    to("strategy", "train.backend", "fsdp|fsdp2|FSDP|FSDP2", FSDP_FILE, BY_BACKEND, lambda _, s: facts.file_backend(s)),
+_FSDP = section("actor.fsdp_config", "train.backend")(
+    to("strategy", "train.backend.kind", "fsdp|fsdp2|FSDP|FSDP2", FSDP_FILE, BY_BACKEND, lambda _, s: facts.file_backend(s)),
     to("sharding_strategy", ".sharding", _SHARDINGS, FSDP),
     to("cpu_offload", ".cpu_offload", "bool", FSDP2),
     to("offload_pin_memory", ".pin_memory", "bool", FSDP2, note="with cpu_offload"),
@@ -280,7 +280,7 @@ _FSDP = section("actor.fsdp_config", "train.fsdp")(
 RULES = rows(
     _ACTOR,
     _MODEL,
-    to("actor.model.recompute_granularity", "train.megatron.recompute_granularity", "full|selective?",
+    to("actor.model.recompute_granularity", "train.backend.recompute_granularity", "full|selective?",
        _granularity, note="in one process full is train.gradient_checkpointing"),
     _LAYERS, _OPTIMIZER, _SCHEDULE, _TOKENIZER, _MEGATRON, _FSDP,
 )

@@ -217,7 +217,7 @@ _INFERENCE = section("inference", "inference")(
             "fsdp_config.{mixed_precision,amp_autocast,grad_scaler,amp_grad_scaler}.*",
             "log-probs before the update are always computed with the actor's model and precision"))
 
-_ROLLOUT = section("rollout", "rollout.{engine}")(
+_ROLLOUT = section("rollout", "rollout.engine")(
     # the model and the engine
     to("group_name", "cluster.group_names.rollout", "text", WORKERS),
     to("model.model_path", "model.path", FOLDER, _OF_ACTOR,
@@ -225,8 +225,8 @@ _ROLLOUT = section("rollout", "rollout.{engine}")(
     to("model.model_type", "", MODEL_TYPE, _OF_ACTOR, model_type, note="the folder's architecture"),
     to("model.precision", ".dtype", nullable(PRECISION), _NOT_NATIVE,
        unless_null("same as actor.model.precision"), facts.dtype),
-    to("rollout_backend", "rollout.engine", "sglang|vllm", lambda _, s: facts.engine(s), default="sglang"),
-    to("backend", "rollout.engine", "huggingface|vllm",
+    to("rollout_backend", "rollout.engine.kind", "sglang|vllm", lambda _, s: facts.engine(s), default="sglang"),
+    to("backend", "rollout.engine.kind", "huggingface|vllm",
        lambda v, s: s.engine or ("vllm" if v == "vllm" else "native"), note="huggingface: the native engine"),
     always("mode", "determined by cluster.component_placement", "collocate|colocate|disaggregated"),
     to("gpu_memory_utilization", ".memory_fraction", "fraction", SERVED, default=0.65),

@@ -170,7 +170,7 @@ def critic_settings(source: Source) -> tuple[dict[str, Any], list[tuple[str, str
                 native |= rule.become(value, replace(view, at=path)).native
             except ValueError as error:
                 errors += [(path, f"for the critic: {error}")] if path.startswith("actor.") else []
-    chosen = {} if source.backend is None else {"critic.train.backend": source.backend}
+    chosen = {} if source.backend is None else {"critic.train.backend.kind": source.backend}
     return _of_critic(native) | chosen, errors
 
 

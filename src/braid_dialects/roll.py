@@ -50,7 +50,7 @@ def _micro_batches(source: Source) -> dict[str, Any]:
         if role != "reference":
             made[f"{native}.micro_batch_tokens"] = whole * rows_of
         if role != "actor_train":
-            made[f"{native}.backend"] = facts.backend(source, role)
+            made[f"{native}.backend.kind"] = facts.backend(source, role)
         made[f"{native}.infer_batch_tokens"] = whole * source[f"{role}.infer_batch_size"]
     return made
 

@@ -141,7 +141,7 @@ PIPELINE = rows(
             "ones; use a query_filter, which samples until the batch is full", default=False),
     ignored("max_additional_running_prompts rollout_mock.{mode,dump_dir} transfer_backend.backend_config",
             "for a feature that is not supported"),
-    to("max_running_requests", "rollout.{engine}.max_running", "count", default=128, note="per engine"),
+    to("max_running_requests", "rollout.engine.max_running", "count", default=128, note="per engine"),
     ignored("router_args.{router_name,router_config}", "a group always goes to the least loaded engine"),
     missing("reward_system_config.skip_special_tokens",
             "set it to true; rewards read text without special tokens", default=True),

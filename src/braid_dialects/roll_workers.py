@@ -67,7 +67,7 @@ def _device_mapping(value: Any, source: Source) -> Any:
     if not facts.is_one_process(source):
         made |= dict.fromkeys(source.native, format_numbers(devices))
         if role == "actor_infer" and facts.engine(source) != "native":
-            made[f"rollout.{facts.engine(source)}.replicas"] = facts.engine_sizes(source)["replicas"]
+            made["rollout.engine.replicas"] = facts.engine_sizes(source)["replicas"]
     return Became(made) if made else ONE_PROCESS(value, source)
 
 
@@ -137,7 +137,7 @@ def _recompute(value: str | None, source: Source) -> Became:
 
 def _engine_sizes(value: int, source: Source) -> Became:
     sizes = facts.engine_sizes(source)
-    own = {f"rollout.{facts.engine(source)}.{name}": sizes[name] for name in ("tensor_parallel", "replicas")}
+    own = {f"rollout.engine.{name}": sizes[name] for name in ("tensor_parallel", "replicas")}
     return Became(dict.fromkeys(source.native, value) | own)
 
 
@@ -166,7 +166,7 @@ _OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
     missing("model_args.{freeze_module_prefix,additional_target}", "use adapters: lora_target"))
 
 _TRAINED = section("{actor_train,critic}")(
-    to("strategy_args.strategy_name", "{train}.backend", "megatron_train|fsdp2_train", used, _strategy,
+    to("strategy_args.strategy_name", "{train}.backend.kind", "megatron_train|fsdp2_train", used, _strategy,
        default="fsdp2_train"),
     to("model_args.disable_gradient_checkpointing", "{train}.gradient_checkpointing", "bool", used,
        unless(lambda s: s.place("backend") == "megatron", "Megatron uses recompute_granularity instead"),
@@ -212,10 +212,10 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
     to("model_args.dtype", "{train}.autocast", _AUTOCAST, used, default="bf16"),
     to("model_args.ulysses_size", "{train}.sequence_parallel", "count?", used, _OF_FSDP2, _sized,
        default=1, note="sequence-parallel size (Ulysses); dp = devices / ulysses_size"),
-    section(CONFIG, "{train}.megatron", used, _OF_MEGATRON, _sized)(
+    section(CONFIG, "{train}.backend", used, _OF_MEGATRON, _sized)(
         to("{tensor_model,pipeline_model,context}_parallel_size", ".{tensor,pipeline,context}_parallel",
            "count?", note="dp = devices / (TP * PP * CP)")),
-    to("backend_timeout", "{train}.megatron.timeout_minutes", "count", used, of_backend("megatron"),
+    to("backend_timeout", "{train}.backend.timeout_minutes", "count", used, of_backend("megatron"),
        default=30),
     always("router_replay.mode", "no router replay", choice("disable")),
     to("use_dynamic_batching_in_infer", "{train}.infer_batch_tokens", "bool", used, _tokens),
@@ -225,7 +225,7 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
        used, needs("..use_sequence_packing"), unless_null("no separate limit", implied)),
     ignored("use_sequence_packing sequence_length_round_in_{train,infer} sequence_packing_args.{algorithm,"
             "min_num_micro_batches_train,min_num_micro_batches_forward}", "rows are packed and balanced"),
-    section(CONFIG, "{train}.megatron", used, of_backend("megatron"))(
+    section(CONFIG, "{train}.backend", used, of_backend("megatron"))(
         to("expert_model_parallel_size", ".expert_parallel", "count?", null_as(1)),
         to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count?"),
         to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?",
@@ -262,7 +262,7 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
         ignored("sequence_packing variable_seq_lengths bf16 use_flash_attn",
                 "rows are packed without padding; for the others use model_args, as in ROLL"),
         ignored("overlap_p2p_comm compile_warmup use_batched_model_update",
-                "use braid.train.megatron.transformer, braid.train.compile and model_update_buffer_size_mb"),
+                "use braid.train.backend.transformer, braid.train.compile and model_update_buffer_size_mb"),
         missing("account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
                 "pipeline_model_parallel_layout recompute_modules moe_aux_loss_coeff "
                 "moe_router_load_balancing_type moe_expert_capacity_factor moe_pad_expert_input_to_capacity "
@@ -270,8 +270,8 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
                 "cuda_graph_impl cuda_graph_scope fp8 fp8_recipe fp8_param additional_configs "
                 "distrib_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient "
                 "ddp_average_in_collective optimizer optimizer_cpu_offload optimizer_offload_fraction",
-                "remove it, or use the keys of braid.train.megatron", default=False)),
-    section(CONFIG, "{train}.fsdp", used, of_backend("fsdp2"))(
+                "remove it, or use the keys of braid.train.backend", default=False)),
+    section(CONFIG, "{train}.backend", used, of_backend("fsdp2"))(
         to("fsdp_size", ".size", "int",
            refused(lambda v, s: 1 < v < (least := s["...model_args.ulysses_size"] or 1) and
                    f"{v} is below ulysses_size={least}; raise it to at least {least}"),
@@ -312,7 +312,7 @@ _ACTOR_TRAIN = section("actor_train")(
     missing("model_update_frequency", "set it to 1; weights are synced every round", default=1))
 
 _REFERENCE = section("reference")(
-    to("strategy_args.strategy_name", "reference.train.backend", "megatron_infer|fsdp2_infer|hf_infer", used,
+    to("strategy_args.strategy_name", "reference.train.backend.kind", "megatron_infer|fsdp2_infer|hf_infer", used,
        _strategy, default="fsdp2_infer"),
     ignored("sequence_packing_args.max_packed_sequence_length_train", "the reference model is not trained"))
 
@@ -320,16 +320,16 @@ _ACTOR_INFER = section("actor_infer")(
     to("num_gpus_per_worker", "", "count", _SERVED,
        unless(lambda s: s[f".{CONFIG}.tensor_parallel_size"] or s[f".{CONFIG}.tp_size"],
               "overridden by the engine's own key, as in ROLL"), _engine_sizes, default=1),
-    to("strategy_args.strategy_name", "rollout.engine", ENGINES, BY_ENGINE, default="vllm"),
-    to("model_args.dtype", "rollout.{engine}.dtype", "fp32|bf16|fp16?", null_as("auto")),
+    to("strategy_args.strategy_name", "rollout.engine.kind", ENGINES, BY_ENGINE, default="vllm"),
+    to("model_args.dtype", "rollout.engine.dtype", "fp32|bf16|fp16?", null_as("auto")),
     always("model_args.model_name_or_path", "the engine always uses the policy's weights", "path"),
     ignored("model_args.{lora_target,lora_rank,lora_alpha,lora_dropout,adapter_name_or_path}",
             "the engine always uses the policy's adapters"),
     ignored("model_args.attn_implementation infer_batch_size backend_timeout",
             "the engine chooses its kernels and schedules requests itself; see rpc_timeout"),
-    to(f"{CONFIG}.load_format", "rollout.{engine}.load_weights", "dummy|auto|safetensors|pt", _SERVED,
+    to(f"{CONFIG}.load_format", "rollout.engine.load_weights", "dummy|auto|safetensors|pt", _SERVED,
        lambda v, _: v != "dummy", default="dummy", note="dummy: random weights until the first sync"),
-    section(CONFIG, "rollout.vllm", of_engine("vllm"))(
+    section(CONFIG, "rollout.engine", of_engine("vllm"))(
         to("gpu_memory_utilization", ".memory_fraction", "fraction"),
         to("{block_size,max_model_len}", ".{block_size,max_model_tokens}", "count?"),
         to("{tensor,pipeline}_parallel_size", ".{tensor,pipeline}_parallel", "count", _engine_sizes),
@@ -345,8 +345,8 @@ _ACTOR_INFER = section("actor_infer")(
                 "distribution, and use the run's seed"),
         missing("data_parallel_size quantization online_quantization online_quantization_config.* "
                 "speculative_config dp_size ep_size enable_expert_parallel", "remove it, or start servers "
-                "and list them in braid.rollout.vllm.servers")),
-    section(CONFIG, "rollout.sglang", of_engine("sglang"))(
+                "and list them in braid.rollout.engine.servers")),
+    section(CONFIG, "rollout.engine", of_engine("sglang"))(
         to("mem_fraction_static", ".memory_fraction", "fraction?",
            refused(lambda v, _: v is None and "required for sglang: the fraction of memory for weights "
                    "and cache, such as 0.6"), default=None),

@@ -53,7 +53,7 @@ def _base(source: Source) -> dict[str, Any]:
     if source["trainer.eval_interval"] <= 0:
         out["eval.before"] = False
     if source.backend is not None:
-        out |= {f"{path}.backend": source.backend for path in facts.models(source)}
+        out |= {f"{path}.backend.kind": source.backend for path in facts.models(source)}
     return out
 
 

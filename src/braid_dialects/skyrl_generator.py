@@ -100,7 +100,7 @@ def _input_length(value: int | None, source: Source) -> Became:
     longest = (value or prompt) + max(answers)
     native = {"env.max_context_tokens": longest} if _has_tools(source) else {}
     if engine(source) in SERVED:
-        native[f"rollout.{engine(source)}.max_model_tokens"] = longest
+        native["rollout.engine.max_model_tokens"] = longest
     return Became(native) if native else implied("a single turn is limited by max_prompt_length")
 
 
@@ -137,8 +137,8 @@ DATA = rows(
                                     "its environment is not used"))),
 )
 
-ENGINES = section("generator", "rollout.{engine}")(
-    to("backend", "rollout.engine", "vllm|sglang", BY_ENGINE, default="vllm"),
+ENGINES = section("generator", "rollout.engine")(
+    to("backend", "rollout.engine.kind", "vllm|sglang", BY_ENGINE, default="vllm"),
     to("model_dtype", ".dtype", _DTYPES, default="bfloat16"),
     to("run_engines_locally", ".servers", "bool", _IS_SERVED, _servers, default=True),
     to("num_inference_engines", ".replicas", "count",
@@ -185,7 +185,7 @@ NEWER = section("{generator,generator.inference_engine}")(
             "engines are started, reached and freed by the run itself, which writes its own metrics"),
     ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
     ignored("language_model_only fully_sharded_loras", "models are of text; engines receive merged weights"),
-    missing("engine_init_kwargs speculative_config", "remove it, or use rollout.vllm in docs/config.md"),
+    missing("engine_init_kwargs speculative_config", "remove it, or use rollout.engine in docs/config.md"),
     missing("enable_return_routed_experts enable_pd", "set it to false; there is no routing replay, and "
             "prefill and decoding share an engine", default=False),
     missing("serialized_weight_sync_mode delta_weight_sync", "use weight_sync_backend=nccl"),
@@ -193,7 +193,7 @@ NEWER = section("{generator,generator.inference_engine}")(
 
 SAMPLING = section("generator")(
     to("n_samples_per_prompt", "rollout.group_size", "count", default=5),
-    to("max_input_length", "rollout.vllm.max_model_tokens", "count?", _input_length, default=None,
+    to("max_input_length", "rollout.engine.max_model_tokens", "count?", _input_length, default=None,
        note="tokens before a response plus the longest response; max_prompt_length for a single turn"),
     to("max_turns", "env.max_turns", "count", _NO_TOOLS, lambda v, s: Became(
         {"env.max_turns": v} | ({"env.kwargs.max_turns": v} if facts.has_turns(s) else {})), default=1),

@@ -146,7 +146,7 @@ _SCHEDULES = {
     ),
 }  # fmt: skip
 _OTHER_DEEPSPEED = "only the stage, zero_hpz_partition_size and CPU offload of DeepSpeed are supported"
-_OTHER_MEGATRON = "use the options of train.megatron in docs/config.md"
+_OTHER_MEGATRON = "use the options of train.backend in docs/config.md"
 _CPU_OFFLOAD = "parameters and optimizer live on the CPU, where offload_after_step moves them after each step"
 
 # One rule per line.
@@ -211,7 +211,7 @@ GENERAL = section("trainer")(
     to("fully_async.max_staleness_steps", "pipeline.max_lag", "natural", _IS_ASYNC, default=4),
     to("fully_async.num_parallel_generation_workers", "pipeline.groups_in_flight", "count", _IS_ASYNC,
        default=768),
-    to("fully_async.clear_kv_cache_on_weight_sync", "rollout.native.recompute_cache", "bool", _IS_ASYNC,
+    to("fully_async.clear_kv_cache_on_weight_sync", "rollout.engine.recompute_cache", "bool", _IS_ASYNC,
        default=False),
     missing("fully_async.{sample_full_batch,simulate_training}",
             "set it to false: prompts are drawn as places become free, and trained on", default=False),
@@ -260,14 +260,14 @@ _OPTIMIZER = section("trainer.{policy,critic}.optimizer_config", "{train}", used
     to("num_warmup_steps", ".optimizer.schedule.warmup_steps", "natural", note="optimizer steps"),
     to("scheduler", ".optimizer.schedule.decay", _SCHEDULES, default="constant_with_warmup"))
 
-_FSDP = section("trainer.{policy,critic,ref}.fsdp_config", "{train}.fsdp", _FSDP_ONLY, used)(
+_FSDP = section("trainer.{policy,critic,ref}.fsdp_config", "{train}.backend", _FSDP_ONLY, used)(
     to("fsdp_size", ".size", "count or -1", lambda v, _: None if v < 0 else v, default=-1, note="-1: all"),
     to("mixed_precision.param_dtype", ".*", "bf16|fp32|fp16", default="bf16"),
     to("mixed_precision.{reduce_dtype,buffer_dtype}", ".*", "bf16|fp32|fp16", default="fp32"),
     ignored("wrap_policy.*", "each layer is always wrapped as a unit"))
 
 _DEEPSPEED_KEYS = "zero_optimization.{offload_param,offload_optimizer}"
-_DEEPSPEED = section("trainer.{policy,critic,ref}.deepspeed_config", "{train}.deepspeed",
+_DEEPSPEED = section("trainer.{policy,critic,ref}.deepspeed_config", "{train}.backend",
                      of_backend("deepspeed"), used)(
     to("zero_optimization.stage", ".stage", choice(3), default=3),
     to("zero_optimization.zero_hpz_partition_size", ".hpz_partition_size", "count", default=1),
@@ -288,7 +288,7 @@ _TEMPLATES = section("deepspeed_config.{train,eval}")(
     ignored(f"* zero_optimization.* zero_optimization.{{stage,zero_hpz_partition_size}} {_DEEPSPEED_KEYS}.*",
             "a template, used where ${deepspeed_config.train} or ${deepspeed_config.eval} refers to it"))
 
-_MEGATRON = section("trainer.{policy,ref}.megatron_config", "{train}.megatron", _MEGATRON_ONLY, used)(
+_MEGATRON = section("trainer.{policy,ref}.megatron_config", "{train}.backend", _MEGATRON_ONLY, used)(
     to("tensor_model_parallel_size", {".tensor_parallel": as_is, ".sequence_parallel": lambda v, _: v > 1},
        "count", default=1),
     to("{pipeline_model,context,expert_model}_parallel_size", ".{pipeline,context,expert}_parallel", "count",
@@ -321,7 +321,7 @@ _LORA_KEYS = section("policy.model.lora", "model.lora")(
     ignored("{lora_sync_path,max_loras,max_cpu_loras}", "engines receive the merged weights of one adapter"))
 
 MODELS = section("trainer")(
-    to("strategy", "{models}.backend", "fsdp|fsdp2|deepspeed|megatron",
+    to("strategy", "{models}.backend.kind", "fsdp|fsdp2|deepspeed|megatron",
        refused(lambda _, s: facts.backend(s) == "megatron" and facts.uses_critic(s) and
                "megatron does not support critics; use fsdp2, or another advantage_estimator"),
        BY_BACKEND, lambda _, s: facts.backend(s), default="fsdp2",
@@ -335,13 +335,13 @@ MODELS = section("trainer")(
     to("ref.model.path", "reference.path", "text?", used, note="null: the initial policy"),
     to("policy.optimizer_config.lr", "train.optimizer.lr", "positive", default=1e-6),
     to("critic.optimizer_config.lr", "critic.train.optimizer.lr", "positive", used, default=5e-6),
-    to("{policy,critic}.fsdp_config.cpu_offload", "{train}.fsdp.*", "bool", _FSDP_ONLY, used,
+    to("{policy,critic}.fsdp_config.cpu_offload", "{train}.backend.*", "bool", _FSDP_ONLY, used,
        refused(lambda v, s: v and facts.backend(s) == "fsdp" and "FSDP1 cannot offload a trained model; set "
                "it to false, or use trainer.strategy=fsdp2"), default=False,
        note=_CPU_OFFLOAD),
-    to("ref.fsdp_config.cpu_offload", "{train}.fsdp.*", "bool", _FSDP_ONLY, used, default=True,
+    to("ref.fsdp_config.cpu_offload", "{train}.backend.*", "bool", _FSDP_ONLY, used, default=True,
        note=_CPU_OFFLOAD),
-    to("{policy,critic,ref}.fsdp_config.reshard_after_forward", "{train}.fsdp.*",
+    to("{policy,critic,ref}.fsdp_config.reshard_after_forward", "{train}.backend.*",
        "bool or count", of_backend("fsdp2"), used, default=True),
     to("{policy,critic,ref}.sequence_parallel_size", "{train}.sequence_parallel", "count",
        of_backend("fsdp", "fsdp2", "deepspeed"), used,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from braid.config.explain import MAX_HINTS, show_value
+from braid.config.load import FAMILIES, KINDS
 from braid.config.secrets import Reference, distinct, hidden, is_secret_variable
 from braid.config.source import Written, child, is_within, leaves, parse_path, path_text, place
 from braid.errors import Problem, suggest
@@ -50,6 +51,7 @@ def translate(
     """
     below = foreign.tree.get(NATIVE)
     braid_values = dict(_leaves(below)) if isinstance(below, dict) else {}
+    braid_values = {_key_of_kind(path, value): value for path, value in braid_values.items()}
     tree = {key: value for key, value in foreign.tree.items() if key != NATIVE}
     dialect = dialect.of_file(dialect, dict(_leaves(tree, dialect.takes_mapping)), version)
     leaves = list(_leaves(tree, dialect.takes_mapping))
@@ -84,9 +86,11 @@ def translate(
     writer.fill(dialect.base(source), f"{dialect.full_title}{WHOLE}")
     for path, value in braid_values.items():
         writer.replace(path, value, _origin(foreign, f"{NATIVE}.{path}"))
-    for path, value in (("train.backend", backend), ("rollout.engine", engine)):
+    for path, value in (("train.backend.kind", backend), ("rollout.engine.kind", engine)):
         if value is not None:
             writer.replace(path, value, "command line")
+    dropped = dict(writer.drop_of_other_kinds(braid_values))
+    shown = tuple(_without(entry, dropped) for entry in shown)
     writer.leave_precision(braid_values, f"{dialect.full_title}{WHOLE}")
     writer.finish()
     if not native.problems:
@@ -96,6 +100,19 @@ def translate(
             for key, message in findings
         ]
     return Translation(native, shown, dialect)
+
+
+def _key_of_kind(path: str, value: Any) -> str:
+    """The key of a native value: the name of a kind alone keeps its settings."""
+    return f"{path}.kind" if KINDS.get(path) and isinstance(value, str) else path
+
+
+def _without(entry: Entry, dropped: Mapping[str, str]) -> Entry:
+    """A ledger row without the native keys that were dropped; unused if none is left."""
+    native = {path: value for path, value in entry.native.items() if path not in dropped}
+    if native or not entry.native:
+        return replace(entry, native=native)
+    return replace(entry, native={}, disposition="unused", note=dropped[next(iter(entry.native))])
 
 
 def _stopping(ledger: Sequence[Entry], allowed: Sequence[str]) -> Iterator[Problem]:
@@ -260,11 +277,25 @@ class _Writer:
             else:
                 self.replace(path, value, origin)
 
+    def drop_of_other_kinds(self, braid_values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Remove settings that the chosen engines and backends do not have, but for those of `braid_values`;
+        yields their keys and the reason."""
+        for at, default in KINDS.items():
+            kind = self._put.get(f"{at}.kind", default)
+            if not default or (chosen := FAMILIES[at].kinds.get(kind)) is None:
+                continue
+            for path in [path for path in self._put if path.startswith(f"{at}.")]:
+                name = path.removeprefix(f"{at}.").partition(".")[0]
+                if name not in chosen.model_fields and path not in braid_values:
+                    del self._put[path]
+                    yield path, f"{at} is {kind}, which does not have {name}"
+
     def leave_precision(self, braid_values: Mapping[str, Any], origin: str) -> None:
         """Without a correction for an engine of lower precision, unless `braid_values` choose it: the
         originals have one only if asked to."""
-        is_half = self._put.get("rollout.native.dtype") in ("bf16", "fp16")
-        if is_half and "rollout.native.dtype" not in braid_values and not self._put.get("pipeline.max_lag"):
+        is_native = self._put.get("rollout.engine.kind", "native") == "native"
+        is_half = is_native and self._put.get("rollout.engine.dtype") in ("bf16", "fp16")
+        if is_half and "rollout.engine.dtype" not in braid_values and not self._put.get("pipeline.max_lag"):
             self.fill({"algorithm.corrections": []}, origin)
 
     def fill(self, values: Mapping[str, Any], origin: str) -> None:

@@ -97,12 +97,12 @@ def test_keys_whose_native_keys_are_not_read_are_shown_as_unused(
     capsys: pytest.CaptureFixture[str], file: Path
 ) -> None:
     assert main(["explain", str(file), "generator.gpu_memory_utilization=0.5", "--engine", "vllm"]) == 0
-    assert "rollout.vllm.memory_fraction=0.5" in capsys.readouterr().out
-    servers = "braid.rollout.vllm.servers=[http://localhost:1]"
+    assert "rollout.engine.memory_fraction=0.5" in capsys.readouterr().out
+    servers = "braid.rollout.engine.servers=[http://localhost:1]"
     given = [str(file), "generator.gpu_memory_utilization=0.5", servers, "--engine", "vllm"]
     assert main(["explain", *given]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "unused: external servers have their own options (rollout.vllm.servers)" in out
+    assert "unused: external servers have their own options (rollout.engine.servers)" in out
     assert "3 applied, 1 unused" in out
 
 

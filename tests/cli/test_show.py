@@ -109,7 +109,7 @@ def test_the_placement_shows_devices_and_groups_of_ranks(tmp_path: Path) -> None
         tmp_path,
         "run.device=cpu",
         "train.backend=fsdp2",
-        "train.fsdp.size=2",
+        "train.backend.size=2",
         "train.offload.optimizer=true",
         "cluster.placement={policy: 0-3, rollout: 4-5}",
         "cluster.devices_per_node=7",
@@ -150,16 +150,16 @@ def test_the_recipe_shows_what_the_config_changed_and_what_is_unused(tmp_path: P
 
 
 def test_a_lower_precision_in_sampling_shows_where_its_correction_comes_from(tmp_path: Path) -> None:
-    text = show(tmp_path, "rollout.native.dtype=bf16", width=200)
-    assert line(text, "engine's dtype") == "engine's dtype bf16 rollout.native.dtype=bf16; training: fp32"
-    assert line(text, "corrections").endswith("rollout.native.dtype")
+    text = show(tmp_path, "rollout.engine.dtype=bf16", width=200)
+    assert line(text, "engine's dtype") == "engine's dtype bf16 rollout.engine.dtype=bf16; training: fp32"
+    assert line(text, "corrections").endswith("rollout.engine.dtype")
     assert line(text, "old log-probs").startswith(
         "old log-probs recompute auto: algorithm.corrections compare"
     )
     assert line(show(tmp_path, "pipeline={}", width=200), "corrections").endswith("pipeline")
     assert (
         line(show(tmp_path), "engine's dtype")
-        == "engine's dtype fp32 rollout.native.dtype=auto; training: fp32"
+        == "engine's dtype fp32 rollout.engine.dtype=auto; training: fp32"
     )
 
 
@@ -170,7 +170,7 @@ def test_an_unused_key_of_a_list_is_marked(tmp_path: Path) -> None:
 
 
 def test_memory_adds_up(tmp_path: Path) -> None:
-    text = show(tmp_path, "algorithm.kl_coef=0.1", "algorithm.kl_in=loss", "rollout.native.compile=always")
+    text = show(tmp_path, "algorithm.kl_coef=0.1", "algorithm.kl_in=loss", "rollout.engine.compile=always")
     assert line(text, "policy 2") == "policy 2.98 M 11.4 MiB 11.4 MiB 22.7 MiB 45.4 MiB"
     assert line(text, "reference 2") == "reference 2.98 M 11.4 MiB 11.4 MiB"
     assert line(text, "engine's packed") == "engine's packed weights 2.98 M 11.4 MiB 11.4 MiB"

@@ -13,7 +13,7 @@ from braid.cluster.ray import _Host
 from braid.config.load import load_config
 from braid.trainer.cluster import ROWS, environment_of
 
-MEGATRON = ["model.build={}", "train.backend=megatron", "train.megatron.tensor_parallel=2"]
+MEGATRON = ["model.build={}", "train.backend=megatron", "train.backend.tensor_parallel=2"]
 
 
 def test_kernels_of_tensor_parallel_megatron_are_launched_through_one_connection() -> None:

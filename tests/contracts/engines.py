@@ -22,13 +22,14 @@ from tests.leftovers import LIMIT_S
 from tests.needs import WITH_VLLM
 
 from braid.config.model import ModelConfig
-from braid.config.rollout import VllmConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import RolloutEngine
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.base import Model
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.engine import VllmEngine
+from braid.rollout.engines.vllm.kind import Vllm
 from braid.rollout.engines.vllm.options import EXTENSION, engine_arguments, environment
 from braid.rollout.engines.vllm.server import VllmServer
 from braid.weights.sending import SendOptions
@@ -64,20 +65,19 @@ def native_engine(lm: CausalLM) -> NativeEngine:
 
 @contextmanager
 def vllm(lm: CausalLM, folder: Path, **options: Any) -> Iterator[VllmEngine]:
-    config = VllmConfig.model_validate({"max_running": 8, "log_stats": False, **options})
-    model = write_folder(lm, folder)
+    config = Vllm.model_validate({"max_running": 8, "log_stats": False, **options})
+    path = str(write_folder(lm, folder))
+    model = Model(
+        path,
+        tokenizer=path,
+        dtype="fp32",
+        longest=MAX_TOKENS,
+        trust_remote_code=False,
+        sleeps=False,
+        seed=0,
+    )
     engine = VllmEngine(
-        engine_arguments(
-            config,
-            model=str(model),
-            tokenizer=str(model),
-            dtype="fp32",
-            longest=MAX_TOKENS,
-            trust_remote_code=False,
-            on_gpu=False,
-            sleeps=False,
-            seed=0,
-        ),
+        engine_arguments(config, model, on_gpu=False),
         name=f"vLLM engine in {folder.name}",
         log=folder / "engine.log",
         folder=Path(mkdtemp(prefix=f"braid_engine_{os.getpid()}_")),
@@ -110,7 +110,7 @@ def vllm_server(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
     command += [word for pair in options.items() for word in pair]
     log = folder / "server.log"
     temporary = mkdtemp(prefix=f"braid_engine_{os.getpid()}_")
-    env = {**os.environ, **environment(VllmConfig()), "VLLM_SERVER_DEV_MODE": "1", "TMPDIR": temporary}
+    env = {**os.environ, **environment(Vllm()), "VLLM_SERVER_DEV_MODE": "1", "TMPDIR": temporary}
     with log.open("wb") as out:
         server = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from braid.models.base import copy_weights
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 
 
 class SglangLike:

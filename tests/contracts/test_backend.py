@@ -25,7 +25,7 @@ from braid.models.mlp import MlpPolicy
 from braid.models.value import ValueModel
 from braid.report.names import position
 from braid.training.backend import Diagnostics, Loss, StepReport, TrainingBackend
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, supervised_loss
 from braid.types import ActionSpace, Row, Spaces
 

@@ -20,7 +20,7 @@ from braid.models.attention import PackedAttention
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, NewWeights, Request, RolloutEngine, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.remote import RemoteEngine
 from braid.weights.files import FileSender
 from braid.weights.sender import LinkedSender

@@ -21,15 +21,16 @@ import torch
 from tests.leftovers import LIMIT_S
 
 from braid import http
-from braid.config.rollout import SglangConfig
 from braid.errors import EngineError
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, Request, RolloutEngine, Sampling
 from braid.rollout.engines import remote
+from braid.rollout.engines.base import Model
 from braid.rollout.engines.http import ServerEngine
 from braid.rollout.engines.router import Router
 from braid.rollout.engines.sglang.engine import SglangEngine
+from braid.rollout.engines.sglang.kind import Sglang
 from braid.rollout.engines.sglang.options import server_arguments
 from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.server import VllmServer
@@ -388,17 +389,11 @@ def sglang_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start_sglang(lm: CausalLM, folder: Path, **options: Any) -> SglangEngine:
-    model = str(write_folder(lm, folder))
-    arguments = server_arguments(
-        SglangConfig.model_validate({"max_running": 8, **options}),
-        model=model,
-        tokenizer=model,
-        dtype="fp32",
-        longest=MAX_TOKENS,
-        trust_remote_code=False,
-        sleeps=True,
-        seed=0,
+    path = str(write_folder(lm, folder))
+    model = Model(
+        path, tokenizer=path, dtype="fp32", longest=MAX_TOKENS, trust_remote_code=False, sleeps=True, seed=0
     )
+    arguments = server_arguments(Sglang.model_validate({"max_running": 8, **options}), model)
     sending = SendOptions(
         transport="files", bucket_bytes=2**20, timeout_s=LIMIT_S, folder=str(folder / "weights")
     )

@@ -38,7 +38,7 @@ from braid.models.loading import load_policy
 from braid.models.roles import make_critic
 from braid.trainer import commands
 from braid.training.backend import Loss, StepReport
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, value_loss_of
 from braid.types import Row
 
@@ -61,7 +61,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
     ),
     "expert": (None, {"expert_parallel": 2}),
 }
-"""The model's sizes (None: a mixture of experts) and train.megatron."""
+"""The model's sizes (None: a mixture of experts) and train.backend."""
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_a_layout_matches_one_process_and_either_resumes_from_the_other(
     build, megatron = LAYOUTS[layout]
     model = build or mixture
     single = _single(_config(model))
-    with _on(pair, "policy", _config(model, backend="megatron", megatron=megatron)) as group:
+    with _on(pair, "policy", _config(model, backend={"kind": "megatron", **megatron})) as group:
         rows = _rows()
         outputs: frozenset[Output] = frozenset({"logprobs", "entropy"})
         for mine, other in zip(group.infer(rows, outputs), single.infer(rows, outputs), strict=True):
@@ -222,7 +222,9 @@ def test_a_layout_matches_one_process_and_either_resumes_from_the_other(
 def test_layers_recomputed_in_autocast_get_the_gradients_of_kept_ones(pair: RayGroup) -> None:
     norms: list[list[float]] = []
     for megatron in ({}, {"recompute_granularity": "full", "recompute_method": "block"}):
-        config = _config({**BUILD, "num_layers": 2}, backend="megatron", megatron=megatron, autocast="fp16")
+        config = _config(
+            {**BUILD, "num_layers": 2}, backend={"kind": "megatron", **megatron}, autocast="fp16"
+        )
         with _on(pair, "policy", config) as group:
             norms.append([report.grad_norm for report in _train(group, 2)])
     kept, recomputed = norms
@@ -235,7 +237,7 @@ CRITICS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
     "pipeline": (BUILD, True, {"pipeline_parallel": 2}),
     "context": (BUILD, True, {"context_parallel": 2}),
 }
-"""The model's sizes, whether values are normalized, and train.megatron."""
+"""The model's sizes, whether values are normalized, and train.backend."""
 
 
 @pytest.mark.parametrize("layout", CRITICS)
@@ -244,7 +246,7 @@ def test_a_critic_learns_the_values_of_one_process(layout: str, pair: RayGroup) 
     build, normalizes, megatron = CRITICS[layout]
     critic = {"normalize_values": normalizes, "head_name": "score"}
     optimizer = {"lr": 1e-3, "value_lr": 1e-2, "eps": 1e-5}
-    config = _config(build, critic, backend="megatron", megatron=megatron, optimizer=optimizer)
+    config = _config(build, critic, backend={"kind": "megatron", **megatron}, optimizer=optimizer)
     single = SingleBackend(make_critic(config, CPU), config.train, total_steps=9, device=CPU)
     loss = value_loss_of(RECIPES["ppo"])
     with _on(pair, "critic", config) as group:
@@ -279,13 +281,13 @@ def test_a_run_can_be_resumed_with_another_backend(
         "reward": {"parts": [{"kind": "exact"}]},
         "rollout": {"prompts_per_round": 2, "group_size": 4, "sampling": {"max_new_tokens": 8}},
         "algorithm": {"kl_coef": 0.01},
-        "train": {"backend": "megatron", "optimizer": {"lr": 1e-3}, "megatron": {"pipeline_parallel": 2}},
+        "train": {"backend": {"kind": "megatron", "pipeline_parallel": 2}, "optimizer": {"lr": 1e-3}},
         "cluster": {"placement": {"policy,reference": "0-1", "rollout": "1"}},
         "checkpoint": {"every_rounds": 1},
         "report": {"console": "none", "tensorboard": False},
     }
     path = tmp_path / "run.yaml"
-    for rounds, train in ((1, {}), (2, {"backend": "single", "megatron": {}})):
+    for rounds, train in ((1, {}), (2, {"backend": "single"})):
         config["run"] |= {"max_rounds": rounds, "resume": "none" if rounds == 1 else "latest"}
         config["train"] |= train
         config["cluster"] |= {} if rounds == 1 else {"placement": {}}
@@ -300,8 +302,8 @@ def test_a_run_can_be_resumed_with_another_backend(
 def test_without_a_gpu_megatron_suggests_other_backends() -> None:
     code = (
         "import torch.distributed as dist; dist.init_process_group('gloo', "
-        "init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\nfrom braid.config.backends import "
-        "MegatronConfig; from braid.training.backends.megatron.ranks import join\njoin(MegatronConfig())"
+        "init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\nfrom braid.training.backends.megatron.kind "
+        "import Megatron; from braid.training.backends.megatron.ranks import join\njoin(Megatron())"
     )
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)

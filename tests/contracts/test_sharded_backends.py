@@ -29,7 +29,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_tokenizer, save_pretrained
 from braid.models.roles import make_critic, make_policy, make_reference
 from braid.training.backend import Loss, StepReport
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, value_loss_of
 from braid.training.worker import Rank
 from braid.types import Row
@@ -41,26 +41,24 @@ LEAVES = {"weights": True, "gradients": True, "optimizer": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp2"},
     "fsdp2, gradients travel in the last pass only": {
-        "backend": "fsdp2",
-        "fsdp": {"sync_last_micro_batch_only": True},
+        "backend": {"kind": "fsdp2", "sync_last_micro_batch_only": True},
     },
-    "fsdp2, replicas of one": {"backend": "fsdp2", "fsdp": {"size": 1}},
-    "fsdp2 in host memory": {"backend": "fsdp2", "fsdp": {"cpu_offload": True}},
+    "fsdp2, replicas of one": {"backend": {"kind": "fsdp2", "size": 1}},
+    "fsdp2 in host memory": {"backend": {"kind": "fsdp2", "cpu_offload": True}},
     "fsdp2, sequences shared": {"backend": "fsdp2", "sequence_parallel": 2},
     "fsdp": {"backend": "fsdp"},
-    "fsdp, gradients and optimizer": {"backend": "fsdp", "fsdp": {"sharding": "grad_op"}},
-    "fsdp, nothing sharded": {"backend": "fsdp", "fsdp": {"sharding": "none"}},
+    "fsdp, gradients and optimizer": {"backend": {"kind": "fsdp", "sharding": "grad_op"}},
+    "fsdp, nothing sharded": {"backend": {"kind": "fsdp", "sharding": "none"}},
     "fsdp, sequences shared": {"backend": "fsdp", "sequence_parallel": 2},
     "deepspeed": {"backend": "deepspeed"},
-    "deepspeed, secondary partitions": {"backend": "deepspeed", "deepspeed": {"hpz_partition_size": 2}},
-    "deepspeed in host memory": {"backend": "deepspeed", "deepspeed": {"cpu_offload": True}},
+    "deepspeed, secondary partitions": {"backend": {"kind": "deepspeed", "hpz_partition_size": 2}},
+    "deepspeed in host memory": {"backend": {"kind": "deepspeed", "cpu_offload": True}},
     "deepspeed, away between steps": {"backend": "deepspeed", "offload": LEAVES},
     "deepspeed, sequences shared": {"backend": "deepspeed", "sequence_parallel": 2},
 }
 OF_FOUR = {
     "fsdp2, shards of two, sequences shared": {
-        "backend": "fsdp2",
-        "fsdp": {"size": 2},
+        "backend": {"kind": "fsdp2", "size": 2},
         "sequence_parallel": 2,
     },
     "deepspeed, sequences shared, layers computed again": {
@@ -204,9 +202,9 @@ def test_the_full_kl_of_a_layout_is_that_of_one_process(pair: RayGroup, layout: 
 
 FROM_FILES: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp2"},
-    "fsdp2 in host memory": {"backend": "fsdp2", "fsdp": {"cpu_offload": True}},
+    "fsdp2 in host memory": {"backend": {"kind": "fsdp2", "cpu_offload": True}},
     "fsdp": {"backend": "fsdp"},
-    "fsdp, nothing sharded": {"backend": "fsdp", "fsdp": {"sharding": "none"}},
+    "fsdp, nothing sharded": {"backend": {"kind": "fsdp", "sharding": "none"}},
     "deepspeed": {"backend": "deepspeed"},
 }
 

@@ -52,7 +52,7 @@ def test_the_overrides_of_a_script_are_the_config(tmp_path: Path) -> None:
     assert found.title == "SkyRL 0.5"
     assert config.data.train[0].path == ("/home/x/data/gsm8k/train.parquet",)  # pyright: ignore[reportAttributeAccessIssue]
     assert (config.model.path, config.algorithm.policy_loss.clip_high) == ("Qwen/Qwen2.5-1.5B-Instruct", 0.28)
-    assert (config.cluster.devices_per_node, config.rollout.vllm.replicas) == (4, 4)
+    assert (config.cluster.devices_per_node, config.rollout.engine.replicas) == (4, 4)
     assert config.run.name == "run-of-nobody"
     assert (
         found.loaded.origins["algorithm.policy_loss.clip_high"] == "run.sh:16 trainer.algorithm.eps_clip_high"

@@ -69,14 +69,14 @@ ELSEWHERE = (*LATE, *KINDS, "run.base_dir")
 """Keys without an effect in RUNS and LAYOUTS. The loader reads the last one."""
 TRIED: dict[str, tuple[str, ...]] = {
     "resumed": ("run.",),
-    "pipelined": ("pipeline.", "rollout.native."),
+    "pipelined": ("pipeline.", "rollout.engine."),
     "sources": ("data.", "sft.", "reward."),
     **dict.fromkeys(("rewards", "programs", "judge"), ("reward.",)),
     **dict.fromkeys(LOSSES, ("algorithm.",)),
-    **dict.fromkeys(LAYOUTS, ("train.", "inference.", "cluster.", "rollout.native.", "rollout.weight_sync.")),
+    **dict.fromkeys(LAYOUTS, ("train.", "inference.", "cluster.", "rollout.engine.", "rollout.weight_sync.")),
     **{name: ("rollout.",) for name in LAYOUTS if name.startswith(("vllm", "sglang"))},
     **{
-        name: ("critic.train.", "reference.train.", "train.megatron.")
+        name: ("critic.train.", "reference.train.", "train.backend.")
         for name in LAYOUTS
         if name.startswith("roles")
     },
@@ -102,7 +102,7 @@ tests/envs/test_maniskill.py, test_libero.py, test_robosuite.py."""
 _TRAINS = ("train", "critic.train", "reference.train")
 NEVER = {
     # documented as without effect
-    "rollout.sglang.detokenize",
+    "rollout.engine.detokenize",
     # keys of prompts in sources of examples, and the reverse
     *(
         f"data.{use}[].{name}"

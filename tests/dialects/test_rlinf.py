@@ -75,7 +75,7 @@ def test_the_pages_math_file_runs_grpo_on_sglang_and_megatron(path: Path) -> Non
     read = read_config(path)
     found = read.loaded.config
     assert read.language == "rlinf"
-    assert (found.train.backend, found.rollout.engine, found.env.kind) == (
+    assert (found.train.backend.kind, found.rollout.engine.kind, found.env.kind) == (
         "megatron",
         "sglang",
         "single_turn",
@@ -97,7 +97,7 @@ def test_the_pages_math_file_runs_grpo_on_sglang_and_megatron(path: Path) -> Non
     assert (rollout.prompts_per_round, rollout.group_size, rollout.max_sequence_tokens) == (64, 2, 2048)
     assert (rollout.sampling.max_new_tokens, rollout.sampling.min_new_tokens) == (1024, 1)
     assert (rollout.sampling.temperature, rollout.sampling.top_k, rollout.sampling.greedy) == (1.0, 0, False)
-    sglang = rollout.sglang
+    sglang: Any = rollout.engine
     assert (sglang.memory_fraction, sglang.max_running, sglang.cuda_graph_max_batch) == (0.55, 64, 64)
     assert (sglang.attention, sglang.decode_log_interval, sglang.torch_compile) == ("triton", 500_000, False)
     assert (sglang.cuda_graphs, sglang.detokenize, sglang.dtype) == (True, False, "fp16")
@@ -110,7 +110,7 @@ def test_the_pages_math_file_runs_grpo_on_sglang_and_megatron(path: Path) -> Non
     assert (schedule.decay, schedule.decay_steps, schedule.warmup_fraction) == ("constant", None, 0.01)
     assert (schedule.warmup_steps, schedule.start_ratio, schedule.min_ratio) == (0, 0.0, 0.0)
     assert (train.offload.weights, train.offload.gradients, train.offload.optimizer) == (True, True, True)
-    megatron = train.megatron
+    megatron: Any = train.backend
     assert (megatron.recompute_granularity, megatron.recompute_method, megatron.recompute_num_layers) == (
         "full",
         "block",
@@ -162,10 +162,9 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def test_in_one_process_batches_are_the_same_and_cluster_keys_are_dropped() -> None:
     read = here()
     found = read.loaded.config
-    assert (found.train.backend, found.rollout.engine) == ("single", "native")
+    assert (found.train.backend.kind, found.rollout.engine.kind) == ("single", "native")
     assert (found.cluster.placement, found.cluster.num_nodes) == ({}, 1)
-    assert found.train.megatron == RunConfig.model_validate({"model": {"path": "x"}}).train.megatron
-    assert found.rollout.native.max_running == 64
+    assert found.rollout.engine.max_running == 64
     plan = resolve(found)
     assert (plan.steps_per_round, plan.rows_per_step, plan.trajectories_per_round) == (4, 32, 128)
     assert row(read, "actor.model.tensor_model_parallel_size").disposition == "no effect"
@@ -204,7 +203,7 @@ def test_sizes_per_device_are_multiplied_by_the_devices_of_the_file() -> None:
     assert here(*overrides).loaded.config.eval.batch_prompts == 48
     assert here(*overrides, "data.val_rollout_batch_size=40").loaded.config.eval.batch_prompts == 40
     assert here("algorithm.val_rollout_batch_size_per_gpu=null").loaded.config.eval.batch_prompts == 64
-    assert config(*overrides).rollout.sglang.replicas == 8
+    assert config(*overrides).rollout.engine.replicas == 8
 
 
 def test_micro_batches_are_bounded_by_rows_or_by_tokens() -> None:
@@ -299,7 +298,7 @@ def test_omitted_keys_have_rlinfs_defaults(tmp_path: Path) -> None:
         "algorithm: {group_size: 4}\nrollout: {model: {model_path: m}}\nactor: {optim: {lr: 1.0e-3}}\n"
     )
     found = config(path=path)
-    assert (found.train.backend, found.rollout.engine) == ("megatron", "sglang")
+    assert (found.train.backend.kind, found.rollout.engine.kind) == ("megatron", "sglang")
     assert found.algorithm.policy_loss == PpoClip(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     assert (found.algorithm.kl_coef, found.algorithm.aggregation) == (
         None,
@@ -315,7 +314,7 @@ def test_omitted_keys_have_rlinfs_defaults(tmp_path: Path) -> None:
     assert (found.train.optimizer.betas, found.train.optimizer.eps) == ((0.9, 0.999), 1e-8)
     assert found.train.optimizer.weight_decay == 0.01
     assert found.rollout.sampling.max_new_tokens == 64
-    assert (found.rollout.sglang.memory_fraction, found.rollout.sglang.tensor_parallel) == (0.65, 1)
+    assert (found.rollout.engine.memory_fraction, found.rollout.engine.tensor_parallel) == (0.65, 1)
     assert (found.eval.every_rounds, found.eval.before) == (0, False)
     assert (found.reward.scale, found.reward.shift) == (2.0, -1.0)
     assert found.data.train[0].answer_key == "solutions"
@@ -493,8 +492,8 @@ def test_fsdp_reads_the_options_of_its_own_generation() -> None:
         "actor.fsdp_config.fsdp_size=4",
     ]
     first = read_config(MATH_003, [*base, *options])
-    fsdp = first.loaded.config.train.fsdp
-    assert first.loaded.config.train.backend == "fsdp"
+    fsdp: Any = first.loaded.config.train.backend
+    assert first.loaded.config.train.backend.kind == "fsdp"
     assert (fsdp.sharding, fsdp.backward_prefetch, fsdp.cpu_offload, fsdp.size) == (
         "grad_op",
         "pre",
@@ -504,9 +503,9 @@ def test_fsdp_reads_the_options_of_its_own_generation() -> None:
     assert row(first, "actor.fsdp_config.cpu_offload").note == "for fsdp2 only; the backend is fsdp"
     assert (fsdp.param_dtype, fsdp.reduce_dtype, fsdp.buffer_dtype) == ("bf16", "bf16", "bf16")
     second = read_config(MATH_003, [*base, *options, "actor.fsdp_config.strategy=FSDP2"])
-    fsdp = second.loaded.config.train.fsdp
-    assert second.loaded.config.train.backend == "fsdp2"
-    assert (fsdp.backward_prefetch, fsdp.cpu_offload, fsdp.size) == ("off", True, 4)
+    fsdp = second.loaded.config.train.backend
+    assert second.loaded.config.train.backend.kind == "fsdp2"
+    assert (fsdp.cpu_offload, fsdp.size) == (True, 4)
     assert row(second, "actor.fsdp_config.backward_prefetch").note == "for fsdp only; the backend is fsdp2"
     assert row(second, "actor.megatron.use_hf_ckpt").note == "for megatron only; the backend is fsdp2"
 

@@ -47,7 +47,7 @@ def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
     assert env.video.train_every_rounds == 1
     assert (env.camera_height, env.camera_width) == (256, 256)
     assert (env.offload, env.pipeline_stages, env.num_envs) == (True, 1, 160)
-    assert (found.train.backend, found.rollout.engine) == ("fsdp", "native")
+    assert (found.train.backend.kind, found.rollout.engine.kind) == ("fsdp", "native")
     vla = found.model.vla
     assert vla is not None
     assert (vla.kind, vla.action_dim, vla.num_action_chunks, vla.unnorm_key) == (
@@ -415,8 +415,8 @@ def test_a_policy_needs_a_folder_unless_it_is_built() -> None:
 
 
 def test_precisions_of_fsdp_have_the_names_of_the_model_s() -> None:
-    found = config("actor.fsdp_config.mixed_precision.param_dtype=32").train.fsdp
-    assert found.param_dtype == "fp32"
+    found = config("actor.fsdp_config.mixed_precision.param_dtype=32").train.backend
+    assert found.parameter_dtype() == "fp32"
 
 
 def test_keys_of_maniskill_s_scene() -> None:
@@ -505,4 +505,4 @@ def test_syncing_and_the_rollout_s_own_model_change_nothing() -> None:
     assert found["weight_syncer.type"] == found["weight_syncer.patch.init_sync.enabled"] == "no effect"
     assert found["rollout.model.action_dim"] == "no effect"
     assert found["env.train.is_eval"] == "implied"
-    assert read("rollout.generation_backend=huggingface").loaded.config.rollout.engine == "native"
+    assert read("rollout.generation_backend=huggingface").loaded.config.rollout.engine.kind == "native"

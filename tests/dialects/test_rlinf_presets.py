@@ -93,7 +93,7 @@ def test_a_perceptron_in_a_scene(examples: Examples) -> None:
         "signed",
         None,
     )
-    assert (found.model.path, found.train.autocast, found.train.fsdp.param_dtype) == (None, "none", "fp32")
+    assert (found.model.path, found.train.autocast, found.train.backend.param_dtype) == (None, "none", "fp32")
     assert (found.train.steps_per_pass, found.train.micro_batch_tokens) == (1024 * 50 // 6400, 6400)
     assert found.eval.sampling is not None
     assert found.eval.sampling.greedy, "RLinf evaluates with the mean action, whatever temperature_eval is"

@@ -84,13 +84,13 @@ GOLDEN = {
     "rollout.sampling.temperature": 0.99,
     "rollout.sampling.top_p": 0.7,
     "rollout.sampling.top_k": 50,
-    "rollout.engine": "vllm",
-    "rollout.vllm.memory_fraction": 0.6,
-    "rollout.vllm.block_size": 16,
-    "rollout.vllm.max_model_tokens": 8000,
-    "rollout.vllm.replicas": 16,
-    "rollout.vllm.load_weights": False,
-    "train.backend": "megatron",
+    "rollout.engine.kind": "vllm",
+    "rollout.engine.memory_fraction": 0.6,
+    "rollout.engine.block_size": 16,
+    "rollout.engine.max_model_tokens": 8000,
+    "rollout.engine.replicas": 16,
+    "rollout.engine.load_weights": False,
+    "train.backend.kind": "megatron",
     "train.steps_per_pass": 1,
     "train.passes_per_round": 1,
     "train.micro_batch_rows": 1,
@@ -103,8 +103,8 @@ GOLDEN = {
     "train.optimizer.eps": 1e-8,
     "train.optimizer.schedule.decay": "linear",
     "train.optimizer.schedule.warmup_steps": 20,
-    "train.megatron.tensor_parallel": 1,
-    "train.megatron.moe_token_dispatcher": "allgather",
+    "train.backend.tensor_parallel": 1,
+    "train.backend.moe_token_dispatcher": "allgather",
     "train.offload.optimizer": True,
     "cluster.placement": {"policy": "0-15", "rollout": "0-15"},
     "algorithm.advantage.kind": "gae",
@@ -129,7 +129,11 @@ def test_the_page_s_file_becomes_these_native_values() -> None:
 def test_in_one_process_keys_of_devices_engines_and_megatron_have_no_effect() -> None:
     found = read_config(SEED, dialect="roll", **IN_ONE_PROCESS)
     config = found.loaded.config
-    assert (config.train.backend, config.rollout.engine, config.cluster.placement) == ("single", "native", {})
+    assert (config.train.backend.kind, config.rollout.engine.kind, config.cluster.placement) == (
+        "single",
+        "native",
+        {},
+    )
     assert config.train.gradient_checkpointing
     why = {entry.path: entry for entry in found.ledger}
     placed = why["actor_infer.device_mapping"]
@@ -446,7 +450,7 @@ def test_roles_on_the_same_devices_offload(tmp_path: Path) -> None:
 def test_engines_are_as_many_as_their_devices_allow(
     tmp_path: Path, changes: dict[str, Any], tensor_parallel: int, replicas: int
 ) -> None:
-    vllm = read(tmp_path, {"actor_infer": changes}).loaded.config.rollout.vllm
+    vllm: Any = read(tmp_path, {"actor_infer": changes}).loaded.config.rollout.engine
     assert (vllm.tensor_parallel, vllm.replicas) == (tensor_parallel, replicas)
 
 
@@ -574,7 +578,7 @@ def test_a_lower_precision_of_the_engine_is_corrected_only_if_the_file_says_so(t
 
     assert corrections("bf16") == ()
     assert corrections(None) is corrections("fp32") is None
-    assert corrections("bf16", "braid.rollout.native.dtype=bf16") is None, "braid's key, braid's default"
+    assert corrections("bf16", "braid.rollout.engine.dtype=bf16") is None, "braid's key, braid's default"
     assert corrections("bf16", "async_generation_ratio=1") is None, "a pipeline's correction"
     assert corrections("bf16", "train_infer_correction.is_weight.enabled=true")
 
@@ -780,7 +784,7 @@ def test_a_reference_is_used_only_if_a_kl_term_needs_it(tmp_path: Path) -> None:
     assert read(tmp_path, {"reference": reference}).loaded.config.reference.train is None
     config = read(tmp_path, {"reference": reference, "use_kl_loss": True, "kl_loss_coef": 0.1}).loaded.config
     assert config.reference.train is not None
-    assert (config.reference.train.backend, config.reference.train.infer_batch_rows) == ("single", 4)
+    assert (config.reference.train.backend.kind, config.reference.train.infer_batch_rows) == ("single", 4)
 
 
 def test_adapters_are_trained_where_a_target_is_named(tmp_path: Path) -> None:
@@ -819,7 +823,7 @@ def test_the_longest_response_is_the_smallest_of_its_limits(tmp_path: Path) -> N
 
 def test_other_spellings_of_a_key_work(tmp_path: Path) -> None:
     found = read(tmp_path, {"global_template": "native", "router_args": {"max_running_requests": 64}})
-    assert found.loaded.config.rollout.vllm.max_running == 64
+    assert found.loaded.config.rollout.engine.max_running == 64
     row = next(entry for entry in found.ledger if entry.path == "global_template")
     assert row.note.startswith("alias of actor_train.data_args.template")
 

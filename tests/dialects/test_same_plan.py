@@ -37,7 +37,7 @@ COMMON: dict[str, Any] = {
         "train": [{"kind": "file", "path": "rows.jsonl"}],
     },
     "reward": {"parts": [{"kind": "exact"}], "scale": 1.0, "shift": 0.0},
-    "rollout": {"max_sequence_tokens": 40, "native": {"dtype": "auto", "max_running": 128}},
+    "rollout": {"max_sequence_tokens": 40, "engine": {"dtype": "auto", "max_running": 128}},
     "train": {"shuffle": True, "offload": {"optimizer": False}},
     "eval": {"before": False, "at_end": False},
     "report": {"console": "none", "tensorboard": False},

@@ -79,7 +79,7 @@ def test_unused_keys_have_the_reason_of_the_plan(reader: Reader, seed: Seed) -> 
 @pytest.mark.parametrize("seed", TEXT_SEEDS, ids=lambda seed: seed.name)
 def test_a_text_config_is_planned_for_one_process(reader: Reader, seed: Seed) -> None:
     config = reader.read(seed, **IN_ONE_PROCESS).loaded.config
-    assert (config.train.backend, config.rollout.engine) == ("single", "native")
+    assert (config.train.backend.kind, config.rollout.engine.kind) == ("single", "native")
     plan = resolve(config, num_prompts=1000)
     assert plan.steps_per_round >= 1
 
@@ -108,7 +108,8 @@ def disposition_table(reader: Reader) -> str:
 
 def test_the_docs_count_the_keys_by_disposition(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m tests.dialects.test_seeds` prints the table to put there."""
-    monkeypatch.setattr("braid.plan.unused.find_spec", lambda _: None)  # as without Transformer Engine
+    # as without Transformer Engine
+    monkeypatch.setattr("braid.training.backends.megatron.kind.find_spec", lambda _: None)
     assert disposition_table(reader) in DOCS.read_text("utf-8")
 
 

@@ -22,6 +22,8 @@ from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.algorithms.policy_losses.sapo import Sapo
 from braid.cli.explain import shown
 from braid.errors import ConfigError
+from braid.training.backends.deepspeed.kind import DeepSpeed
+from braid.training.backends.megatron.kind import Megatron
 from braid_dialects.load import Read, read_config
 from braid_dialects.skyrl import SKYRL
 
@@ -88,15 +90,15 @@ def problems(path: Path, *overrides: str, **options: Any) -> list[str]:
         ("data.overlong", "truncate_left"),
         ("rollout.prompts_per_round", 1024),
         ("rollout.group_size", 5),
-        ("rollout.engine", "vllm"),
-        ("rollout.vllm.tensor_parallel", 4),
-        ("rollout.vllm.dtype", "bf16"),
-        ("rollout.vllm.memory_fraction", 0.8),
-        ("rollout.vllm.max_running", 1024),
-        ("rollout.vllm.prefill_tokens", 8192),
-        ("rollout.vllm.cuda_graphs", True),
-        ("rollout.vllm.in_process", True),
-        ("rollout.vllm.max_model_tokens", 1536),
+        ("rollout.engine.kind", "vllm"),
+        ("rollout.engine.tensor_parallel", 4),
+        ("rollout.engine.dtype", "bf16"),
+        ("rollout.engine.memory_fraction", 0.8),
+        ("rollout.engine.max_running", 1024),
+        ("rollout.engine.prefill_tokens", 8192),
+        ("rollout.engine.cuda_graphs", True),
+        ("rollout.engine.in_process", True),
+        ("rollout.engine.max_model_tokens", 1536),
         ("rollout.sampling.max_new_tokens", 1024),
         ("rollout.sampling.top_k", 0),
         ("eval.sampling.max_new_tokens", 1024),
@@ -104,7 +106,7 @@ def problems(path: Path, *overrides: str, **options: Any) -> list[str]:
         ("eval.before", True),
         ("eval.batch_prompts", 1024),
         ("reward.truncated", "keep"),
-        ("train.backend", "fsdp2"),
+        ("train.backend.kind", "fsdp2"),
         ("train.steps_per_pass", 4),
         ("train.micro_batch_rows", 1),
         ("train.micro_batch_tokens", 1536),
@@ -116,11 +118,11 @@ def problems(path: Path, *overrides: str, **options: Any) -> list[str]:
         ("train.optimizer.weight_decay", 0.01),
         ("train.offload.optimizer", True),
         ("train.offload.weights", True),
-        ("train.fsdp.cpu_offload", False),
-        ("train.fsdp.size", None),
-        ("train.fsdp.param_dtype", "bf16"),
-        ("reference.train.backend", "fsdp2"),
-        ("reference.train.fsdp.cpu_offload", True),
+        ("train.backend.cpu_offload", False),
+        ("train.backend.size", None),
+        ("train.backend.param_dtype", "bf16"),
+        ("reference.train.backend.kind", "fsdp2"),
+        ("reference.train.backend.cpu_offload", True),
         ("critic.train", None),
         ("algorithm.advantage.kind", "grpo"),
         ("algorithm.advantage.normalize_by_std", True),
@@ -180,9 +182,13 @@ def test_a_file_without_keys_means_the_pages_defaults(file: Path, seed: Read) ->
 def test_in_one_process_devices_and_engines_have_no_effect(file: Path) -> None:
     found = read(SEED, **SINGLE)
     config = found.loaded.config
-    assert (config.train.backend, config.rollout.engine, config.cluster.placement) == ("single", "native", {})
+    assert (config.train.backend.kind, config.rollout.engine.kind, config.cluster.placement) == (
+        "single",
+        "native",
+        {},
+    )
     assert config.reference.train is None
-    assert config.rollout.native.max_running == 1024
+    assert config.rollout.engine.max_running == 1024
     for path in (
         "trainer.placement.policy_num_gpus_per_node",
         "trainer.policy.fsdp_config.cpu_offload",
@@ -397,7 +403,7 @@ def test_remote_servers_replace_engines(file: Path) -> None:
         "generator.override_existing_update_group=disable",
     )
     config = found.loaded.config
-    assert config.rollout.vllm.servers == ("http://10.0.0.1:8001", "https://b")
+    assert config.rollout.engine.servers == ("http://10.0.0.1:8001", "https://b")
     assert config.rollout.weight_sync.existing_group == "refuse"
     assert config.cluster.placement == {"policy,reference": "0-3"}
 
@@ -469,17 +475,12 @@ def test_each_backend_reads_its_own_section(file: Path) -> None:
         name: read(file, *sizes, f"trainer.strategy={name}").loaded.config
         for name in ("deepspeed", "megatron", "fsdp2")
     }
-    assert {name: c.train.deepspeed.hpz_partition_size for name, c in found.items()} == {
-        "deepspeed": 2,
-        "megatron": 1,
-        "fsdp2": 1,
-    }
-    assert {name: c.train.megatron.tensor_parallel for name, c in found.items()} == {
-        "deepspeed": 1,
-        "megatron": 2,
-        "fsdp2": 1,
-    }
-    assert found["megatron"].train.megatron.sequence_parallel
+    chosen = {name: config.train.backend for name, config in found.items()}
+    assert chosen["fsdp2"].kind == "fsdp2"
+    assert isinstance(chosen["deepspeed"], DeepSpeed)
+    assert chosen["deepspeed"].hpz_partition_size == 2
+    assert isinstance(chosen["megatron"], Megatron)
+    assert (chosen["megatron"].tensor_parallel, chosen["megatron"].sequence_parallel) == (2, True)
 
 
 # --- other spellings

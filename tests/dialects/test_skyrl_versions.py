@@ -60,10 +60,11 @@ def test_each_version_has_its_own_defaults(tmp_path: Path) -> None:
     for version in ("0.0", "0.1", "0.2", "0.3", "0.4", "0.5"):
         config = read(tmp_path, {}, f"skyrl@{version}").loaded.config
         assert config.reference.train is not None
-        offload = config.reference.train.fsdp.cpu_offload
+        reference: Any = config.reference.train.backend
+        engine: Any = config.rollout.engine
         made.append((
             config.algorithm.aggregation, config.eval_sampling.greedy, config.cluster.devices_per_node,
-            config.rollout.vllm.tensor_parallel, config.rollout.vllm.cuda_graphs, offload, config.train.backend,
+            engine.tensor_parallel, engine.cuda_graphs, reference.cpu_offload, config.train.backend.kind,
         ))  # fmt: skip
     mean = "sequence_mean_token_mean"
     assert made == [
@@ -80,7 +81,7 @@ def test_each_version_has_its_own_defaults(tmp_path: Path) -> None:
 def test_fsdp_is_fsdp2_from_0_5_on(tmp_path: Path, version: str, backend: str) -> None:
     flat = {"trainer.strategy": "fsdp", "trainer.policy.fsdp_config.reshard_after_forward": False}
     found = read(tmp_path, flat, f"skyrl@{version}")
-    assert found.loaded.config.train.backend == backend
+    assert found.loaded.config.train.backend.kind == backend
     disposition = {entry.path: entry.disposition for entry in found.ledger}
     expected = "applied" if backend == "fsdp2" else "no effect"
     assert disposition["trainer.policy.fsdp_config.reshard_after_forward"] == expected

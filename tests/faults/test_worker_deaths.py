@@ -228,7 +228,7 @@ def test_an_engine_killed_while_idle_ends_the_run_and_is_named(
         tmp_path,
         run={"max_restarts": len(_ENGINE_KILLS)},
         model={"build": {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 1, "num_kv_heads": 1, "head_dim": 32}},
-        rollout={"engine": "vllm", "vllm": {"max_running": 8}},
+        rollout={"engine": {"kind": "vllm", "max_running": 8}},
         algorithm={"advantage": "grpo", "kl_coef": 0.0},
         train={"backend": "single"},
         cluster={"placement": {"policy": "0", "rollout": "1"}},

@@ -54,11 +54,11 @@ from braid.models.mlp import MlpPolicy
 from braid.plan.machine import count_gpus
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.simulators import SimulatorEngine
 from braid.trainer import commands
-from braid.training.backends.fsdp import FsdpBackend
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.fsdp.backend import FsdpBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss
 from braid.types import Row, Status
 from braid.weights.receiver import open_receiver
@@ -319,8 +319,8 @@ def one_rank(machine: Machine) -> Iterator[None]:
 
 FSDP: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cpu_offload": {"fsdp": {"cpu_offload": True}},
-    "bf16": {"fsdp": {"param_dtype": "bf16"}},
+    "cpu_offload": {"backend": {"cpu_offload": True}},
+    "bf16": {"backend": {"param_dtype": "bf16"}},
     "autocast": {"autocast": "bf16"},
 }
 
@@ -335,7 +335,9 @@ def fsdp(machine: Machine) -> dict[str, Any]:
 
     def config(kind: str, **keys: Any) -> TrainConfig:
         return TrainConfig.model_validate(
-            {"backend": kind, "autocast": "none", "optimizer": {"lr": 1e-3}, "offload": offload, **keys}
+            {"autocast": "none", "optimizer": {"lr": 1e-3}, "offload": offload}
+            | keys
+            | {"backend": {"kind": kind, **keys.get("backend", {})}}
         )
 
     def losses(backend: Any, *spare: Row, is_offloaded: bool = False) -> list[float]:
@@ -362,9 +364,7 @@ def fsdp(machine: Machine) -> dict[str, Any]:
                 if (kind, name) == ("fsdp", "cpu_offload") and not machine.is_cuda:
                     continue  # PyTorch pins the memory, which needs a GPU
                 model = language_model(machine, shape, torch.float32)
-                backend = FsdpBackend(
-                    model, config(kind, **keys), total_steps=9, device=machine.device, kind=kind
-                )
+                backend = FsdpBackend(model, config(kind, **keys), total_steps=9, device=machine.device)
                 norms = losses(backend, rows[0], is_offloaded=name == "cpu_offload")
                 np.testing.assert_allclose(
                     norms, expected, rtol=0.05 if name in ("bf16", "autocast") else 1e-3

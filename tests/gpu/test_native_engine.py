@@ -15,7 +15,7 @@ from braid.config.model import ModelConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 
 pytestmark = [
     pytest.mark.gpu,

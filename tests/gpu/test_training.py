@@ -20,7 +20,7 @@ from braid.config.train import OptimizerConfig, TrainConfig
 from braid.models import fused
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import supervised_loss
 from braid.types import Row
 

@@ -28,7 +28,7 @@ from braid.config.train import TrainConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.training.backend import StepReport
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss
 from braid.training.step_fields import write_step_fields
 from braid.types import CorrectionLevel, CorrectionMode, RatioLevel, Row

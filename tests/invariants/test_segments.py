@@ -34,7 +34,7 @@ from braid.models.loading import load_policy
 from braid.models.value import ValueModel
 from braid.training.advantages import are_trained, compute_advantages
 from braid.training.backend import Loss, StepReport
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, value_loss_of
 from braid.training.step_fields import write_step_fields
 from braid.types import (

@@ -33,7 +33,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.mlp import MlpPolicy, MlpValue
 from braid.models.value import ValueModel
 from braid.training.backend import Loss, StepReport
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, supervised_loss, value_loss_of, with_value_loss
 from braid.types import ActionSpace, Aggregation, Row, Spaces
 

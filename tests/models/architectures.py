@@ -38,7 +38,7 @@ from braid.models.selfcheck import check_against_plain
 from braid.models.tiny import length_keys, tiny_model
 from braid.models.tokenizer import character_tokenizer
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -31,8 +31,8 @@ from braid.models.tokenizer import character_tokenizer
 from braid.models.value import ValueModel
 from braid.plan.sizes import size_of_folder
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native import NativeEngine
-from braid.training.backends.single import SingleBackend
+from braid.rollout.engines.native.engine import NativeEngine
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, supervised_loss
 from braid.types import Row
 

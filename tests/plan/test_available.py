@@ -13,7 +13,8 @@ from tests.needs import WITH_VLLM
 from braid.config.load import load_config
 from braid.errors import ConfigError
 from braid.plan import available, checks, resolve
-from braid.plan.available import VLLM_CPU_HEAD_SIZES, machine_problems, missing_packages
+from braid.plan.available import machine_problems, missing_packages
+from braid.rollout.engines.vllm import kind
 
 TEXT = [
     "model.build={}",
@@ -79,14 +80,18 @@ def test_unsupported_fsdp_options_are_reported(overrides: list[str], key: str, w
 def test_adapters_train_with_fsdp_only_on_sharded_weights() -> None:
     for backend in ("fsdp", "fsdp2"):
         assert "train.backend" not in warnings("model.lora={}", f"train.backend={backend}")
-    found = complaints("model.lora={}", "train.backend=fsdp", "train.fsdp.sharding=none")
-    assert "train.backend=fsdp2" in found["train.fsdp.sharding"]
+    found = complaints("model.lora={}", "train.backend=fsdp", "train.backend.sharding=none")
+    assert "kind: fsdp2" in found["train.backend.sharding"]
 
 
 def test_options_of_externally_started_engines_are_unused() -> None:
-    given = ["rollout.engine=vllm", "rollout.vllm.servers=[http://localhost:1]", "rollout.vllm.block_size=8"]
-    assert "their own options" in warnings(*given)["rollout.vllm.block_size"]
-    assert "rollout.vllm.servers" not in warnings(*given)
+    given = [
+        "rollout.engine=vllm",
+        "rollout.engine.servers=[http://localhost:1]",
+        "rollout.engine.block_size=8",
+    ]
+    assert "their own options" in warnings(*given)["rollout.engine.block_size"]
+    assert "rollout.engine.servers" not in warnings(*given)
     assert "fingerprints" in warnings(*given, "rollout.check_weights=true")["rollout.check_weights"]
 
 
@@ -146,9 +151,7 @@ def test_an_engine_that_is_not_installed_is_missed_where_no_server_takes_its_pla
     ((key, message),) = missing_packages(config, resolve(config))
     assert key == "rollout.engine"
     assert f"pip install 'braid-rl[{engine}]'" in message
-    served = load_config(
-        None, [*TEXT, f"rollout={{engine: {engine}, {engine}: {{servers: [http://x]}}}}"]
-    ).config
+    served = load_config(None, [*TEXT, f"rollout.engine={{kind: {engine}, servers: [http://x]}}"]).config
     assert list(missing_packages(served, resolve(served))) == []
 
 
@@ -231,7 +234,7 @@ def test_a_head_size_that_vllm_lacks_is_refused(
     monkeypatch: pytest.MonkeyPatch, head_dim: int, is_refused: bool
 ) -> None:
     monkeypatch.setattr(available, "missing_packages", lambda *_: iter(()))
-    monkeypatch.setattr(available, "missing_system_library", lambda: None)
+    monkeypatch.setattr(kind, "missing_system_library", lambda: None)
     monkeypatch.setattr(available, "count_gpus", lambda: 0)
     config = load_config(None, [*TEXT, "rollout.engine=vllm", f"model.build.head_dim={head_dim}"]).config
     found = [f"{key}: {why}" for key, why in machine_problems(config, resolve(config, num_gpus=0))]
@@ -246,7 +249,7 @@ def test_vllm_on_a_cpu_needs_a_system_library(monkeypatch: pytest.MonkeyPatch) -
     def absent(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(available, "CDLL", absent)
+    monkeypatch.setattr(kind, "CDLL", absent)
     monkeypatch.setattr(available, "missing_packages", lambda *_: iter(()))
     monkeypatch.setattr(available, "count_gpus", lambda: 0)
     config = load_config(None, [*TEXT, "rollout.engine=vllm"]).config
@@ -263,14 +266,14 @@ def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:
     source = (Path(spec.origin).parent / "v1/attention/backends/cpu_attn.py").read_text()
     listed = re.search(r"def get_supported_head_sizes.*?return \[([\d, ]+)\]", source, re.DOTALL)
     assert listed is not None
-    assert tuple(map(int, listed[1].split(","))) == VLLM_CPU_HEAD_SIZES
+    assert tuple(map(int, listed[1].split(","))) == kind.CPU_HEAD_SIZES
 
 
 def test_sglang_options_for_weights_and_text_are_unused() -> None:
     found = warnings(
-        "rollout.engine=sglang", "rollout.sglang.detokenize=true", "rollout.weight_sync.transport=gloo"
+        "rollout.engine=sglang", "rollout.engine.detokenize=true", "rollout.weight_sync.transport=gloo"
     )
-    assert "always detokenizes" in found["rollout.sglang.detokenize"]
+    assert "always detokenizes" in found["rollout.engine.detokenize"]
     assert "from files" in found["rollout.weight_sync.transport"]
 
 
@@ -302,13 +305,26 @@ def test_flash_attention_needs_half_precision() -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "why"),
     [
-        (["train.fsdp.cpu_offload=true"], "train.fsdp.cpu_offload", "train.backend is not fsdp or fsdp2"),
         (
-            ["train.megatron.transformer.batch_p2p_comm=true"],
-            "train.megatron.transformer.batch_p2p_comm",
-            "train.backend is not megatron",
+            ["train.backend={kind: fsdp2, pin_memory: true}"],
+            "train.backend.pin_memory",
+            "train.backend.cpu_offload is false",
         ),
-        (["rollout.vllm.replicas=2"], "rollout.vllm.replicas", "rollout.engine is not vllm"),
+        (
+            ["train.backend={kind: fsdp2, sharding: grad_op, reshard_after_forward: 2}"],
+            "train.backend.reshard_after_forward",
+            "train.backend.sharding is grad_op",
+        ),
+        (
+            ["critic.train.backend={kind: fsdp, sharding: none, size: 1}", "algorithm.recipe=ppo"],
+            "critic.train.backend.size",
+            "critic.train.backend.sharding is none",
+        ),
+        (
+            ["rollout.engine={kind: sglang, torch_compile_max_batch: 2}"],
+            "rollout.engine.torch_compile_max_batch",
+            "rollout.engine.torch_compile is false",
+        ),
         (["rollout.weight_sync.transport=nccl"], "rollout.weight_sync.transport", "in place"),
         (["cluster.call_timeout_s=5"], "cluster.call_timeout_s", "one process"),
         (["train.balance_ranks=false"], "train.balance_ranks", "one process"),
@@ -344,8 +360,8 @@ def test_flash_attention_needs_half_precision() -> None:
         ),
         (["critic.normalize_values=true"], "critic.normalize_values", "no critic"),
         (
-            ["rollout.native={dtype: bf16, compile: always}"],
-            "rollout.native.compile",
+            ["rollout.engine={dtype: bf16, compile: always}"],
+            "rollout.engine.compile",
             "only decoding in fp32",
         ),
         (["critic.head_name=v"], "critic.head_name", "no critic"),
@@ -353,8 +369,8 @@ def test_flash_attention_needs_half_precision() -> None:
         (["model.low_memory_load=false"], "model.low_memory_load", "no files"),
         (["cluster.devices_per_node=8"], "cluster.devices_per_node", "the first device"),
         (
-            ["run.device=cpu", "rollout.native.cuda_graphs=false"],
-            "rollout.native.cuda_graphs",
+            ["run.device=cpu", "rollout.engine.cuda_graphs=false"],
+            "rollout.engine.cuda_graphs",
             "no CUDA graphs",
         ),
     ],
@@ -399,7 +415,7 @@ def test_what_decides_how_robot_policies_are_evaluated(
     "overrides",
     [
         ["train.grad_scaler={}", "train.autocast=fp16"],
-        ["train.offload.weights=true", "rollout.native.dtype=bf16"],
+        ["train.offload.weights=true", "rollout.engine.dtype=bf16"],
         ["train.offload.optimizer=true"],
         ["train.optimizer.value_lr=0.1", *PPO],
         ["critic.normalize_values=true", "critic.head_name=v", *PPO],

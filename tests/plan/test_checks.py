@@ -71,8 +71,8 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
             "1024 tokens; raise it above 1024",
         ),
         (
-            ["rollout.max_sequence_tokens=1100", "rollout.native.kv_budget_tokens=1000"],
-            "rollout.native.kv_budget_tokens: a trajectory has up to 1100 tokens "
+            ["rollout.max_sequence_tokens=1100", "rollout.engine.kv_budget_tokens=1000"],
+            "rollout.engine.kv_budget_tokens: a trajectory has up to 1100 tokens "
             "(rollout.max_sequence_tokens), which never fits in a KV cache of 1000 tokens; raise it to "
             "at least 1100",
         ),
@@ -146,8 +146,8 @@ def test_a_valid_config_has_no_problems(base: list[str]) -> None:
             "1324 tokens, but the model accepts 1300; lower one of them",
         ),
         (
-            ["rollout.native.kv_budget_tokens=1000"],
-            "rollout.native.kv_budget_tokens: data.max_prompt_tokens=1024 + "
+            ["rollout.engine.kv_budget_tokens=1000"],
+            "rollout.engine.kv_budget_tokens: data.max_prompt_tokens=1024 + "
             "rollout.sampling.max_new_tokens=256 = 1280 tokens, which never fits in a KV cache of 1000 "
             "tokens; raise it to at least 1280",
         ),
@@ -474,7 +474,7 @@ def test_rows_beyond_the_length_of_a_models_rotary_frequencies_are_refused_befor
             "64 tokens"
         ]
         assert warnings(base, "rollout.sampling.max_new_tokens=4") == []
-    served = ["rollout.engine=vllm", "rollout.vllm.servers=[http://localhost:1]"]
+    served = ["rollout.engine=vllm", "rollout.engine.servers=[http://localhost:1]"]
     resolve(load_config(None, [*base, "rollout.sampling.max_new_tokens=5", *served]).config, verb="eval")
     reference = [f"reference.path={tmp_path}", "algorithm.kl_coef=0.1", "data.max_prompt_tokens=64"]
     (found,) = complaints([*TEXT, *reference])

@@ -14,7 +14,6 @@ from braid.config.load import load_config
 from braid.config.model import BuildSpec
 from braid.plan import Plan, resolve
 from braid.plan.layout import Layout, Needs, lay_out
-from braid.plan.parallel import parallel_groups
 from braid.plan.placement import MAX_DEVICES, format_numbers, parse_devices
 from braid.plan.repair import with_values
 from braid.plan.sizes import size_of_spec
@@ -73,7 +72,7 @@ def test_devices_are_numbered_through_the_machines_and_engines_take_several() ->
         "cluster.devices_per_node=4",
         "cluster.placement={policy: 0-3, rollout: 4-7}",
         "rollout.engine=vllm",
-        "rollout.vllm.tensor_parallel=2",
+        "rollout.engine.tensor_parallel=2",
     )
     assert ranks_of(layout, "policy") == [(rank, 0, (rank,)) for rank in range(4)]
     assert ranks_of(layout, "rollout") == [(0, 1, (4, 5)), (1, 1, (6, 7))]
@@ -142,7 +141,7 @@ def test_running_servers_have_their_own_devices() -> None:
         "train.backend=fsdp2",
         "cluster.placement={policy: 0-1}",
         "rollout.engine=vllm",
-        "rollout.vllm.servers=[http://localhost:1]",
+        "rollout.engine.servers=[http://localhost:1]",
     )
     assert ranks_of(layout, "rollout") == [(0, 0, ())]
     assert layout.mode == "collocated"
@@ -153,7 +152,7 @@ def test_replicas_of_an_engine_that_is_not_placed_take_the_first_devices_of_the_
         "train.backend=fsdp2",
         "cluster.placement={policy: 0-3}",
         "rollout.engine=vllm",
-        "rollout.vllm={replicas: 1, tensor_parallel: 2}",
+        "rollout.engine={kind: vllm, replicas: 1, tensor_parallel: 2}",
     )
     assert ranks_of(layout, "rollout") == [(0, 0, (0, 1))]
     assert layout.mode == "hybrid"
@@ -162,22 +161,23 @@ def test_replicas_of_an_engine_that_is_not_placed_take_the_first_devices_of_the_
 def test_parallel_groups_are_numbered_as_the_backends_number_them() -> None:
     train = load_config(
         None,
-        [*TEXT, "train={backend: megatron, megatron: {tensor_parallel: 2, pipeline_parallel: 2}}"],
+        [*TEXT, "train={backend: {kind: megatron, tensor_parallel: 2, pipeline_parallel: 2}}"],
     ).config.train
-    assert parallel_groups(train, 8) == {
+    assert train.backend.groups(train, 8) == {
         "tensor": ((0, 1), (2, 3), (4, 5), (6, 7)),
         "data": ((0, 2), (1, 3), (4, 6), (5, 7)),
         "pipeline": ((0, 4), (1, 5), (2, 6), (3, 7)),
     }
     experts = with_values(
         load_config(None, [*TEXT, "train.backend=megatron"]).config,
-        {"train.megatron.expert_parallel": 2},
+        {"train.backend.expert_parallel": 2},
     ).train
-    groups = parallel_groups(experts, 4)
+    groups = experts.backend.groups(experts, 4)
     assert groups["expert"] == ((0, 1), (2, 3))
     assert groups["expert data"] == ((0, 2), (1, 3))
-    hybrid = load_config(None, [*TEXT, "train={backend: fsdp2, sequence_parallel: 2, fsdp: {size: 2}}"])
-    assert parallel_groups(hybrid.config.train, 4) == {
+    hybrid = load_config(None, [*TEXT, "train={backend: {kind: fsdp2, size: 2}, sequence_parallel: 2}"])
+    train = hybrid.config.train
+    assert train.backend.groups(train, 4) == {
         "sequence": ((0, 1), (2, 3)),
         "data": ((0, 2), (1, 3)),
         "shard": ((0, 1), (2, 3)),
@@ -198,25 +198,25 @@ REFUSED = [
     (
         [
             *MEGATRON,
-            "train.megatron={tensor_parallel: 2, pipeline_parallel: 2}",
+            "train.backend={kind: megatron, tensor_parallel: 2, pipeline_parallel: 2}",
             "cluster.placement={policy: 0-5}",
         ],
-        "train.megatron.tensor_parallel",
+        "train.backend.tensor_parallel",
         "4 devices (tensor 2 x pipeline 2",
     ),
     (
-        [*MEGATRON, "train.megatron.expert_parallel=4", "cluster.placement={policy: 0-5}"],
-        "train.megatron.expert_parallel",
+        [*MEGATRON, "train.backend.expert_parallel=4", "cluster.placement={policy: 0-5}"],
+        "train.backend.expert_parallel",
         "a replica of the experts needs 4",
     ),
     (
-        ["train.backend=fsdp2", "train.fsdp.size=2", "cluster.placement={policy: 0-2}"],
-        "train.fsdp.size",
+        ["train.backend=fsdp2", "train.backend.size=2", "cluster.placement={policy: 0-2}"],
+        "train.backend.size",
         "a shard group needs 2 devices, but the policy has 3",
     ),
     (
-        ["train.backend=deepspeed", "train.deepspeed.hpz_partition_size=4", "cluster.devices_per_node=2"],
-        "train.deepspeed.hpz_partition_size",
+        ["train.backend=deepspeed", "train.backend.hpz_partition_size=4", "cluster.devices_per_node=2"],
+        "train.backend.hpz_partition_size",
         "needs 4 devices, but the policy has 2",
     ),
     (
@@ -227,21 +227,21 @@ REFUSED = [
     (
         [
             "rollout.engine=vllm",
-            "rollout.vllm.tensor_parallel=2",
+            "rollout.engine.tensor_parallel=2",
             "cluster.placement={policy: 0, rollout: 1-3}",
         ],
-        "rollout.vllm.tensor_parallel",
+        "rollout.engine.tensor_parallel",
         "an engine needs 2 devices (tensor 2 x pipeline parallel 1), but the rollout has 3",
     ),
     (
-        ["rollout.engine=vllm", "rollout.vllm.replicas=2", "cluster.placement={policy: 0, rollout: 1-3}"],
-        "rollout.vllm.replicas",
+        ["rollout.engine=vllm", "rollout.engine.replicas=2", "cluster.placement={policy: 0, rollout: 1-3}"],
+        "rollout.engine.replicas",
         "2 engines of 1 need 2 devices, but the rollout has 3",
     ),
     (
         [
             "rollout.engine=vllm",
-            "rollout.vllm.tensor_parallel=2",
+            "rollout.engine.tensor_parallel=2",
             "cluster.num_nodes=2",
             "cluster.devices_per_node=2",
             "cluster.placement={policy: 0, rollout: 1-2}",
@@ -287,13 +287,13 @@ def test_a_refusal_names_the_rule_and_values_that_fit(overrides: list[str], key:
 def test_sizes_that_do_not_divide_the_model_are_refused_with_the_next_lower() -> None:
     for overrides, key, lower in (
         (["train.backend=fsdp2", "train.sequence_parallel=3"], "train.sequence_parallel", 2),
-        (["train.backend=megatron", "train.megatron.tensor_parallel=8"], "train.megatron.tensor_parallel", 4),
+        (["train.backend=megatron", "train.backend.tensor_parallel=8"], "train.backend.tensor_parallel", 4),
         (
-            ["train.backend=megatron", "train.megatron.pipeline_parallel=3"],
-            "train.megatron.pipeline_parallel",
+            ["train.backend=megatron", "train.backend.pipeline_parallel=3"],
+            "train.backend.pipeline_parallel",
             2,
         ),
-        (["train.backend=megatron", "train.megatron.expert_parallel=2"], "train.megatron.expert_parallel", 1),
+        (["train.backend=megatron", "train.backend.expert_parallel=2"], "train.backend.expert_parallel", 1),
     ):
         config = load_config(None, [*TEXT, "cluster.placement={policy: 0-23}", *overrides]).config
         needs = Needs(
@@ -350,10 +350,10 @@ def clusters(draw: st.DrawFn) -> list[str]:
         out += [f"rollout.{engine}.replicas={draw(sizes)}"] if draw(st.booleans()) else []
     if backend == "megatron":
         names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
-        out += [f"train.megatron.{name}={draw(sizes)}" for name in names]
+        out += [f"train.backend.{name}={draw(sizes)}" for name in names]
     elif backend != "single":
         out += [f"train.sequence_parallel={draw(sizes)}"]
-        out += [f"train.fsdp.size={draw(sizes)}"] if draw(st.booleans()) else []
+        out += [f"train.backend.size={draw(sizes)}"] if draw(st.booleans()) else []
     return out
 
 

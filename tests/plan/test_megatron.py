@@ -17,7 +17,7 @@ RUN = [
     "train.backend=megatron",
     "cluster.placement={policy: 0-1}",
 ]
-OWN = "train.megatron"
+OWN = "train.backend"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_unsupported_options_are_refused_with_an_alternative(override: str, key:
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        (f"{OWN}.recompute_num_layers=2", "recompute_granularity is not full"),
+        (f"{OWN}.recompute_num_layers=2", "recompute_granularity is off"),
         (f"{OWN}.sequence_parallel=true", "tensor_parallel is 1"),
         (f"{OWN}.ddp_bucket_size=5", "overlap_grad_reduce is false"),
         (f"{OWN}.dynamic_loss_scale_window=5", "fp16"),

@@ -170,7 +170,7 @@ def test_warm_up_of_a_value_head_is_part_of_the_policys_schedule() -> None:
         (["algorithm.policy_loss=kl_cov"], "recompute"),
         (["algorithm.policy_loss=kl_cov", "algorithm.old_logprobs=behavior"], "behavior"),
         (["algorithm.recipe=gspo"], "current"),
-        (["rollout.native.dtype=bf16"], "recompute"),
+        (["rollout.engine.dtype=bf16"], "recompute"),
     ],
 )
 def test_old_logprobs_are_recomputed_where_the_round_needs_them(overrides: list[str], mode: str) -> None:
@@ -180,16 +180,16 @@ def test_old_logprobs_are_recomputed_where_the_round_needs_them(overrides: list[
 @pytest.mark.parametrize(
     ("overrides", "num_gpus", "is_corrected"),
     [
-        (["rollout.native.dtype=fp32"], 0, False),
-        (["rollout.native.dtype=bf16"], 0, True),
-        (["rollout.native.dtype=bf16", "algorithm.corrections=[]"], 0, False),
-        (["rollout.native.dtype=bf16", "algorithm.old_logprobs=behavior"], 0, False),
-        (["rollout.native.dtype=bf16", "train.autocast=bf16"], 0, False),
-        (["rollout.native.dtype=bf16", "model.dtype=bf16"], 0, False),
-        (["rollout.native.dtype=bf16", "train.autocast=fp16"], 0, False),
-        (["rollout.native.dtype=bf16", "rollout.engine=vllm"], 0, False),
-        (["rollout.native.dtype=bf16"], 1, False),  # train.autocast is bf16 there
-        (["rollout.native.dtype=bf16", "train.autocast=none"], 1, True),
+        (["rollout.engine.dtype=fp32"], 0, False),
+        (["rollout.engine.dtype=bf16"], 0, True),
+        (["rollout.engine.dtype=bf16", "algorithm.corrections=[]"], 0, False),
+        (["rollout.engine.dtype=bf16", "algorithm.old_logprobs=behavior"], 0, False),
+        (["rollout.engine.dtype=bf16", "train.autocast=bf16"], 0, False),
+        (["rollout.engine.dtype=bf16", "model.dtype=bf16"], 0, False),
+        (["rollout.engine.dtype=bf16", "train.autocast=fp16"], 0, False),
+        (["rollout.engine.dtype=bf16", "rollout.engine=vllm"], 0, False),
+        (["rollout.engine.dtype=bf16"], 1, False),  # train.autocast is bf16 there
+        (["rollout.engine.dtype=bf16", "train.autocast=none"], 1, True),
     ],
 )
 def test_sampling_in_a_lower_precision_than_that_of_training_is_corrected(
@@ -245,7 +245,7 @@ def test_frozen_weights_below_adapters_have_no_masters_but_in_flat_shards() -> N
 
 
 def test_memory_has_a_row_for_each_role() -> None:
-    overrides = ["algorithm.recipe=ppo", "algorithm.kl_coef=0.1", "rollout.native.dtype=bf16"]
+    overrides = ["algorithm.recipe=ppo", "algorithm.kl_coef=0.1", "rollout.engine.dtype=bf16"]
     policy, critic, reference, copy = plan(*overrides).memory
     assert [policy.role, critic.role, reference.role, copy.role] == [
         "policy",
@@ -268,13 +268,13 @@ def test_compiled_steps_have_a_packed_copy_of_the_weights_in_the_plan() -> None:
     (policy, *_) = plan().memory
     assert packed(0) == [4 * policy.parameters]
     assert (
-        packed(1) == packed(0, "rollout.native.compile=never") == packed(0, "rollout.native.dtype=bf16") == []
+        packed(1) == packed(0, "rollout.engine.compile=never") == packed(0, "rollout.engine.dtype=bf16") == []
     )
     assert packed(0, "model.lora={}") == []
 
 
 def test_the_cache_counts_keys_and_values_of_all_layers() -> None:
-    found = plan("rollout.native.kv_budget_tokens=4000", "rollout.native.dtype=bf16")
+    found = plan("rollout.engine.kv_budget_tokens=4000", "rollout.engine.dtype=bf16")
     assert found.kv_bytes_per_token == 2 * 4 * 2 * 64 * 2  # K and V, 4 layers, 2 heads of 64, 2 bytes
     assert found.kv_budget_bytes == 4000 * 2048
     assert found.max_concurrent == 4000 // (1024 + 256)
@@ -292,12 +292,12 @@ def test_the_native_engine_computes_as_training_does() -> None:
     assert of_engine(1, "train.autocast=none") == (2 * half, False)
     assert of_engine(0, "train.autocast=bf16", "rollout.prompts_per_round=1") == (half, True)
     assert of_engine(1, "model.dtype=bf16") == (half, False)
-    half_fsdp = ("train.backend=fsdp2", "train.fsdp.param_dtype=bf16")
+    half_fsdp = ("train.backend=fsdp2", "train.backend.param_dtype=bf16")
     assert of_engine(0, *half_fsdp, "rollout.prompts_per_round=1") == (half, True)
 
 
 def test_the_cache_of_a_gpu_has_no_fixed_size() -> None:
-    on_gpu, on_cpu = (resolve(config("rollout.native.max_running=24"), num_gpus=num) for num in (1, 0))
+    on_gpu, on_cpu = (resolve(config("rollout.engine.max_running=24"), num_gpus=num) for num in (1, 0))
     assert (on_gpu.kv_budget_bytes, on_gpu.max_concurrent) == (None, 24)
     assert on_cpu.kv_budget_bytes == 131_072 * 4096
 

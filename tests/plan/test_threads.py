@@ -32,7 +32,7 @@ APART = ["train.backend=fsdp2", "cluster.placement={policy: 0-2, rollout: 3-4}"]
         ([*APART, "pipeline.max_lag=1"], 5, 5),
         (["train.backend=fsdp2", "cluster.placement={'policy, rollout': 0-3}"], 4, 4),
         ([*APART, "cluster.num_nodes=2", "cluster.devices_per_node=4"], 3, 1),
-        (["rollout.engine=vllm", "rollout.vllm.tensor_parallel=2", "cluster.placement={policy: 0, rollout: 1-4}"], 1, 4),
+        (["rollout.engine=vllm", "rollout.engine.tensor_parallel=2", "cluster.placement={policy: 0, rollout: 1-4}"], 1, 4),
     ],
 )  # fmt: skip
 def test_the_cores_of_a_machine_are_for_processes_that_compute_at_the_same_time(

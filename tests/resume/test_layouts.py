@@ -28,10 +28,9 @@ from braid.config.schema import RunConfig
 from braid.errors import CheckpointError
 from braid.models.loading import load_policy
 from braid.training.backend import StepReport
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss
 from braid.training.shards import read_weights
-from braid.training.worker import _wrapped
 from braid.types import Row
 
 pytestmark = pytest.mark.slow
@@ -40,18 +39,17 @@ CPU = torch.device("cpu")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp2", "offload": {"weights": True, "optimizer": True}},
     "fsdp": {"backend": "fsdp", "offload": {"weights": True, "optimizer": True}},
-    "fsdp2, replicas": {"backend": "fsdp2", "fsdp": {"size": 1}},
-    "fsdp2 in host memory": {"backend": "fsdp2", "fsdp": {"cpu_offload": True}},
-    "fsdp, nothing sharded": {"backend": "fsdp", "fsdp": {"sharding": "none"}},
-    "fsdp, gradients and optimizer": {"backend": "fsdp", "fsdp": {"sharding": "grad_op"}},
+    "fsdp2, replicas": {"backend": {"kind": "fsdp2", "size": 1}},
+    "fsdp2 in host memory": {"backend": {"kind": "fsdp2", "cpu_offload": True}},
+    "fsdp, nothing sharded": {"backend": {"kind": "fsdp", "sharding": "none"}},
+    "fsdp, gradients and optimizer": {"backend": {"kind": "fsdp", "sharding": "grad_op"}},
     "deepspeed": {"backend": "deepspeed"},
 }
 MEGATRON: dict[str, dict[str, Any]] = {
     "megatron, tensors": {
-        "backend": "megatron",
-        "megatron": {"tensor_parallel": 2, "sequence_parallel": True},
+        "backend": {"kind": "megatron", "tensor_parallel": 2, "sequence_parallel": True},
     },
-    "megatron, pipeline": {"backend": "megatron", "megatron": {"pipeline_parallel": 2}},
+    "megatron, pipeline": {"backend": {"kind": "megatron", "pipeline_parallel": 2}},
     "megatron, copies": {"backend": "megatron"},
 }
 _ODD = {
@@ -92,9 +90,9 @@ def _config(train: dict[str, Any], lora: dict[str, Any] | None, build: str = "od
 def _backend(name: str, lora: dict[str, Any] | None, build: str = "odd", **train: Any) -> SingleBackend:
     config = _config((LAYOUTS | MEGATRON).get(name, {}) | train, lora, build)
     model = load_policy(config.model, temperature=1.0, seed=0, device=CPU)
-    if config.train.backend == "single":
+    if config.train.backend.kind == "single":
         return SingleBackend(model, config.train, total_steps=9, device=CPU)
-    made: Any = _wrapped(model, config.train, 9, CPU)
+    made: Any = config.train.backend.build(model, config.train, total_steps=9, device=CPU)
     return made
 
 
@@ -135,9 +133,12 @@ def _assert_loss_scale_goes_on(name: str, build: str, folder: Path) -> None:
     """Steps that overflow are left out, on all ranks alike, until the scale is low enough; a checkpoint goes
     on with it, and with what is left until it rises."""
     layout = (LAYOUTS | MEGATRON)[name]
-    megatron = {**layout.get("megatron", {}), "dynamic_loss_scale_window": 2}
+    chosen = layout["backend"]
+    backend = {"kind": chosen} if isinstance(chosen, str) else chosen
+    if backend["kind"] == "megatron":
+        backend = {**backend, "dynamic_loss_scale_window": 2}
     scaler = {"init_scale": 2.0**24, "growth_interval": 2}
-    backend = _backend(name, None, build, autocast="fp16", grad_scaler=scaler, megatron=megatron)
+    backend = _backend(name, None, build, autocast="fp16", grad_scaler=scaler, backend=backend)
     before = {n: tensor.clone() for n, tensor in backend.full_weights().items()}
     first = _step(backend)
     assert (first.is_overflow, first.is_skipped, first.loss_scale) == (True, True, 2.0**24), first

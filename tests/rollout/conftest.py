@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,

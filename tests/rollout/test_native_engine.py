@@ -20,10 +20,10 @@ from braid.errors import EngineError
 from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native import engine as engine_module
 from braid.rollout.engines.native.cache import KVCache, Need, PrefillAttention, row_blocks
-from braid.training.backends.single import SingleBackend
+from braid.rollout.engines.native.engine import NativeEngine
+from braid.training.backends.single.backend import SingleBackend
 from braid.types import Row
 
 Run = Callable[[NativeEngine, Sequence[Request]], list[Completion]]

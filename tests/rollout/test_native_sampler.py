@@ -18,7 +18,7 @@ from tests.rounding import rounding
 
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.native.sampler import _BLOCK, Sampler, _draw
 from braid.rollout.engines.native.stopping import StopFinder
 

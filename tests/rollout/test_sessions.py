@@ -27,7 +27,7 @@ from braid.models.loading import load_policy
 from braid.models.tokenizer import character_tokenizer, whole_text
 from braid.rollout.drivers.programs import ProgramDriver
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.sessions import server as server_module
 from braid.rollout.sessions.chat_api import message_of
 from braid.rollout.sessions.server import SessionServer

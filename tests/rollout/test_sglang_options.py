@@ -1,10 +1,11 @@
-"""Every option of rollout.sglang is in the command that starts SGLang."""
+"""Every option of SGLang is in the command that starts SGLang."""
 
 from __future__ import annotations
 
 import pytest
 
-from braid.config.rollout import SglangConfig
+from braid.rollout.engines.base import Model
+from braid.rollout.engines.sglang.kind import Sglang
 from braid.rollout.engines.sglang.options import server_arguments
 
 OPTIONS: dict[str, tuple[object, str]] = {
@@ -27,6 +28,7 @@ OPTIONS: dict[str, tuple[object, str]] = {
 }
 """Option -> its value, and what the command gets."""
 ELSEWHERE = {
+    "kind",
     "replicas", "servers",  # plan/test_layout.py
     "detokenize",  # idle: plan/test_available.py
     "deterministic",  # on unless it is said
@@ -35,16 +37,8 @@ ELSEWHERE = {
 
 def command(**given: object) -> str:
     beside = {"torch_compile": True} if "torch_compile_max_batch" in given else {}
-    arguments = server_arguments(
-        SglangConfig.model_validate({**beside, **given}),
-        model="m",
-        tokenizer="t",
-        dtype="fp32",
-        longest=64,
-        trust_remote_code=False,
-        sleeps=False,
-        seed=0,
-    )
+    model = Model("m", tokenizer="t", dtype="fp32", longest=64, trust_remote_code=False, sleeps=False, seed=0)
+    arguments = server_arguments(Sglang.model_validate({**beside, **given}), model)
     return f"{' '.join(arguments)} "
 
 
@@ -61,4 +55,4 @@ def test_requests_have_separate_random_numbers_by_default() -> None:
 
 
 def test_every_option_is_in_the_table() -> None:
-    assert set(SglangConfig.model_fields) == OPTIONS.keys() | ELSEWHERE
+    assert set(Sglang.model_fields) == OPTIONS.keys() | ELSEWHERE

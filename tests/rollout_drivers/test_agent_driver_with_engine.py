@@ -25,7 +25,7 @@ from braid.models.chat import ChatFormat
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.trainer.inputs import TextInputs
 from braid.types import Action, Group, Message, Prompt
 

@@ -21,7 +21,7 @@ from braid.models.loading import load_policy
 from braid.report.batches import read_batch
 from braid.report.names import describe
 from braid.report.samples import read_samples
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.trainer import commands
 from braid.weights.fingerprint import check_synced
 
@@ -337,7 +337,7 @@ def test_prompt_and_answer_share_a_limit(load_tiny: LoadTiny, tmp_path: Path) ->
 
 @pytest.mark.parametrize("dtype", ["auto", "bf16"])
 def test_sampling_uses_the_synced_weights(load_tiny: LoadTiny, dtype: str) -> None:
-    common = (f"rollout.native.dtype={dtype}", "algorithm.old_logprobs=recompute")
+    common = (f"rollout.engine.dtype={dtype}", "algorithm.old_logprobs=recompute")
     plain = commands.train(load_tiny("run.name=plain", *common)).run_dir
     checked = commands.train(load_tiny("run.name=checked", "rollout.check_weights=true", *common)).run_dir
     assert numbers(plain) == numbers(checked)
@@ -348,7 +348,7 @@ def test_sampling_in_bf16_is_said_and_corrected(
     load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    run = commands.train(load_tiny("rollout.native.dtype=bf16")).run_dir
+    run = commands.train(load_tiny("rollout.engine.dtype=bf16")).run_dir
     assert "the engine samples in bf16, training computes in fp32" in caplog.text
     for line in lines(run)[1:]:
         assert line["policy/correction_mean"] == pytest.approx(1, abs=0.05)

@@ -34,9 +34,9 @@ SHORT, LONG = "rollout.prompts_per_round=1", "rollout.prompts_per_round=100000"
     [
         ([], FLOAT, FLOAT),
         (["train.autocast=bf16", SHORT], HALF, FLOAT),
-        (["train.autocast=bf16", "rollout.native.dtype=fp32"], FLOAT, FLOAT),
+        (["train.autocast=bf16", "rollout.engine.dtype=fp32"], FLOAT, FLOAT),
         (["train.backend=fsdp2", "train.autocast=bf16", SHORT], HALF, HALF),
-        (["train.backend=fsdp2", "train.fsdp.param_dtype=bf16", SHORT], HALF, HALF),
+        (["train.backend=fsdp2", "train.backend.param_dtype=bf16", SHORT], HALF, HALF),
     ],
 )
 def test_the_engine_computes_as_training_does(
@@ -56,8 +56,8 @@ def test_the_engine_computes_as_training_does(
     [
         ([], "fma avx512_bf16", FLOAT),
         ([], "avx512_bf16 amx_bf16", HALF),
-        (["rollout.native.compile=never"], "avx512_bf16", HALF),
-        (["rollout.native.dtype=bf16"], "avx512_bf16", HALF),
+        (["rollout.engine.compile=never"], "avx512_bf16", HALF),
+        (["rollout.engine.dtype=bf16"], "avx512_bf16", HALF),
     ],
 )
 def test_under_autocast_the_weights_themselves_sample_where_compiled_steps_are_faster(
@@ -88,9 +88,9 @@ def test_under_autocast_the_weights_themselves_sample_where_compiled_steps_are_f
             "not compiled: rounds are too short",
         ),
         ([LONG], True, "compiled by Numba"),
-        (["rollout.native.compile=always"], True, "compiled by Numba"),
-        (["rollout.native.compile=never", LONG], False, None),
-        (["rollout.native.dtype=bf16", LONG], False, None),
+        (["rollout.engine.compile=always"], True, "compiled by Numba"),
+        (["rollout.engine.compile=never", LONG], False, None),
+        (["rollout.engine.dtype=bf16", LONG], False, None),
     ],
 )
 def test_decoding_is_compiled_where_a_round_samples_enough(
@@ -111,7 +111,7 @@ def test_a_machine_that_cannot_compile_samples_without_or_says_why(
     monkeypatch.setattr(cpu, "find_spec", lambda name: None)
     inputs = cast("Any", SimpleNamespace(decode=str))
     for mode in ("auto", "always"):
-        config = load_config(None, [*BASE, LONG, f"rollout.native.compile={mode}"]).config
+        config = load_config(None, [*BASE, LONG, f"rollout.engine.compile={mode}"]).config
         lm = make_policy(config, torch.device("cpu"))
         if mode == "auto":
             assert native_engine(config, inputs, lm)._decoder._attention is DecodeAttention
@@ -125,7 +125,7 @@ def test_the_frozen_lake_plays_all_its_turns_with_compiled_steps(tmp_path: Path)
     """Episodes of several turns whose prompts are equal, with answers of one token."""
     example = Path(__file__).parents[2] / "examples/frozen_lake.yaml"
     settings = [
-        "rollout.native.compile=always",
+        "rollout.engine.compile=always",
         "run.max_rounds=2",
         f"run.output_dir={tmp_path}",
         "eval.target=null",

@@ -79,7 +79,10 @@ def _loaded(folder: Path, *overrides: str) -> Any:
         ("algorithm.policy_loss.tau=high", r"my_loss\.py:SquaredRatio: tau: Input should be a valid number"),
         ("algorithm.policy_loss=my_loss.py:Squared", r"'my_loss\.py' has no 'Squared', did you mean"),
         ("algorithm.policy_loss=other.py:Loss", r"no such file: .*other\.py"),
-        ("algorithm.policy_loss=pathlib.Path", r"is not a class of braid\.algorithms\.PolicyLoss; derive it"),
+        (
+            "algorithm.policy_loss=pathlib.Path",
+            r"is not a class of braid\.algorithms\.policy_losses\.PolicyLoss; derive it",
+        ),
         (
             "algorithm.policy_loss={kind: math.exp, tau: 1}",
             r"is a function, which has no settings such as 'tau'",

@@ -31,7 +31,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
         ("algorithm.recipe=ppo", "train.steps_per_pass=2", "train.passes_per_round=2"),
         ("rollout.filter.min_std=0.0", "rollout.filter.then=resample", "rollout.filter.max_batches=3"),
         ("rollout.filter.min_std=0.0", "rollout.filter.then=replace"),
-        ("rollout.native.dtype=bf16", "algorithm.recipe=decoupled_ppo"),
+        ("rollout.engine.dtype=bf16", "algorithm.recipe=decoupled_ppo"),
     ],
     ids=["grpo", "ppo", "resample", "replace", "bf16"],
 )

@@ -235,8 +235,7 @@ def test_critics_and_references_without_adapters_take_over_merged_weights_of_a_p
 def test_an_engine_that_cannot_start_is_named_before_weights_wait_for_it(tmp_path: Path) -> None:
     settings = {
         "model.build": {**BUILD, "head_dim": 32, "max_positions": 256},
-        "rollout.engine": "vllm",
-        "rollout.vllm": {"max_model_tokens": 8000},
+        "rollout.engine": {"kind": "vllm", "max_model_tokens": 8000},
         "cluster.placement": {"policy": "0", "rollout": "1"},
     }
     with pytest.raises(

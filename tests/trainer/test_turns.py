@@ -16,13 +16,13 @@ from braid.data.prompts import Prompts, PromptSet
 from braid.data.worked import NO_EXAMPLES
 from braid.models import roles
 from braid.plan import derive
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.trainer import build, collectors, commands
 from braid.trainer.buffer import Buffer
 from braid.trainer.cluster import ROWS, Cluster, OneProcess
 from braid.trainer.inputs import TextInputs
 from braid.trainer.rollouts import Rollouts
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 
 from .conftest import LoadTiny
 

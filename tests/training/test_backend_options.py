@@ -13,13 +13,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from braid.config.backends import DeepSpeedConfig, MegatronConfig
 from braid.config.load import load_config
-from braid.config.rollout import VllmConfig
 from braid.config.train import TrainConfig
 from braid.plan import derive
+from braid.rollout.engines.base import Model
+from braid.rollout.engines.vllm.kind import Vllm
 from braid.rollout.engines.vllm.options import engine_arguments, environment
-from braid.training.backends.deepspeed import _settings
+from braid.training.backends.deepspeed.backend import _settings
+from braid.training.backends.deepspeed.kind import DeepSpeed
+from braid.training.backends.megatron.kind import Megatron
 
 Settings = dict[str, Any]
 
@@ -72,18 +74,9 @@ BESIDE: dict[str, Settings] = {
 
 
 def vllm_settings(**given: Any) -> Settings:
-    config = VllmConfig(**given)
-    return environment(config) | engine_arguments(
-        config,
-        model="m",
-        tokenizer="t",
-        dtype="fp32",
-        longest=64,
-        trust_remote_code=False,
-        on_gpu=True,
-        sleeps=False,
-        seed=0,
-    )
+    config = Vllm(**given)
+    model = Model("m", tokenizer="t", dtype="fp32", longest=64, trust_remote_code=False, sleeps=False, seed=0)
+    return environment(config) | engine_arguments(config, model, on_gpu=True)
 
 
 @pytest.mark.parametrize("option", VLLM)
@@ -98,7 +91,7 @@ def test_an_option_of_vllm_is_in_its_arguments(option: str) -> None:
 @pytest.mark.parametrize("option", DEEPSPEED)
 def test_an_option_of_deepspeed_is_in_its_settings(option: str) -> None:
     value, expected = DEEPSPEED[option]
-    settings = _settings(nn.Linear(2, 2), DeepSpeedConfig(**{option: value}), torch.device("cpu"))
+    settings = _settings(nn.Linear(2, 2), DeepSpeed(**{option: value}), torch.device("cpu"))
     assert {name: settings["zero_optimization"][name] for name in expected} == expected
 
 
@@ -116,7 +109,7 @@ def test_an_option_of_megatron_is_in_what_its_layers_are_made_of(option: str) ->
         for path, value in given.items():
             section, _, name = path.rpartition(".")
             (tree.setdefault(section, {}) if section else tree)[name] = value
-        train = TrainConfig(backend="megatron", megatron=MegatronConfig.model_validate(tree))
+        train = TrainConfig(backend=Megatron.model_validate(tree))
         return layer_options(mixture, train, torch.float32)
 
     value, expected = MEGATRON[option]
@@ -136,8 +129,8 @@ def test_inference_on_separate_devices_has_its_own_layout(option: str) -> None:
         "cluster.placement={policy: 0-1, inference: 2-3, rollout: 4}",
     ]  # fmt: skip
     config = load_config(None, overrides).config
-    assert getattr(train_config(config, "inference").megatron, option) == value
-    assert getattr(train_config(config, "policy").megatron, option) != value
+    assert getattr(train_config(config, "inference").backend, option) == value
+    assert getattr(train_config(config, "policy").backend, option) != value
     inference = derive(config, None, "train").layout.role("inference")
     assert inference is not None
     name = {"tensor_parallel": "tensor", "pipeline_parallel": "pipeline"}.get(option)

@@ -16,7 +16,7 @@ from braid.algorithms.recipes import RECIPES
 from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.schema import RunConfig
 from braid.models.roles import make_policy
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss
 from braid.training.worker import Rank
 from braid.types import Row

@@ -18,9 +18,8 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import save_pretrained
 from braid.models.roles import make_policy
 from braid.models.tokenizer import character_tokenizer
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import supervised_loss
-from braid.training.worker import _wrapped
 from braid.types import Row
 
 pytestmark = pytest.mark.slow
@@ -55,7 +54,8 @@ def _check(rank: int, folder: Path) -> None:
     for backend in ("fsdp2", "deepspeed"):
         config = _config(model, backend)
         single = SingleBackend(make_policy(config, CPU), config.train, total_steps=3, device=CPU)
-        sharded = _wrapped(make_policy(config, CPU, rank=rank), config.train, 3, CPU)
+        policy, train = make_policy(config, CPU, rank=rank), config.train
+        sharded = train.backend.build(policy, train, total_steps=3, device=CPU)
         for _ in range(3):
             one = single.train(rows, [1 / 24] * 4, supervised_loss())
             other = sharded.train(rows[2 * rank : 2 * rank + 2], [1 / 24] * 2, supervised_loss(), rows[0])
@@ -65,7 +65,9 @@ def _check(rank: int, folder: Path) -> None:
             torch.testing.assert_close(merged[name], tensor, rtol=1e-5, atol=1e-5)
     config = _config(model, "fsdp")
     with pytest.raises(ModelError, match=r"adapters of routed experts; set train\.backend=fsdp2"):
-        _wrapped(make_policy(config, CPU, rank=rank), config.train, 3, CPU)
+        config.train.backend.build(
+            make_policy(config, CPU, rank=rank), config.train, total_steps=3, device=CPU
+        )
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Every key of train.fsdp is in the settings of the modules that torch has wrapped, on two ranks."""
+"""Every key of fsdp and fsdp2 is in the settings of the modules that torch has wrapped, on two ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from braid.config.train import TrainConfig
 from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
 from braid.models.tokenizer import character_tokenizer
-from braid.training.backends.fsdp import FsdpBackend
+from braid.training.backends.fsdp.backend import FsdpBackend
 from braid.training.losses import supervised_loss
 from braid.types import Row
 
@@ -28,9 +28,9 @@ SPEC = BuildSpec(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2
 def _backend(kind: Any, autocast: str = "auto", **keys: Any) -> FsdpBackend:
     model = build_model(SPEC, character_tokenizer(SPEC.characters), dtype=torch.float32, seed=0)
     config = TrainConfig.model_validate(
-        {"backend": kind, "autocast": autocast, "fsdp": keys, "micro_batch_tokens": 8}
+        {"backend": {"kind": kind, **keys}, "autocast": autocast, "micro_batch_tokens": 8}
     )
-    return FsdpBackend(CausalLM(model), config, total_steps=1, device=CPU, kind=kind)
+    return FsdpBackend(CausalLM(model), config, total_steps=1, device=CPU)
 
 
 def _modules(kind: Any, **keys: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from braid.errors import TrainingError
 from braid.models.batch import PackedBatch
 from braid.models.mlp import MlpPolicy
 from braid.training.backend import Diagnostics, Loss, StepReport
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.loss_scale import LossScale
 from braid.types import ActionSpace, Row, Spaces
 

@@ -22,9 +22,8 @@ from torch import Tensor
 from braid.algorithms.recipes import RECIPES
 from braid.config.schema import RunConfig
 from braid.models.roles import make_critic, make_policy
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, value_loss_of
-from braid.training.worker import _wrapped
 from braid.types import Row
 
 CPU = torch.device("cpu")
@@ -42,7 +41,7 @@ LORA = {"rank": 4, "targets": ["q_proj", "down_proj"]}
 
 
 def _backend(
-    kind: str = "single", dtype: str = "bf16", *, lr: float = 1e-5, role: Any = "policy", **keys: Any
+    kind: Any = "single", dtype: str = "bf16", *, lr: float = 1e-5, role: Any = "policy", **keys: Any
 ) -> SingleBackend:
     model = {"build": BUILD, "dtype": dtype, "lora": keys.pop("lora", None)}
     train = {"backend": kind, "optimizer": {"lr": lr, "value_lr": lr}, "micro_batch_tokens": 64, **keys}
@@ -53,7 +52,7 @@ def _backend(
     made = (make_policy if role == "policy" else make_critic)(config, CPU)
     if kind == "single":
         return SingleBackend(made, config.train, total_steps=99, device=CPU)
-    wrapped: Any = _wrapped(made, config.train, 99, CPU)
+    wrapped: Any = config.train.backend.build(made, config.train, total_steps=99, device=CPU)
     return wrapped
 
 
@@ -184,11 +183,11 @@ def test_held_bytes_count_the_masters() -> None:
 SHARDED: dict[str, dict[str, Any]] = {
     "fsdp2": {"backend": "fsdp2", "offload": {"weights": True, "optimizer": True}},
     "fsdp": {"backend": "fsdp", "offload": {"weights": True, "optimizer": True}},
-    "fsdp, nothing sharded": {"backend": "fsdp", "fsdp": {"sharding": "none"}},
+    "fsdp, nothing sharded": {"backend": {"kind": "fsdp", "sharding": "none"}},
     "deepspeed": {"backend": "deepspeed"},
 }
 MEGATRON: dict[str, dict[str, Any]] = {
-    "megatron, tensors": {"backend": "megatron", "megatron": {"tensor_parallel": 2}},
+    "megatron, tensors": {"backend": {"kind": "megatron", "tensor_parallel": 2}},
     "megatron, copies": {"backend": "megatron"},
 }
 

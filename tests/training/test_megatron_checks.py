@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from braid.config.backends import MegatronConfig
 from braid.errors import ModelError
 from braid.training.backends.megatron.checks import check_model
+from braid.training.backends.megatron.kind import Megatron
 
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 
@@ -50,12 +50,10 @@ def test_unsupported_models_are_refused_with_an_alternative(
     kind: str, sizes: dict[str, Any], options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ModelError, match=words):
-        check_model(AutoConfig.for_model(kind, **SIZES, **sizes), MegatronConfig(**options))
+        check_model(AutoConfig.for_model(kind, **SIZES, **sizes), Megatron(**options))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 def test_supported_models_are_accepted(kind: str) -> None:
-    options = MegatronConfig(
-        tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, context_parallel=2
-    )
+    options = Megatron(tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, context_parallel=2)
     check_model(AutoConfig.for_model(kind, **SIZES), options)

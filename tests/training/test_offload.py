@@ -18,9 +18,9 @@ from braid.config.model import MlpSpec
 from braid.config.train import OptimizerConfig, TrainConfig
 from braid.models.mlp import MlpPolicy
 from braid.training import offload
-from braid.training.backends import fsdp
-from braid.training.backends.fsdp import FsdpBackend
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.fsdp import backend as fsdp
+from braid.training.backends.fsdp.backend import FsdpBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import supervised_loss
 from braid.types import ActionSpace, Row, Spaces
 
@@ -80,7 +80,9 @@ def test_allocator_memory_is_released_after_offloading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[str] = []
-    monkeypatch.setattr("braid.training.backends.single.move_weights", lambda *_: calls.append("move"))
+    monkeypatch.setattr(
+        "braid.training.backends.single.backend.move_weights", lambda *_: calls.append("move")
+    )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("give back"))
     _backend().to_host()
     assert calls == ["move", "give back"]
@@ -168,7 +170,7 @@ def test_shards_are_copied_by_moved_and_are_trained_afterwards(
     def made(offload: OffloadConfig) -> FsdpBackend:
         model = MlpPolicy(MlpSpec(hidden_sizes=(8,)), Spaces(3, ActionSpace("continuous", 2)), seed=0)
         config = TrainConfig(backend=kind, optimizer=OptimizerConfig(lr=0.01), offload=offload)
-        return FsdpBackend(model, config, total_steps=10, device=CPU, kind=kind)
+        return FsdpBackend(model, config, total_steps=10, device=CPU)
 
     moving, still = made(ALL), made(OffloadConfig())
     (row,) = _rows()

@@ -16,9 +16,8 @@ from braid.algorithms.recipes import RECIPES
 from braid.config.schema import RunConfig
 from braid.config.train import OptimizerConfig
 from braid.models.roles import make_critic
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import value_loss_of
-from braid.training.worker import _wrapped
 from braid.types import Row
 
 pytestmark = pytest.mark.slow
@@ -47,7 +46,7 @@ def _compare(rank: int, kind: str, dtype: str, backend: str) -> None:
     train = {"backend": backend, "optimizer": optimizer}
     config = RunConfig.model_validate({"model": {"build": build, "dtype": dtype}, "train": train})
     single = SingleBackend(make_critic(config, CPU), config.train, total_steps=2, device=CPU)
-    sharded = _wrapped(make_critic(config, CPU), config.train, 2, CPU)
+    sharded = config.train.backend.build(make_critic(config, CPU), config.train, total_steps=2, device=CPU)
     rows = []
     for i in range(4):
         ids = np.random.default_rng(i).integers(3, 60, 9)

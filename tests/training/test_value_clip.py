@@ -12,7 +12,7 @@ from braid.algorithms.recipes import RECIPES
 from braid.config.model import MlpSpec
 from braid.config.train import OptimizerConfig, TrainConfig
 from braid.models.mlp import MlpValue
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import value_loss_of
 from braid.types import ActionSpace, Row, Spaces
 

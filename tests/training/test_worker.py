@@ -16,6 +16,7 @@ from braid.config.load import load_config
 from braid.errors import ModelError, TrainingError
 from braid.training import worker
 from braid.training.backend import Work
+from braid.training.backends.fsdp.kind import Fsdp2
 
 CPU = torch.device("cpu")
 
@@ -60,7 +61,9 @@ TINY = "model.build={hidden_size: 32, intermediate_size: 48, num_layers: 2, num_
 
 
 @pytest.mark.parametrize(
-    "options", [{"autocast": "bf16"}, {"fsdp": {"param_dtype": "bf16"}}, {"backend": "fsdp"}], ids=str
+    "options",
+    [{"autocast": "bf16"}, {"backend": {"kind": "fsdp2", "param_dtype": "bf16"}}, {"backend": "fsdp"}],
+    ids=str,
 )
 def test_a_wrapped_model_agrees_with_its_own_forward_pass_up_to_rounding(
     place: Place, options: dict[str, Any]
@@ -75,13 +78,13 @@ def test_a_wrapped_model_agrees_with_its_own_forward_pass_up_to_rounding(
 
 def test_a_model_that_its_wrapper_changes_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """As mixed precision would that rounds rotary frequencies."""
-    wrap = worker._wrapped
+    build = Fsdp2.build
 
-    def damaging(model: Any, *args: Any) -> Any:
+    def damaging(kind: Any, model: Any, *args: Any, **options: Any) -> Any:
         model.backbone.rotary_emb.inv_freq.mul_(1.5)
-        return wrap(model, *args)
+        return build(kind, model, *args, **options)
 
-    monkeypatch.setattr(worker, "_wrapped", damaging)
+    monkeypatch.setattr(Fsdp2, "build", damaging)
     config = load_config(None, [TINY, "run.device=cpu", "train.backend=fsdp2"]).config
     with pytest.raises(ModelError, match=r"train.backend=fsdp2 gives different log-probs"):
         worker.make_backend(place, role="policy", config=config, total_steps=3)

@@ -16,7 +16,7 @@ from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.schema import RunConfig
 from braid.models.lora import named_adapters
 from braid.models.roles import make_policy
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.worker import Rank
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.sending import SendOptions

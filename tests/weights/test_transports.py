@@ -47,7 +47,7 @@ def test_an_impossible_transport_is_refused(asked: str, meeting: Meeting, messag
 
 @pytest.mark.parametrize(("dtype", "sent"), [("bf16", torch.bfloat16), ("auto", None)])
 def test_engines_get_weights_in_their_own_type(dtype: str, sent: torch.dtype | None) -> None:
-    options = ["model.build={}", "rollout.engine=vllm", f"rollout.vllm.dtype={dtype}", "run.device=cpu"]
+    options = ["model.build={}", "rollout.engine=vllm", f"rollout.engine.dtype={dtype}", "run.device=cpu"]
     config = load_config(None, options).config
     layout = derive(config, None, "train").layout
     assert send_options(config, layout, "unused", torch.device("cpu")).dtype == sent

@@ -12,7 +12,7 @@ from braid.errors import ConfigError
 from braid.isolation.sandbox import find_isolation
 from braid.plan import Plan
 from braid.plan.end_tokens import end_tokens
-from braid.plan.sizes import engine_dtype, kv_budget_tokens, training_dtype
+from braid.plan.sizes import training_dtype
 from braid.plan.threads import thread_counts
 from braid.report.files import human_bytes
 
@@ -74,7 +74,7 @@ def _end_tokens(config: RunConfig, plan: Plan) -> Iterator[Figure]:
 
 def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     rollout, longest, has_gpus = config.rollout, plan.max_trajectory_tokens, plan.layout.has_gpus
-    kv_budget = kv_budget_tokens(config, has_gpus=has_gpus)
+    kv_budget = config.rollout.engine.kv_budget(has_gpus=has_gpus)
     count = f"{plan.trajectories_per_round:,}"
     how = f"{rollout.prompts_per_round} prompts x {rollout.group_size} per group"
     yield Figure("trajectories per round", count, how)
@@ -88,14 +88,12 @@ def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
             f"{least} to {most}",
             f"{count} trajectories and their tokens, in host memory",
         )
-    if rollout.engine == "native" and not isinstance(config.env, SimulatorEnv):
-        engine = engine_dtype(config, plan.num_parameters, has_gpus=has_gpus)
+    if not rollout.engine.is_served and not isinstance(config.env, SimulatorEnv):
+        engine = rollout.engine.dtype_in(config, plan.num_parameters, has_gpus=has_gpus)
         train = training_dtype(config, has_gpus=has_gpus)
-        yield Figure(
-            "engine's dtype", engine, f"rollout.native.dtype={rollout.native.dtype}; training: {train}"
-        )
+        yield Figure("engine's dtype", engine, f"training: {train}; rollout.engine.dtype sets it")
     if plan.max_concurrent is not None:
-        how = f"minimum of {count} trajectories, max_running {rollout.native.max_running:,}"
+        how = f"minimum of {count} trajectories, max_running {rollout.engine.max_running:,}"
         how += "" if kv_budget is None else f", {kv_budget:,} cached tokens / {longest:,}"
         yield Figure("concurrent trajectories", f"{plan.max_concurrent:,} at full length", how)
     if plan.kv_budget_bytes is not None:

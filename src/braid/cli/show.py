@@ -13,13 +13,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from braid.algorithms.kinds import Kind
 from braid.algorithms.recipes import RECIPES, Recipe
 from braid.config.explain import show_value
 from braid.config.load import Loaded
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.config.source import DEFAULT, OVERRIDE, KeyPath, leaves, path_text
+from braid.kinds import Kind
 from braid.plan import Plan, unused_keys, why_unused
 from braid.report.files import human_bytes
 from braid.types import Trajectory
@@ -161,7 +161,7 @@ def _algorithm(loaded: Loaded, plan: Plan) -> list[Row]:
     recipe, config = plan.recipe, loaded.config.algorithm
     idle = unused_keys(loaded.config, plan)
     derived: dict[str, str] = dict.fromkeys(("logprob_level", "entropy_level", "advantage_level"), "env")
-    derived["corrections"] = "pipeline" if loaded.config.max_lag else "rollout.native.dtype"
+    derived["corrections"] = "pipeline" if loaded.config.max_lag else "rollout.engine.dtype"
     rows: list[Row] = []
     named = _parts(RECIPES[config.recipe])
     for (part, setting), value in _parts(recipe).items():

@@ -67,7 +67,7 @@ _NUM_LAST_LINES = 3
 _ENDED = "its process was killed or crashed"
 _LESS_MEMORY = (
     "lower train.micro_batch_tokens (critic.train's for the critic), set train.offload, set lower values of "
-    "rollout.native.kv_budget_tokens or rollout.vllm.memory_fraction, or use a machine with more memory"
+    "rollout.engine.kv_budget_tokens or rollout.engine.memory_fraction, or use a machine with more memory"
 )
 
 

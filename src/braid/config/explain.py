@@ -15,7 +15,7 @@ from braid.errors import suggest
 from braid.sections import Section
 
 from .habits import HABITS
-from .kinds import OWN_FORM, takes_own
+from .kinds import OWN_FORM, kinds_of
 from .moved import MOVED
 from .schema import RunConfig
 from .shape import allowed, fields_of, is_list, kind_of, sections_of
@@ -110,7 +110,7 @@ def _message(detail: ErrorDetails, spot: _Spot, field: FieldInfo) -> str:
         return f"missing `kind`; set it to {kinds}"
     if kind == "union_tag_invalid":
         name = spot.value["kind"] if isinstance(spot.value, dict) else spot.value
-        own = f", or {OWN_FORM}" if takes_own(field) else ""
+        own = f", or {OWN_FORM}" if kinds_of(field) else ""
         return f"kind: {_not_allowed(name, f'{kinds}{own}')}"
     words = allowed(field, spot.item)
     if spot.value is None and sections:

@@ -28,7 +28,7 @@ from braid.errors import ConfigError, Problem, suggest
 from braid.sections import Section
 
 from .explain import explain, unlike_numbers
-from .kinds import takes_own
+from .kinds import kinds_of
 from .resolvers import MAX_NUMBER, RESOLVERS, register_resolvers
 from .run_folder import relocate
 from .schema import RunConfig
@@ -62,6 +62,13 @@ _MAX_SHOWN = 200
 """Maximum length of an interpolation in messages, in characters."""
 _REFERRED = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*\}")
 """An interpolation that refers to a key, by its full path."""
+FAMILIES = {path: family for path, field in fields_of(RunConfig) if (family := kinds_of(field)) is not None}
+"""Keys that hold a kind -> its family."""
+KINDS = {
+    path: family.default_kind if isinstance(family.default_kind, str) else None
+    for path, family in FAMILIES.items()
+}
+"""The same -> the kind of settings without one; None where it depends on the recipe."""
 MANDATORY = "???"
 """Placeholder for a value that must be given on the command line."""
 
@@ -162,7 +169,7 @@ def load_config(
         relocate(written, file)
     chosen = {"train.backend": backend, "rollout.engine": engine}
     for text in (*overrides, *(f"{key}={value}" for key, value in chosen.items() if value is not None)):
-        apply_override(written, text)
+        apply_override(written, text, KINDS)
     if not written.tree and file is not None:
         why = "the file is empty, or has only comments; a config has at least a model, as in examples/quickstart.yaml"
         raise ConfigError([Problem("config", why, file.name)])
@@ -321,8 +328,12 @@ def with_defaults(tree: Mapping[str, Any], section: type[Section] = RunConfig) -
     }
     for key, value in tree.items():
         field = section.model_fields.get(key)
-        # settings of a kind are merged with those of the recipe, which is only known once all values are
-        filled[key] = value if field is None or takes_own(field) else _filled(value, sections_of(field))
+        family = None if field is None else kinds_of(field)
+        if family is not None:
+            value = family.with_kind(value)
+        # settings of a recipe's kind are merged with the recipe's, which is only known once all values are
+        is_open = family is not None and callable(family.default_kind)
+        filled[key] = value if field is None or is_open else _filled(value, sections_of(field))
     return filled
 
 

@@ -31,5 +31,15 @@ MOVED = {
         for name in ("normalize_by_std", "gamma", "gae_lambda", "bootstrap", "episode_weight", "turn_weight")
     },
     "algorithm.advantage_level": "algorithm.advantage.level",
+    **{f"rollout.{kind}": f"rollout.engine (of kind {kind})" for kind in ("native", "vllm", "sglang")},
+    **{
+        f"{train}.{section}": f"{train}.backend (of kind {kind})"
+        for train in ("train", "critic.train", "reference.train")
+        for section, kind in (
+            ("fsdp", "fsdp or fsdp2"),
+            ("deepspeed", "deepspeed"),
+            ("megatron", "megatron"),
+        )
+    },
 }
 """Old key -> the new one."""

@@ -19,8 +19,7 @@ def train_config(config: RunConfig, role: TrainingRole) -> TrainConfig:
         case "reference":
             return config.reference.train or config.train
         case "inference":
-            own = config.inference.model_dump(exclude_none=True)
-            megatron = config.train.megatron.model_copy(update=own)
-            return config.train.model_copy(update={"megatron": megatron})
+            backend = config.train.backend.for_inference(config.inference)
+            return config.train.model_copy(update={"backend": backend})
         case "policy":
             return config.train

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import (
     Field,
@@ -13,7 +13,19 @@ from pydantic import (
     model_validator,
 )
 
+from braid.rollout.engines import ENGINES, Engine
+from braid.rollout.engines.base import ServedEngine
+from braid.rollout.engines.native.kind import Native
 from braid.sections import Section
+
+from .kinds import KindOf
+
+if TYPE_CHECKING:
+    EngineKind = Engine
+else:
+    EngineKind = KindOf(Engine, ENGINES, "native").field()
+
+__all__ = ["RolloutConfig", "SamplingConfig", "ServedEngine"]
 
 
 class SamplingConfig(Section):
@@ -48,105 +60,6 @@ class SamplingConfig(Section):
                 "it"
             )
         return self
-
-
-MOST_PACKED = 2**29
-"""Parameters up to which compiled steps have a packed copy of the weights: larger models gain little from
-it."""
-CPU_KV_BUDGET_TOKENS = 131_072
-
-
-class NativeEngineConfig(Section):
-    """Options of the native engine."""
-
-    max_running: PositiveInt = 256
-    """Maximum number of sequences decoded together."""
-    kv_budget_tokens: PositiveInt | None = None
-    """Capacity of the key/value cache in tokens; a request is admitted once its longest possible length fits.
-    null: 80% of the free memory on CUDA devices, 131,072 tokens on CPUs."""
-    prefill_tokens: PositiveInt = 8192
-    """Maximum prompt tokens per forward pass."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of the engine's weights and computation. auto: the arithmetic of training, with the trainer's
-    tensors; under train.autocast (by default on CUDA), with a copy whose linear layers have its dtype. But
-    where `compile` compiles steps of fp32 weights on CPUs without AMX, fp32, which is faster. Others keep a
-    copy if they differ from model.dtype. Below training's precision: see algorithm.corrections."""
-    cuda_graphs: bool = True
-    """Capture the decode step in a CUDA graph, on CUDA devices."""
-    compile: Literal["auto", "always", "never"] = "auto"
-    """Compile decode steps; results differ by rounding. On GPUs of Llama, Qwen2 and Qwen3, with Triton (auto:
-    wherever it is installed). On CPUs under Linux in fp32, with Numba. auto there: if prompts_per_round *
-    group_size * sampling.max_new_tokens * the number of parameters is at least 4e10, since the first
-    compilation takes five seconds; the log has the choice."""
-    prefix_caching: bool = True
-    """Keep the key/value cache of a conversation for its next turn, for up to kv_budget_tokens tokens on top;
-    on CUDA devices the default budget is halved for it."""
-    recompute_cache: bool = False
-    """Recompute the key/value cache of turns that continue with new weights
-    (pipeline.on_new_weights=interrupt), instead of keeping it until the turn ends. The next turn recomputes
-    it either way."""
-
-
-class _ServedEngine(Section):
-    replicas: PositiveInt | None = None
-    """Number of engine replicas. Requests go to the least loaded one, those of a group to the same one. null:
-    as many as fit on the rollout devices."""
-    tensor_parallel: PositiveInt = 1
-    """Tensor-parallel size of one engine."""
-    pipeline_parallel: PositiveInt = 1
-    """Pipeline-parallel size of one engine."""
-    servers: tuple[str, ...] = ()
-    """URLs of running servers to use instead of starting engines."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of the engine's weights; auto for the trainer's."""
-    memory_fraction: float = Field(default=0.8, gt=0.0, le=1.0)
-    """Fraction of device memory for weights and cache."""
-    max_running: PositiveInt = 256
-    """Maximum number of sequences decoded together."""
-    max_model_tokens: PositiveInt | None = None
-    """Maximum sequence length of the engine, in tokens; the longest possible trajectory when null."""
-    cuda_graphs: bool = True
-    """Capture the decode step in CUDA graphs, on CUDA devices."""
-    cuda_graph_max_batch: PositiveInt | None = None
-    """Largest batch size captured in a CUDA graph; the engine's default when null."""
-    prefix_caching: bool = True
-    """Reuse the key/value cache of common prefixes."""
-    chunked_prefill: bool = True
-    """Split the prefill of long prompts into chunks between decode steps."""
-    prefill_tokens: PositiveInt = 8192
-    """Maximum prompt tokens per forward pass."""
-    attention: str | None = None
-    """Attention backend, by the engine's name for it; the engine's default when null."""
-    detokenize: bool = False
-    """Let the engine detokenize too, for its logs (rewards use braid's own text)."""
-    load_weights: bool = False
-    """Load the model folder's weights at startup; false: random weights until the first weight sync."""
-
-
-class VllmConfig(_ServedEngine):
-    """vLLM (`rollout.engine=vllm`, extra `vllm`)."""
-
-    block_size: PositiveInt | None = None
-    """Tokens per cache block; vLLM's default when null."""
-    log_stats: bool = True
-    """Let vLLM log its statistics."""
-    executor: Literal["mp", "ray", "uni"] = "mp"
-    """vLLM's distributed executor backend."""
-    in_process: bool = True
-    """Run vLLM's scheduler in the engine's process, which makes the order of requests reproducible."""
-
-
-class SglangConfig(_ServedEngine):
-    """SGLang (`rollout.engine=sglang`, extra `sglang`)."""
-
-    deterministic: bool = True
-    """Give every request its own random numbers, independent of others in the batch; false is faster."""
-    decode_log_interval: PositiveInt = 40
-    """Decode steps between two log lines of SGLang."""
-    torch_compile: bool = False
-    """Apply torch.compile to SGLang's decode step."""
-    torch_compile_max_batch: PositiveInt = 32
-    """Largest batch size that is compiled."""
 
 
 class WeightSyncConfig(Section):
@@ -194,14 +107,9 @@ class RolloutConfig(Section):
     max_sequence_tokens: PositiveInt | None = None
     """Maximum tokens of prompt and response (including replies), in training and evaluation; a long prompt
     leaves less for the response. null: the sum of their limits."""
-    engine: Literal["native", "vllm", "sglang"] = "native"
-    """Inference engine."""
-    native: NativeEngineConfig = NativeEngineConfig()
-    """Options of the native engine."""
-    vllm: VllmConfig = VllmConfig()
-    """Options of vLLM."""
-    sglang: SglangConfig = SglangConfig()
-    """Options of SGLang."""
+    engine: EngineKind = Native()
+    """Inference engine: a kind, its settings, or both; or the path of your own. Settings without a kind are
+    those of native, the default."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     """Weight sync to engines in other processes."""
     request_batch: PositiveInt | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os.path import isdir  # False for names that no file can have
 from pathlib import Path
@@ -145,9 +145,13 @@ def read_file(path: Path) -> Written:
     return written
 
 
-def apply_override(written: Written, text: str) -> None:
+def apply_override(written: Written, text: str, kinds: Mapping[str, str | None] | None = None) -> None:
     """Set one value from `key=value`. The value is YAML; nothing after the `=` is the empty text. A mapping
-    or list replaces the previous value; an index one past the end of a list appends."""
+    or list replaces the previous value; an index one past the end of a list appends.
+
+    `kinds` are the keys that hold a kind by its name, or a mapping with its name and settings -> the default
+    kind, None if there is none. Settings are added to a name, and the name of the same kind keeps them.
+    """
     key, equals, value = text.partition("=")
     path = parse_path(key.strip())
     name, problem = path_text(path), None
@@ -157,7 +161,9 @@ def apply_override(written: Written, text: str) -> None:
         name = ROOT
     else:
         try:
-            problem = place(written.tree, path, _parse_value(value, written, name))
+            parsed = _parse_value(value, written, name)
+            path = _within_kind(written, path, parsed, kinds or {})
+            problem = place(written.tree, path, parsed)
         except RecursionError:
             problem = _TOO_DEEP
         except yaml.YAMLError as error:
@@ -171,6 +177,25 @@ def apply_override(written: Written, text: str) -> None:
         del written.origins[stale]
     for i in range(1, len(path) + 1):
         written.origins.setdefault(path_text(path[:i]), OVERRIDE)
+
+
+def _within_kind(written: Written, path: KeyPath, value: Any, kinds: Mapping[str, str | None]) -> KeyPath:
+    """Where to set `value`, after a name above `path` has become a mapping that can have settings."""
+    at: Any = written.tree
+    for end, key in enumerate(path, 1):
+        if not isinstance(at, dict) or key not in at:
+            break
+        name, held = path_text(path[:end]), at[key]
+        if name in kinds and isinstance(held, str) and end < len(path):
+            at[key] = {"kind": held}
+        elif name in kinds and isinstance(held, dict) and end == len(path):
+            origins = {
+                where for near, where in written.origins.items() if is_within(near, name) and near != name
+            }
+            is_meant = "kind" not in held and origins == {OVERRIDE}  # the name follows its settings
+            return (*path, "kind") if is_meant or held.get("kind", kinds[name]) == value else path
+        at = at[key]
+    return path
 
 
 def _parse_value(text: str, written: Written, name: str) -> Any:

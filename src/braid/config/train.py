@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from braid.sections import Section
+from braid.training.backends import BACKENDS, Backend
+from braid.training.backends.single.kind import Single
 
-from .backends import DeepSpeedConfig, FsdpConfig, GradScalerConfig, MegatronConfig, OffloadConfig
+from .backends import GradScalerConfig, OffloadConfig
+from .kinds import KindOf
+
+if TYPE_CHECKING:
+    BackendKind = Backend
+else:
+    BackendKind = KindOf(Backend, BACKENDS, "single").field()
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -53,8 +61,9 @@ class OptimizerConfig(Section):
 class TrainConfig(Section):
     """Batches, optimizer, precision and backend of training."""
 
-    backend: Literal["single", "fsdp", "fsdp2", "deepspeed", "megatron"] = "single"
-    """Training backend."""
+    backend: BackendKind = Single()
+    """Training backend: a kind, its settings, or both; or the path of your own. Settings without a kind are
+    those of single, the default."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate schedule."""
     steps_per_pass: PositiveInt = 1
@@ -92,12 +101,6 @@ class TrainConfig(Section):
     training counts 3x the forward pass, plus the layers once more with gradient_checkpointing."""
     record_memory: bool = False
     """Store a memory snapshot after each round in `memory/` in the run's folder."""
-    fsdp: FsdpConfig = FsdpConfig()
-    """Options of fsdp and fsdp2."""
-    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
-    """Options of deepspeed."""
-    megatron: MegatronConfig = MegatronConfig()
-    """Options of megatron."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
     logprob_chunk_bytes: PositiveInt = 64 * 2**20

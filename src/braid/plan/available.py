@@ -7,7 +7,6 @@ cannot run is reported before the run starts, with a value that works.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import CDLL
 from importlib.util import find_spec
 
 from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv, RobosuiteEnv, SimulatorEnv
@@ -21,8 +20,6 @@ from .parallel import served_engine
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 
-_PACKAGES = {"deepspeed": "deepspeed", "megatron": "megatron.core"}
-"""Training backend -> the package it imports, installed by the extra of the backend's name."""
 _SIMULATORS = {
     MetaworldEnv: "metaworld",
     ManiskillEnv: "mani_skill",
@@ -34,28 +31,20 @@ _SIMULATORS = {
 
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of everything that this version cannot run."""
+    is_robot = config.model.mlp is not None or config.model.vla is not None
     for key, train in train_sections(config, plan):
-        if train.sequence_parallel > 1 and train.backend in ("single", "megatron"):
-            is_megatron = train.backend == "megatron"
-            instead = "train.megatron.context_parallel" if is_megatron else f"{key}.backend=fsdp2"
+        backend = train.backend
+        if train.sequence_parallel > 1 and is_robot:
+            why = "a robot policy has no long sequences to split over devices"
+            yield f"{key}.sequence_parallel", f"{why}; set it to 1"
+        elif train.sequence_parallel > 1 and not backend.splits_sequences:
+            instead = backend.instead_of_sequence_parallel.format(key)
             why = f"sequence parallelism over {train.sequence_parallel} devices needs backend fsdp, fsdp2 or deepspeed"
-            yield f"{key}.sequence_parallel", f"{why}, not {train.backend}; set it to 1 and use {instead}"
-    backend, fsdp = config.train.backend, config.train.fsdp
-    if config.model.mlp is not None or config.model.vla is not None:
-        for key, train in train_sections(config, plan):
-            if train.backend == "megatron":
-                why = "megatron trains language models only"
-                yield f"{key}.backend", f"{why}; for a robot policy set it to fsdp2, fsdp or deepspeed"
-            if train.sequence_parallel > 1:
-                why = "a robot policy has no long sequences to split over devices"
-                yield f"{key}.sequence_parallel", f"{why}; set it to 1"
-    if backend == "fsdp" and config.model.lora is not None and (fsdp.sharding == "none" or fsdp.size == 1):
-        why = "fsdp cannot train adapters without sharding the frozen weights"
-        fix = "set train.backend=fsdp2 and train.fsdp.size=1, or train.fsdp.sharding=full"
-        yield "train.fsdp.sharding", f"{why}; {fix}"
-    for key, train in train_sections(config, plan):
-        if train.backend == "megatron":
-            yield from _not_in_megatron(config, key, train)
+            yield f"{key}.sequence_parallel", f"{why}, not {backend.kind}; set it to 1 and use {instead}"
+        if is_robot and not backend.trains_robots:
+            why = f"{backend.kind} trains language models only"
+            yield f"{key}.backend", f"{why}; for a robot policy set it to fsdp2, fsdp or deepspeed"
+        yield from backend.problems(config, train, key)
     computes_in_fp32 = config.model.dtype == "fp32" and config.train.autocast == "none"
     if config.model.attention == "flash_attention_2" and computes_in_fp32:
         why = "flash_attention_2 needs bf16 or fp16, but this run computes in fp32"
@@ -86,12 +75,8 @@ def machine_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
     if plan.layout.has_gpus and plan.layout.mode != "in_process" and max(devices, default=0) >= num_gpus:
         why = f"device {max(devices)} is used, but this machine has {num_gpus} GPUs (0 to {num_gpus - 1})"
         yield "cluster.placement", f"{why}; use those, or run on a cluster (cluster.address)"
-    engine = served_engine(config)
     is_on_cpu = not num_gpus or config.run.device == "cpu"
-    if config.rollout.engine == "vllm" and engine is not None and not engine.servers and is_on_cpu:
-        if (why := missing_system_library()) is not None:
-            yield "rollout.engine", f"{why}, or set it to native"
-        yield from _head_size_problems(config, plan)
+    yield from config.rollout.engine.problems(config, plan, on_cpu=is_on_cpu)
 
 
 def _needs_gpu(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -99,60 +84,31 @@ def _needs_gpu(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, str]]:
     if config.run.device == "cuda":
         yield "run.device", "cuda", "set it to cpu or auto"
     for key, train in train_sections(config, plan):
-        if train.backend == "megatron":
-            yield f"{key}.backend", "megatron", "set it to fsdp2, fsdp or deepspeed"
+        if train.backend.needs_gpu:
+            yield f"{key}.backend", train.backend.kind, "set it to fsdp2, fsdp or deepspeed"
         if train.liger_kernels:
             yield f"{key}.liger_kernels", "Liger", "set it to false (same results up to rounding)"
     if config.model.attention == "flash_attention_2":
         yield "model.attention", "flash_attention_2", "set it to auto"
     engine = served_engine(config)
-    if config.rollout.engine == "sglang" and engine is not None and not engine.servers:
-        yield "rollout.engine", "sglang", "set rollout.sglang.servers, or set it to native"
+    if engine is not None and engine.needs_gpu and not engine.servers:
+        yield "rollout.engine", engine.kind, "set rollout.engine.servers, or set it to native"
     if isinstance(config.env, ManiskillEnv) and config.env.on_gpu:
         yield "env.on_gpu", "a scene of ManiSkill on the GPU", "set it to false"
-
-
-VLLM_CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads for which vLLM has kernels on CPUs (vllm/v1/attention/backends/cpu_attn.py of vLLM
-0.32)."""
-
-
-def missing_system_library() -> str | None:
-    """What vLLM's CPU build needs and pip does not install, with the remedy; None if nothing is missing.
-    Without it vLLM starts, and fails at the first of its own operators."""
-    try:
-        CDLL("libnuma.so.1")
-    except OSError:
-        return "vLLM on CPUs needs the system library libnuma.so.1; install libnuma1 (Debian, Ubuntu) or numactl-libs (Fedora)"
-    return None
-
-
-def _head_size_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
-    if plan.model_size is None or plan.model_size.is_latent:
-        return
-    if (size := plan.model_size.head_dim) in VLLM_CPU_HEAD_SIZES:
-        return
-    key = "model.path" if config.model.build is None else "model.build.head_dim"
-    sizes = ", ".join(map(str, VLLM_CPU_HEAD_SIZES))
-    why = f"the model's attention heads have size {size}, and vLLM on CPUs has kernels for {sizes} only"
-    yield key, f"{why}; use a model with one of these, or set rollout.engine=native"
 
 
 def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of every package that the run needs and that is not installed. Not an error for commands
     that only inspect a config."""
     needed = [
-        (f"{key}.backend", _PACKAGES[train.backend], f"'braid-rl[{train.backend}]'", "set it to fsdp2")
+        (f"{key}.backend", train.backend.package, f"'braid-rl[{train.backend.kind}]'", "set it to fsdp2")
         for key, train in train_sections(config, plan)
-        if train.backend in _PACKAGES
+        if train.backend.package
     ]
-    engine, served = config.rollout.engine, served_engine(config)
-    if served is not None and not served.servers:
-        install = f"'braid-rl[{engine}]' " + (
-            "(on a CPU: make vllm)" if engine == "vllm" else "on a GPU machine"
-        )
-        instead = f"set rollout.{engine}.servers, or set it to native"
-        needed.append(("rollout.engine", engine, install, instead))
+    engine = served_engine(config)
+    if engine is not None and engine.package and not engine.servers:
+        instead = "set rollout.engine.servers, or set it to native"
+        needed.append(("rollout.engine", engine.package, engine.install, instead))
     if is_gguf(config.model.source or ""):
         needed.append(("model.path", "gguf", "'braid-rl[gguf]'", "set it to a Hugging Face folder"))
     if (package := _SIMULATORS.get(type(config.env))) is not None:
@@ -186,21 +142,6 @@ def _is_installed(package: str) -> bool:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # its parent package is missing
         return False
-
-
-def _not_in_megatron(config: RunConfig, key: str, train: TrainConfig) -> Iterator[tuple[str, str]]:
-    """(key, message) of what megatron does not support in the training settings at section `key`. Checks that
-    depend on the model's sizes are made when it is built (training/backends/megatron)."""
-    if config.model.lora is not None and key != "critic.train":
-        why = (
-            f"megatron does not support adapters; set {key}.backend to fsdp2, fsdp or deepspeed, or remove it"
-        )
-        yield "model.lora", why
-    if train.liger_kernels:
-        yield f"{key}.liger_kernels", "not supported by megatron, which has its own layers; set it to false"
-    if train.megatron.virtual_pipeline is not None and train.megatron.pipeline_parallel == 1:
-        why = "interleaving needs several pipeline stages; set pipeline_parallel above 1, or remove it"
-        yield f"{key}.megatron.virtual_pipeline", why
 
 
 def train_sections(config: RunConfig, plan: Plan) -> Iterator[tuple[str, TrainConfig]]:

@@ -23,7 +23,6 @@ from .parallel import TRAINING_ROLES, copy_devices, section_of
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 from .rewards import reward_problems
-from .sizes import kv_budget_tokens
 from .unused import ONLY_EVALUATES, has_own_tasks, has_tokens, is_of_text, set_keys, unused_keys
 
 Finding = tuple[str, str]
@@ -256,7 +255,7 @@ def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _opponents(config: RunConfig, _: Plan) -> Iterator[Finding]:
     of_agents = isinstance(config.env, AgentEnvConfig) and config.env.opponents is not None
-    if of_agents and config.rollout.engine != "native":
+    if of_agents and config.rollout.engine.is_served:
         yield "env.opponents", "opponents need rollout.engine=native"
 
 
@@ -264,7 +263,7 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Lengths that exceed the limits of the model or the engine, with the arithmetic."""
     prompt, bound, env = config.data.max_prompt_tokens, config.rollout.max_sequence_tokens, config.env
     limit = None if plan.model_size is None else plan.model_size.max_positions
-    budget = kv_budget_tokens(config, has_gpus=plan.layout.has_gpus)
+    budget = config.rollout.engine.kv_budget(has_gpus=plan.layout.has_gpus)
     no_room = f"data.max_prompt_tokens={prompt} leaves no room for an answer in"
     if bound is not None and prompt >= bound and has_tokens(config) and not has_own_tasks(config):
         yield "rollout.max_sequence_tokens", f"{no_room} {bound} tokens; raise it above {prompt}"
@@ -291,7 +290,7 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             yield changed, f"{arithmetic}, but the model accepts {limit}; lower one of them"
         if budget is not None and total > budget:
             why = f"which never fits in a KV cache of {budget} tokens; raise it to at least {total}"
-            yield "rollout.native.kv_budget_tokens", f"{arithmetic}, {why}"
+            yield "rollout.engine.kv_budget_tokens", f"{arithmetic}, {why}"
 
 
 def _pipeline(config: RunConfig, plan: Plan) -> Iterator[Finding]:

@@ -19,17 +19,15 @@ from braid.config.cluster import Role
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.errors import suggest
+from braid.types import Groups
 
 from .parallel import (
     TRAINING_ROLES,
-    Groups,
     Refusal,
     count_refusals,
     device_limit,
     divides,
-    engine_devices,
     model_refusals,
-    parallel_groups,
 )
 from .placement import parse_placement
 from .repair import candidate_fixes, with_values
@@ -54,7 +52,7 @@ class Worker:
 @dataclass(frozen=True, slots=True)
 class RoleLayout:
     """Workers of a role, by rank. `kind` is its training backend or engine, `groups` its parallel groups (as
-    in parallel_groups), `offload` the state that leaves its devices while other roles use them."""
+    in Backend.groups), `offload` the state that leaves its devices while other roles use them."""
 
     role: Role
     kind: str
@@ -171,7 +169,7 @@ def _devices_by_rank(
     config: RunConfig, needs: Needs, placed: Mapping[str, Ranks], total: int
 ) -> dict[Role, Ranks]:
     """Devices of each role's ranks, before checking that they are possible."""
-    everything = [(device,) for device in range(total if config.train.backend != "single" else 1)]
+    everything = [(device,) for device in range(total if config.train.backend.is_sharded else 1)]
     policy = placed.get("policy", everything)
     out: dict[Role, Ranks] = {}
     for role in WITH_WORKERS:
@@ -205,7 +203,7 @@ def _per_rollout_worker(ranks: Ranks, num_rollout: int) -> tuple[Ranks, list[Ref
 
 def _of_engines(config: RunConfig, ranks: Ranks) -> Ranks:
     """Devices of each engine: those of a process, or of several processes with one device each."""
-    each = engine_devices(config)
+    each = config.rollout.engine.num_devices()
     if not each:
         return [()]  # external servers
     singles = [device for of in ranks for device in of]
@@ -222,7 +220,7 @@ def _device_refusals(
     if counts := list(count_refusals(config, role, len(devices))):
         yield from counts
         return
-    each = engine_devices(config) if role == "rollout" else 1
+    each = config.rollout.engine.num_devices() if role == "rollout" else 1
     for rank, of in enumerate(ranks):
         nodes = sorted({device // per_node for device in of})
         problem = ""
@@ -252,11 +250,13 @@ def _unknown(placed: Iterable[str]) -> Iterator[Refusal]:
 def _role_layout(config: RunConfig, role: Role, ranks: Ranks, per_node: int) -> RoleLayout:
     workers = tuple(Worker(rank, of[0] // per_node if of else 0, of) for rank, of in enumerate(ranks))
     if role in ("rollout", "env"):
-        return RoleLayout(role, config.rollout.engine if role == "rollout" else config.env.kind, workers, {})
+        return RoleLayout(
+            role, config.rollout.engine.kind if role == "rollout" else config.env.kind, workers, {}
+        )
     assert role in TRAINING_ROLES, f"{role} has no separate workers"
     train = train_config(config, role)
     offload = tuple(name for name, is_moved in train.offload if is_moved)
-    return RoleLayout(role, train.backend, workers, parallel_groups(train, len(workers)), offload)
+    return RoleLayout(role, train.backend.kind, workers, train.backend.groups(train, len(workers)), offload)
 
 
 def _mode(config: RunConfig, roles: Sequence[RoleLayout]) -> Mode:

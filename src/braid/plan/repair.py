@@ -7,9 +7,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from braid.config.cluster import Role
-from braid.config.rollout import VllmConfig
 from braid.config.schema import RunConfig
-from braid.config.train import TrainConfig
 from braid.sections import Section
 
 from .parallel import TRAINING_ROLES, device_limit, device_unit, divides, section_of
@@ -17,11 +15,25 @@ from .placement import format_numbers, parse_placement
 
 _SectionT = TypeVar("_SectionT", bound=Section)
 _PARALLEL_SIZES = (
-    "sequence_parallel fsdp.size fsdp.reshard_after_forward deepspeed.hpz_partition_size "
-    "megatron.tensor_parallel megatron.pipeline_parallel megatron.virtual_pipeline "
-    "megatron.context_parallel megatron.expert_parallel megatron.expert_tensor_parallel"
+    "sequence_parallel",
+    *(
+        f"backend.{name}"
+        for name in (
+            "size",
+            "reshard_after_forward",
+            "hpz_partition_size",
+            "tensor_parallel",
+            "pipeline_parallel",
+            "virtual_pipeline",
+            "context_parallel",
+            "expert_parallel",
+            "expert_tensor_parallel",
+        )
+    ),
 )
-"""Keys of a role's training settings whose defaults are those of one device."""
+"""Keys of a role's training settings whose defaults are those of one device; some backends have them."""
+_ENGINE_SIZES = ("engine.tensor_parallel", "engine.pipeline_parallel", "engine.replicas")
+"""Those of `rollout`."""
 
 
 def candidate_fixes(
@@ -49,17 +61,22 @@ def candidate_fixes(
             count, workers = len(cut["env"]), len(cut["rollout"])
             cut["env"] = cut["env"][: next(n for n in range(count, 0, -1) if divides(n, workers))]
         yield {**known, "cluster.placement": _lines(cut)}
-    whole = {
-        f"rollout.{name}.{size}": getattr(VllmConfig(), size)
-        for name in ("vllm", "sglang")
-        for size in ("tensor_parallel", "pipeline_parallel", "replicas")
-    }
+    changed = dict(_defaults("rollout", config.rollout, _ENGINE_SIZES))
     for role in TRAINING_ROLES:
         at = section_of(config, role)
-        whole |= {f"{at}.{size}": attrgetter(size)(TrainConfig()) for size in _PARALLEL_SIZES.split()}
-    changed = {key: value for key, value in whole.items() if attrgetter(key)(config) != value}
+        changed |= _defaults(at, attrgetter(at)(config), _PARALLEL_SIZES)
     alone = _lines({role: [0] for role in placeable if role not in ("inference", "env")})
     yield {**known, **changed, "cluster.placement": alone}
+
+
+def _defaults(at: str, section: Section, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """(key, default) of those `names` that `section`, at key `at`, has with another value."""
+    for name in names:
+        above, _, leaf = name.rpartition(".")
+        owner = attrgetter(above)(section) if above else section
+        field = type(owner).model_fields.get(leaf)
+        if field is not None and getattr(owner, leaf) != field.default:
+            yield f"{at}.{name}", field.default
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

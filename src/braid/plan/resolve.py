@@ -18,7 +18,6 @@ from braid.config.env import AgentEnvConfig, SimulatorEnv
 from braid.config.kinds import with_settings
 from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole
-from braid.config.rollout import MOST_PACKED
 from braid.config.schema import RunConfig
 from braid.config.source import DEFAULT
 from braid.config.train import TrainConfig
@@ -32,9 +31,6 @@ from .plan import Memory, OldLogprobs, Plan, Verb
 from .sizes import (
     BYTES,
     ModelSize,
-    engine_dtype,
-    kv_budget_tokens,
-    may_compile,
     policy_size,
     round_bytes,
     samples_lower,
@@ -113,9 +109,10 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     rounds = _rounds(config, num_prompts) if verb == "train" else 0
     sizes = _sizes(config)
     size = sizes["policy"]
-    samples_in = engine_dtype(config, None if size is None else size.parameters, has_gpus=has_gpus)
+    num_parameters = None if size is None else size.parameters
+    samples_in = rollout.engine.dtype_in(config, num_parameters, has_gpus=has_gpus)
     kv_per_token = None if size is None else size.kv_numbers_per_token * BYTES[samples_in]
-    kv_budget = kv_budget_tokens(config, has_gpus=has_gpus)
+    kv_budget = rollout.engine.kv_budget(has_gpus=has_gpus)
     constant = recipe.aggregation_constant
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
         constant = float(output)
@@ -171,10 +168,10 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         max_concurrent=None
         if total is None
         else min(
-            trajectories, rollout.native.max_running, *([] if kv_budget is None else [kv_budget // total])
+            trajectories, rollout.engine.max_running, *([] if kv_budget is None else [kv_budget // total])
         ),
         model_size=size,
-        memory=() if size is None else _memory(config, recipe, size, sizes, samples_in, has_gpus=has_gpus),
+        memory=() if size is None else _memory(config, recipe, size, sizes, has_gpus=has_gpus),
         is_pipelined=verb == "train" and config.pipeline is not None,
         layout=lay_out(config, needs),
     )
@@ -237,12 +234,11 @@ def _memory(
     recipe: Recipe,
     policy: ModelSize,
     sizes: Mapping[TrainingRole, ModelSize | None],
-    samples_in: str,
     *,
     has_gpus: bool,
 ) -> tuple[Memory, ...]:
     """Gradients, AdamW's two moments, and the master weights of half-precision models are fp32. With adapters
-    only these are trained, and the reference is a copy of them. `samples_in`: dtype of the native engine."""
+    only these are trained, and the reference is a copy of them."""
     width, lora = BYTES[config.model.dtype], config.model.lora
     adapters = None if lora is None else policy.adapter_parameters(lora)
     roles = [_trained("policy", policy.parameters, width, config.train, adapters)]
@@ -252,15 +248,8 @@ def _memory(
     if recipe.kl_coef > 0 and (reference := sizes["reference"]) is not None:
         held = reference.parameters if adapters is None or config.reference.path is not None else adapters
         roles.append(Memory("reference", held, held * width))
-    if config.rollout.engine == "native" and (samples_in != config.model.dtype or config.pipeline):
-        roles.append(Memory("engine's copy", policy.parameters, policy.parameters * BYTES[samples_in]))
-    is_packed = lora is None and policy.parameters <= MOST_PACKED
-    if (
-        config.rollout.engine == "native"
-        and is_packed
-        and may_compile(config, policy.parameters, has_gpus=has_gpus)
-    ):
-        roles.append(Memory("engine's packed weights", policy.parameters, policy.parameters * BYTES["fp32"]))
+    held_by_engine = config.rollout.engine.held_bytes(config, policy.parameters, has_gpus=has_gpus)
+    roles += [Memory(name, policy.parameters, held) for name, held in held_by_engine.items()]
     for part in config.reward.parts:
         if isinstance(part, ModelReward) and (size := size_of_folder(part.path)) is not None:
             name, held = part.name or part.kind, size.parameters * BYTES[part.dtype]
@@ -277,9 +266,5 @@ def _trained(
     exact = BYTES["fp32"]
     optimizer = 0 if train.optimizer.kind == "sgd" else 2 * exact * trained
     if width < exact:
-        masters = {
-            "fsdp": (exact - width) * held,
-            "fsdp2": (exact - width) * trained,
-        }  # their shards are fp32
-        optimizer += masters.get(train.backend, exact * trained)
+        optimizer += train.backend.master_bytes(trained, held, width)
     return Memory(role, held, held * width, trained * exact, optimizer)

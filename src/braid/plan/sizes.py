@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +15,9 @@ from safetensors import SafetensorError, safe_open
 from braid.config.backends import LoraConfig
 from braid.config.env import SimulatorEnv
 from braid.config.model import BuildSpec
-from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.config.schema import RunConfig
 from braid.gguf_file import is_gguf, read_header
 from braid.json_text import read_json
-
-from .machine import cpu_info
 
 SPECIAL_TOKENS = 3
 """Special tokens of the character tokenizer: padding, end, unknown."""
@@ -232,31 +228,19 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
     return shapes
 
 
-def engine_dtype(config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> str:
-    """Dtype in which the native engine computes: by default that of training, but that of fp32 weights where
-    compiled steps, which are faster than bf16 on CPUs without AMX (docs/benchmarks.md), are worth it.
-    `num_parameters`: of the policy, None if unknown."""
-    trains_in, chosen = training_dtype(config, has_gpus=has_gpus), config.rollout.native.dtype
-    if chosen != "auto":
-        return chosen
-    is_possible = not has_gpus and config.model.dtype == "fp32" and sys.platform == "linux"
-    is_faster = is_possible and _is_compiling(config, num_parameters) and "amx_bf16" not in cpu_info("flags")
-    return "fp32" if is_faster else trains_in
-
-
 def samples_lower(config: RunConfig, *, has_gpus: bool) -> bool:
-    """Whether the native engine samples text in a lower precision than that of training."""
-    engine = engine_dtype(config, None, has_gpus=has_gpus)
-    train = training_dtype(config, has_gpus=has_gpus)
-    is_native = config.rollout.engine == "native" and not isinstance(config.env, SimulatorEnv)
-    return is_native and BYTES[engine] < BYTES[train]
+    """Whether an engine in the run's processes samples text in a lower precision than that of training."""
+    engine, train = config.rollout.engine, training_dtype(config, has_gpus=has_gpus)
+    if engine.is_served or isinstance(config.env, SimulatorEnv):
+        return False
+    return BYTES[engine.dtype_in(config, None, has_gpus=has_gpus)] < BYTES[train]
 
 
 def training_dtype(config: RunConfig, *, has_gpus: bool) -> str:
     """Dtype of matrix products in training."""
     train = config.train
-    if train.backend in ("fsdp", "fsdp2") and train.fsdp.param_dtype is not None:
-        return train.fsdp.param_dtype
+    if (gathered := train.backend.parameter_dtype()) is not None:
+        return gathered
     if train.autocast == "none" or (train.autocast == "auto" and not has_gpus):
         return config.model.dtype
     return "fp16" if train.autocast == "fp16" else "bf16"
@@ -271,23 +255,6 @@ def is_worth_compiling(config: RunConfig, num_parameters: int) -> bool:
     return num_tokens * num_parameters >= _LEAST_COMPILED
 
 
-def can_compile(config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> bool:
-    """Whether the config allows that the native engine's steps are compiled."""
-    is_allowed = config.rollout.native.compile != "never"
-    return is_allowed and not has_gpus and engine_dtype(config, num_parameters, has_gpus=False) == "fp32"
-
-
-def may_compile(config: RunConfig, num_parameters: int, *, has_gpus: bool) -> bool:
-    """Whether the native engine's steps are to be compiled, if this machine can do that."""
-    return can_compile(config, num_parameters, has_gpus=has_gpus) and _is_compiling(config, num_parameters)
-
-
-def _is_compiling(config: RunConfig, num_parameters: int | None) -> bool:
-    if (choice := config.rollout.native.compile) != "auto":
-        return choice == "always"
-    return num_parameters is not None and is_worth_compiling(config, num_parameters)
-
-
 def round_bytes(
     config: RunConfig, num_trajectories: int, max_output_tokens: int | None
 ) -> tuple[int, int] | None:
@@ -297,8 +264,3 @@ def round_bytes(
         return None
     least = num_trajectories * _TRAJECTORY_BYTES
     return least, least + num_trajectories * (max_output_tokens or 0) * _TOKEN_BYTES
-
-
-def kv_budget_tokens(config: RunConfig, *, has_gpus: bool) -> int | None:
-    """Capacity of the native engine's cache; None if it depends on the free memory."""
-    return config.rollout.native.kv_budget_tokens or (None if has_gpus else CPU_KV_BUDGET_TOKENS)

@@ -9,7 +9,6 @@ from braid.config.schema import RunConfig
 from braid.cores import num_cores, num_threads
 
 from .layout import Layout
-from .parallel import engine_devices, served_engine
 from .plan import Plan
 
 _SAMPLING = ("rollout", "env")
@@ -21,7 +20,7 @@ def num_sharing(config: RunConfig, layout: Layout, role: Role, node: int, *, is_
     included. An engine of several devices has a process for each; a server that was started elsewhere counts
     for nothing."""
     if layout.mode == "in_process":
-        has_child = served_engine(config) is not None and engine_devices(config) > 0
+        has_child = config.rollout.engine.is_served and config.rollout.engine.num_devices() > 0
         return 2 if has_child and is_pipelined else 1
     policy = layout.role("policy")
     found = 0

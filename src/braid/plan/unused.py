@@ -9,21 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
 from braid.config.env import AgentEnvConfig, ChatEnv, MetaworldEnv, SimulatorEnv, SingleTurnEnv, ToolsEnv
 from braid.config.reward import CodeReward, JudgeReward
-from braid.config.roles import train_config
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.config.shape import fields_of, sections_of
 from braid.config.train import TrainConfig
 
-from .parallel import served_engine
 from .plan import Plan
-from .sizes import engine_dtype
 
 _Unused = Iterator[tuple[str, str]]
 """(reason, keys)."""
@@ -85,16 +81,8 @@ def _keys(pattern: str) -> tuple[str, ...]:
 _UNLESS: tuple[tuple[str, str, str], ...] = (
     ("algorithm.aggregation", "token_sum_constant", "algorithm.aggregation_constant"),
     ("algorithm.logprob_level", "token", "algorithm.turn_weighting"),
-    ("rollout.engine", "native", "rollout.native.*"),
-    ("rollout.engine", "sglang", "rollout.sglang.*"),
-    ("rollout.engine", "vllm", "rollout.vllm.*"),
     ("rollout.filter.then", "replace", "rollout.filter.min_kept_fraction"),
     ("rollout.filter.then", "resample", "rollout.filter.max_batches"),
-    ("train.backend", "megatron", "inference.{tensor_parallel,pipeline_parallel,sequence_parallel}"),
-    ("@.backend", "fsdp fsdp2", "@.fsdp.*"),
-    ("@.backend", "deepspeed", "@.deepspeed.*"),
-    ("@.backend", "megatron", "@.megatron.*"),
-    ("@.megatron.recompute_granularity", "full", "@.megatron.{recompute_method,recompute_num_layers}"),
 )
 """(key, values, keys): no effect unless `key` has one of these values. `@` is each section of training
 settings."""
@@ -113,23 +101,10 @@ _WHILE: tuple[tuple[str, Any, str], ...] = (
     ("rollout.check_weights", False, "rollout.check_weights_dir"),
     ("rollout.group_size", 1, "rollout.filter.min_std"),
     ("rollout.sampling.greedy", True, "rollout.sampling.{top_p,top_k,min_p}"),
-    ("rollout.sglang.cuda_graphs", False, "rollout.sglang.cuda_graph_max_batch"),
-    ("rollout.sglang.torch_compile", False, "rollout.sglang.torch_compile_max_batch"),
-    ("rollout.vllm.cuda_graphs", False, "rollout.vllm.cuda_graph_max_batch"),
     ("run.resume", "none", "run.allow_changes"),
     ("@.optimizer.kind", "sgd", "@.optimizer.{betas,eps}"),
     ("@.optimizer.schedule.decay", "constant", "@.optimizer.schedule.{min_ratio,decay_steps}"),
     ("@.optimizer.schedule.decay", "inverse_sqrt", "@.optimizer.schedule.decay_steps"),
-    ("@.backend", "fsdp", "@.fsdp.{pin_memory,reshard_after_forward}"),
-    ("@.backend", "fsdp2", "@.fsdp.{forward_prefetch,backward_prefetch,limit_all_gathers,buffer_dtype}"),
-    ("@.fsdp.cpu_offload", False, "@.fsdp.pin_memory"),
-    ("@.fsdp.sharding", "grad_op", "@.fsdp.reshard_after_forward"),
-    ("@.fsdp.sharding", "none", "@.fsdp.size"),
-    ("@.megatron.recompute_granularity", "full", "@.megatron.moe_layer_recompute"),
-    ("@.megatron.tensor_parallel", 1, "@.megatron.sequence_parallel"),
-    ("@.megatron.pipeline_parallel", 1, "@.megatron.transformer.batch_p2p_comm"),
-    ("@.megatron.overlap_grad_reduce", False, "@.megatron.ddp_bucket_size"),
-    ("@.megatron.distributed_optimizer", False, "@.megatron.overlap_param_gather"),
 )
 """(key, value, keys): no effect while `key` has this value. The values of `algorithm` are the recipe's."""
 
@@ -211,8 +186,7 @@ def _roles(config: RunConfig, plan: Plan) -> _Unused:
         yield "reference.train.infer_batch_tokens is used instead", "reference.train.micro_batch_tokens"
     if plan.layout.role("inference") is None:
         yield "inference has no separate devices: the policy's workers compute log-probs", "inference.*"
-    if train_config(config, "inference").megatron.tensor_parallel == 1:
-        yield "inference has no tensor parallelism", "inference.sequence_parallel"
+    yield from config.train.backend.unused_inference(config.inference)
 
 
 def _losses(config: RunConfig, plan: Plan) -> _Unused:
@@ -258,7 +232,7 @@ def _prompts(config: RunConfig, plan: Plan) -> _Unused:
         yield (
             "a simulator has no text",
             f"{{rollout,eval}}.sampling.{{{text}}} "
-            f"rollout.{{native,max_sequence_tokens,print_outputs,check_weights}} reward.overlong "
+            f"rollout.{{engine,max_sequence_tokens,print_outputs,check_weights}} reward.overlong "
             f"checkpoint.export_every_rounds critic.path model.chat_template{tokenizer} "
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}",
         )
@@ -303,8 +277,6 @@ def _rollouts(config: RunConfig, plan: Plan) -> _Unused:  # noqa: ARG001
         longest = env.max_context_tokens
     if isinstance(env, ToolsEnv) and "python" not in env.tools:
         yield "env.tools does not contain the tool `python`", "env.python"
-    if not (isinstance(env, ChatEnv) and env.max_turns > 1):
-        yield "episodes have a single turn", "rollout.native.prefix_caching"
     if rollout.max_sequence_tokens is not None and rollout.max_sequence_tokens >= longest:
         keys = "rollout.max_sequence_tokens"
         yield "the limits of prompt and answer do not add up to more than that", keys
@@ -345,26 +317,11 @@ def _simulators(config: RunConfig, plan: Plan) -> _Unused:
 
 
 def _engines(config: RunConfig, plan: Plan) -> _Unused:
-    rollout, name, served = config.rollout, config.rollout.engine, served_engine(config)
-    is_in_place = name == "native" and plan.layout.mode == "in_process"
-    if served is not None and served.servers:
-        own = ",".join(set(type(served).model_fields) - {"servers", "max_model_tokens"})
-        why = f"external servers have their own options (rollout.{name}.servers)"
-        yield why, f"rollout.{name}.{{{own}}}"
-    if name == "sglang":
-        yield "SGLang always detokenizes, to find stop strings", "rollout.sglang.detokenize"
-        yield "SGLang reads weights from files", "rollout.weight_sync.{transport,existing_group}"
-    if rollout.vllm.tensor_parallel * rollout.vllm.pipeline_parallel == 1:
-        yield "each engine has a single device", "rollout.vllm.executor"
-    if is_in_place:
-        yield "the native engine reads the trainer's weights in place", "rollout.weight_sync.*"
-    else:
-        keys = "rollout.{check_weights,check_weights_dir}"
-        yield "weights sent to other processes are always verified by fingerprints on arrival", keys
-    dtype = engine_dtype(config, plan.num_parameters, has_gpus=plan.layout.has_gpus)
-    if dtype != "fp32" and not plan.layout.has_gpus:
-        yield "only decoding in fp32 on CPUs is compiled by Numba", "rollout.native.compile"
-    is_shared = config.model.mlp is not None or (is_in_place and dtype == config.model.dtype)
+    engine, is_robot = config.rollout.engine, config.model.mlp is not None
+    yield from engine.unused(config, plan)
+    has_gpus, is_local = plan.layout.has_gpus, plan.layout.mode == "in_process" and not engine.is_served
+    dtype = engine.dtype_in(config, plan.num_parameters, has_gpus=has_gpus)
+    is_shared = is_robot or (is_local and dtype == config.model.dtype)
     if is_shared and not plan.needs_critic and not plan.needs_reference:
         yield "the engine samples with the trainer's own weights", "train.offload.weights"
 
@@ -373,10 +330,8 @@ def _pipeline(config: RunConfig, plan: Plan) -> _Unused:
     pipeline = config.pipeline
     if plan.verb != "train":
         yield "only braid train has a pipeline", "pipeline.*"
-    if pipeline is None or pipeline.on_new_weights == "finish":
-        yield "running turns finish before engines get new weights", "rollout.native.recompute_cache"
     if pipeline is not None and pipeline.max_lag == 0:
-        keys = "pipeline.{on_new_weights,over_lag} rollout.native.recompute_cache"
+        keys = "pipeline.{on_new_weights,over_lag}"
         yield "with pipeline.max_lag=0 nothing runs when engines get new weights", keys
 
 
@@ -390,9 +345,7 @@ def _cluster(config: RunConfig, plan: Plan) -> _Unused:
         if not config.cluster.placement:
             yield f"{why}, on the first device", "cluster.{num_nodes,devices_per_node}"
     if config.run.device == "cpu":
-        keys = "rollout.{native,vllm,sglang}.cuda_graphs rollout.{vllm,sglang}.cuda_graph_max_batch"
         yield "with run.device=cpu everything is in host memory", f"{_TRAIN}.offload.{{weights,optimizer}}"
-        yield "there are no CUDA graphs with run.device=cpu", keys
 
 
 def _model(config: RunConfig, _: Plan) -> _Unused:
@@ -449,37 +402,10 @@ def _training(config: RunConfig, plan: Plan) -> _Unused:
         if not (schedule.warmup_steps or schedule.warmup_fraction):
             yield f"{at}.optimizer has no warm-up", f"{at}.optimizer.schedule.start_ratio"
     for at in _sections(config):
-        rules = _megatron if (train := attrgetter(at)(config)).backend == "megatron" else _backend
-        for why, keys in rules(config, plan, train):
-            yield why.replace("@", at), keys.replace("@", at)
-        if "fp16" not in (config.model.dtype, train.autocast):
-            yield "fp16 is not used", f"{at}.grad_scaler {at}.megatron.dynamic_loss_scale_window"
-
-
-def _backend(_: RunConfig, __: Plan, train: TrainConfig) -> _Unused:
-    if train.backend != "deepspeed":
-        yield "@.backend always frees gradients after a step", "@.offload.gradients"
-    elif train.deepspeed.cpu_offload:
-        keys = "@.offload.{weights,gradients,optimizer}"
-        yield "@.deepspeed.cpu_offload already keeps everything in host memory", keys
-    if train.backend in ("fsdp", "fsdp2") and train.fsdp.cpu_offload:
-        yield "@.fsdp.cpu_offload already keeps everything in host memory", "@.offload.{weights,optimizer}"
-
-
-def _megatron(config: RunConfig, plan: Plan, train: TrainConfig) -> _Unused:
-    if find_spec("transformer_engine") is None:
-        why = "the fused kernel needs Transformer Engine, which is not installed"
-        yield why, "@.megatron.transformer.apply_rope_fusion"
-    is_other = config.critic.path is not None or config.reference.path is not None
-    if plan.model_size is not None and not plan.model_size.num_experts and not is_other:
-        keys = "@.megatron.{moe_grouped_gemm,moe_layer_recompute,moe_token_dispatcher}"
-        yield "the model has no experts", keys
-    if train.optimizer.kind == "sgd":
-        yield "SGD has no optimizer states", "@.megatron.{distributed_optimizer,overlap_param_gather}"
-    if train.megatron.recompute_granularity != "off":
-        yield "@.megatron.recompute_granularity is used instead", "@.gradient_checkpointing"
-    why = "the backend megatron uses @.megatron.dynamic_loss_scale_window"
-    yield why, "@.grad_scaler.growth_interval"
+        section: TrainConfig = attrgetter(at)(config)
+        yield from section.backend.unused(config, plan, section, at)
+        if "fp16" not in (config.model.dtype, section.autocast):
+            yield "fp16 is not used", f"{at}.grad_scaler"
 
 
 def has_tokens(config: RunConfig) -> bool:

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from braid.algorithms.kinds import Kind
 from braid.algorithms.policy_losses import POLICY_LOSSES
 from braid.errors import suggest
+from braid.kinds import Kind
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .engine import Engine, NewWeights
 from .rows import group_rows
 
 if TYPE_CHECKING:
-    from .engines.native import NativeEngine
+    from .engines.native.engine import NativeEngine
 
 Use = Literal["train", "eval"]
 """Purpose of trajectories: each has its own prompts and sampling settings."""

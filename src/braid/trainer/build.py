@@ -124,7 +124,7 @@ class _Workers:
         self._spaces: Spaces | None = None
         config, plan, inputs = cluster.config, spec.plan, spec.inputs
         is_local = isinstance(cluster, OneProcess)
-        reads_policy = is_local and config.rollout.engine == "native"
+        reads_policy = is_local and not config.rollout.engine.is_served
         self.supervised = supervised_of(config, plan, inputs, self._new_supervised)
         new_simulator = self._make_simulators(reads_policy=reads_policy) if inputs is None else None
         policy = self._new_policy() if reads_policy else None
@@ -206,7 +206,7 @@ class _Workers:
         if not isinstance(self._cluster, OneProcess):
             device = torch.device(config.run.device)  # resolved by the cluster: the driver may have no GPU
             options = send_options(config, plan.layout, str(run_dir / "weights"), device)
-            merged = config.rollout.engine != "native"
+            merged = config.rollout.engine.is_served
             weight_sync = WeightSync(groups["policy"], groups["rollout"], options, merged=merged)
         prompts = self._reset_states() if self._spec.inputs is None else self._spec.inputs.prompts
         return Rollouts(groups["rollout"], prompts, weight_sync, plan.engines_in_turns)

@@ -280,9 +280,7 @@ def environment_of(config: RunConfig, name: str) -> dict[str, str | None]:
         return env
     train = train_config(config, cast("TrainingRole", name))
     env |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    if train.backend == "megatron" and train.megatron.tensor_parallel > 1:
-        env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # orders collectives before the products that overlap them
-    return env
+    return env | train.backend.environment()
 
 
 def _num_sharing(config: RunConfig, layout: Layout, name: str, worker: Worker, is_pipelined: bool) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from braid.cluster.workers import Factory, Place
-from braid.config.env import AgentEnvConfig, ChatEnv, ProgramEnv, SimulatorEnv, Timeouts, ToolsEnv
+from braid.config.env import AgentEnvConfig, ProgramEnv, SimulatorEnv, Timeouts, ToolsEnv
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.envs.simulators.base import Simulator
@@ -22,7 +22,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.cpu import why_not_compiled
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
-from braid.plan.sizes import can_compile, engine_dtype, may_compile, training_dtype
+from braid.plan.sizes import training_dtype
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
@@ -31,11 +31,12 @@ from braid.rollout.drivers.base import Driver
 from braid.rollout.drivers.programs import ProgramDriver
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import RolloutEngine, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.native.kind import Native
 from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.rollout.engines.simulators import ActingPolicy, SimulatorEngine
 from braid.rollout.sessions.server import SessionServer
-from braid.training.backends.single import SingleBackend, autocast_dtype
+from braid.training.backends.single.backend import SingleBackend, autocast_dtype
 from braid.training.worker import device_of
 from braid.types import ShapedReward, Trajectory
 from braid.weights.fingerprint import check_synced
@@ -79,7 +80,7 @@ def make_collector(
         link = NativeLink(f"rollout {place.rank}", model, config.cluster.call_timeout_s, device)
         return simulator_collector(config, plan, base_dir, simulator, model, link)
     lm: Any = policy.model if is_local and "policy" in place.workers else None
-    if config.rollout.engine != "native":
+    if config.rollout.engine.is_served:
         sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
         engines = start_engines(config, plan, inputs.tokenizer, sending, run_dir / "logs", first=place.rank)
         engine: RolloutEngine = as_one(engines)
@@ -161,25 +162,27 @@ def native_engine(
     owns_weights: bool = False,
     bytes_to_come: Callable[[], int] | None = None,
 ) -> NativeEngine:
-    """The native engine, sampling with `lm` in the dtype of `engine_dtype`; with `owns_weights` with a copy
+    """An engine in this process, sampling with `lm` in the dtype of `Engine.dtype_in`; with `owns_weights` with a copy
     of its weights. `bytes_to_come` as in NativeEngine. Raises ModelError if it decodes this architecture
     incorrectly."""
-    options, autocast = config.rollout.native.model_dump(), None
-    options["prefix_caching"] &= isinstance(config.env, ChatEnv) and config.env.max_turns > 1
+    kind, autocast = config.rollout.engine, None
+    assert isinstance(kind, Native), "others have processes of their own"
+    options = {name: getattr(kind, name) for name in Native.model_fields if name != "kind"}
+    options["prefix_caching"] &= kind.has_conversations(config)
     size, has_gpus = sum(parameter.numel() for parameter in lm.model.parameters()), lm.device.type != "cpu"
-    options["compile"] = _compiles(config, size, has_gpus=has_gpus)
-    dtype = engine_dtype(config, size, has_gpus=has_gpus)
+    options["compile"] = _compiles(kind, config, size, has_gpus=has_gpus)
+    dtype = kind.dtype_in(config, size, has_gpus=has_gpus)
     if dtype != (trains_in := training_dtype(config, has_gpus=has_gpus)):
         _log.info(
-            "the engine samples in %s, training computes in %s (rollout.native.dtype)", dtype, trains_in
+            "the engine samples in %s, training computes in %s (rollout.engine.dtype)", dtype, trains_in
         )
         options["dtype"] = dtype
     elif options["dtype"] == "auto":
-        autocast, fsdp = autocast_dtype(config.train, lm.device), config.train.fsdp
-        if config.train.backend in ("fsdp", "fsdp2"):  # computes with gathered weights in this dtype
-            options["dtype"] = fsdp.param_dtype or _NAMES[autocast]
+        autocast = autocast_dtype(config.train, lm.device)
+        if config.train.backend.gathers_weights:  # computes with gathered weights in this dtype
+            options["dtype"] = config.train.backend.parameter_dtype() or _NAMES[autocast]
     check_decoding(lm, longest_row(config), is_compiled=options["compile"])
-    return NativeEngine(
+    return kind.build(
         lm,
         decode=inputs.decode,
         max_length=getattr(lm.config, "max_position_embeddings", None),
@@ -190,16 +193,16 @@ def native_engine(
     )
 
 
-def _compiles(config: RunConfig, size: int, *, has_gpus: bool) -> bool:
+def _compiles(kind: Native, config: RunConfig, size: int, *, has_gpus: bool) -> bool:
     """Whether decode steps are compiled: the same for every process and every resume of a run."""
     if has_gpus:  # by Triton, where the decoder knows the model's layers
-        return config.rollout.native.compile != "never"
-    if not can_compile(config, size, has_gpus=has_gpus):
+        return kind.compile != "never"
+    if not kind.can_compile(config, size, has_gpus=has_gpus):
         return False
-    is_long = may_compile(config, size, has_gpus=has_gpus)
-    why_not = why_not_compiled() if is_long else "rounds are too short for that (rollout.native.compile)"
-    if why_not and config.rollout.native.compile == "always":
-        raise ModelError(f"rollout.native.compile=always, but {why_not}; or set rollout.native.compile=auto")
+    is_long = kind.may_compile(config, size, has_gpus=has_gpus)
+    why_not = why_not_compiled() if is_long else "rounds are too short for that (rollout.engine.compile)"
+    if why_not and kind.compile == "always":
+        raise ModelError(f"rollout.engine.compile=always, but {why_not}; or set rollout.engine.compile=auto")
     _log.info("decode steps are %s", f"not compiled: {why_not}" if why_not else "compiled by Numba")
     return not why_not
 

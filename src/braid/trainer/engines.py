@@ -1,4 +1,4 @@
-"""Builds rollout engines in other processes from a config: vLLM, SGLang, or servers of these."""
+"""Starts rollout engines in other processes from a config, or connects to servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from braid.cluster.watchdog import folder_prefix
@@ -21,11 +20,9 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import TORCH_DTYPES
 from braid.models.tokenizer import model_path
 from braid.plan import Plan
+from braid.rollout.engines.base import Model, Process, ServedEngine
 from braid.rollout.engines.remote import RemoteEngine
 from braid.rollout.engines.router import Router
-from braid.rollout.engines.sglang.options import server_arguments
-from braid.rollout.engines.vllm.engine import VllmEngine
-from braid.rollout.engines.vllm.options import engine_arguments, environment
 from braid.training.worker import device_of
 from braid.weights.sending import SendOptions
 
@@ -41,59 +38,37 @@ def make_engine(
 ) -> RemoteEngine:
     """Start engine `number` of the run as a child process with its log file in `logs`, or connect to the
     server with that index. Raises EngineError on failure."""
-    rollout, timeout_s = config.rollout, config.cluster.call_timeout_s
+    engine, timeout_s = config.rollout.engine, config.cluster.call_timeout_s
+    assert isinstance(engine, ServedEngine), "engines in the run's processes are not started"
     longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
-    of = rollout.vllm if rollout.engine == "vllm" else rollout.sglang
-    if of.servers:
-        from braid.rollout.engines.sglang.server import SglangServer  # servers and SGLang need httpx2
-        from braid.rollout.engines.vllm.server import VllmServer
-
-        server = VllmServer if rollout.engine == "vllm" else SglangServer
-        max_tokens = of.max_model_tokens or longest
-        return server(of.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
+    if engine.servers:
+        max_tokens = engine.max_model_tokens or longest
+        return engine.connect(
+            engine.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s
+        )
     with ExitStack() as undo:
         folder = Path(mkdtemp(prefix=folder_prefix(os.getpid())))
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        model: dict[str, Any] = {
-            "model": _model_folder(config, tokenizer, folder, has_weights=of.load_weights),
-            "tokenizer": str(folder),
-            "dtype": config.model.dtype,
-            "longest": longest,
-            "trust_remote_code": config.model.trust_remote_code,
-            "sleeps": number in plan.engines_in_turns,
-            "seed": config.run.seed,
-        }
-        process: dict[str, Any] = {
-            "log": logs / f"engine_{number}.log",
-            "sending": sending,
-            "start_timeout_s": config.cluster.start_timeout_s,
-            "timeout_s": timeout_s,
-            "folder": folder,
-        }
-        if rollout.engine == "sglang":
-            from braid.rollout.engines.sglang.engine import SglangEngine
-
-            engine: RemoteEngine = SglangEngine(
-                server_arguments(rollout.sglang, **model),
-                name=f"SGLang engine {number}",
-                max_tokens=of.max_model_tokens or longest,
-                **process,
-            )
-        else:
-            engine = VllmEngine(
-                engine_arguments(rollout.vllm, on_gpu=device_of(config).type == "cuda", **model),
-                name=f"vLLM engine {number}",
-                environment={**_threads(), **environment(rollout.vllm)},
-                detokenizes=rollout.vllm.detokenize,
-                **process,
-            )
+        model = Model(
+            _model_folder(config, tokenizer, folder, has_weights=engine.load_weights),
+            tokenizer=str(folder),
+            dtype=config.model.dtype,
+            longest=longest,
+            trust_remote_code=config.model.trust_remote_code,
+            sleeps=number in plan.engines_in_turns,
+            seed=config.run.seed,
+        )
+        process = Process(
+            logs / f"engine_{number}.log",
+            sending,
+            start_timeout_s=config.cluster.start_timeout_s,
+            timeout_s=timeout_s,
+            folder=folder,
+            on_gpu=device_of(config).type == "cuda",
+        )
+        started = engine.start(number, model, process)
         undo.pop_all()  # the engine owns the folder from here on
-        return engine
-
-
-def _threads() -> dict[str, str]:
-    """As many CPU threads for an engine's processes as this one has."""
-    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": f"{torch.get_num_threads()}"}
+        return started
 
 
 def start_engines(
@@ -106,15 +81,16 @@ def start_engines(
     first: int = 0,
 ) -> list[RemoteEngine]:
     """The engines of one process: a child process, engine `first` of the run, or all servers."""
-    of = config.rollout.vllm if config.rollout.engine == "vllm" else config.rollout.sglang
+    engine = config.rollout.engine
+    assert isinstance(engine, ServedEngine), "engines in the run's processes are not started"
     engines: list[RemoteEngine] = []
     try:
-        for number in range(first, first + (len(of.servers) or 1)):
-            engine = make_engine(config, plan, tokenizer, sending, number=number, logs=logs)
-            engines.append(engine)
+        for number in range(first, first + (len(engine.servers) or 1)):
+            started = make_engine(config, plan, tokenizer, sending, number=number, logs=logs)
+            engines.append(started)
     except BaseException:
-        for engine in engines:
-            engine.close()
+        for started in engines:
+            started.close()
         raise
     return engines
 

@@ -19,7 +19,7 @@ def run_problems(config: RunConfig, plan: Plan) -> list[Problem]:
     return [
         *(Problem(key, why) for key, why in machine_problems(config, plan)),
         *_missing_folders(config, plan),
-        *_not_in_megatron(config, plan),
+        *_unsupported_architectures(config, plan),
     ]
 
 
@@ -43,8 +43,8 @@ def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
             yield Problem(key, str(error))
 
 
-def _not_in_megatron(config: RunConfig, plan: Plan) -> Iterator[Problem]:
-    """Models that Megatron does not support or cannot partition, of roles that it trains."""
+def _unsupported_architectures(config: RunConfig, plan: Plan) -> Iterator[Problem]:
+    """Models that the backend of a role does not support or cannot divide."""
     paths: dict[TrainingRole, str | None] = {"policy": None}
     if plan.needs_critic:
         paths["critic"] = config.critic.path
@@ -52,12 +52,11 @@ def _not_in_megatron(config: RunConfig, plan: Plan) -> Iterator[Problem]:
         paths["reference"] = config.reference.path
     for role, path in paths.items():
         train = train_config(config, role)
-        if train.backend != "megatron" or config.model.mlp is not None or config.model.vla is not None:
+        if not train.backend.checks_models or config.model.mlp is not None or config.model.vla is not None:
             continue
         from transformers import AutoConfig
 
         from braid.models.build import config_of
-        from braid.training.backends.megatron.checks import check_model
 
         key, folder = ("model.path", config.model.source) if path is None else (f"{role}.path", path)
         try:
@@ -73,6 +72,6 @@ def _not_in_megatron(config: RunConfig, plan: Plan) -> Iterator[Problem]:
                     AutoConfig.from_pretrained,
                     **remote,
                 )
-            check_model(model.get_text_config(decoder=True), train.megatron)
+            train.backend.check_model(model.get_text_config(decoder=True))
         except ModelError as error:
             yield Problem("train.backend" if role == "policy" else f"{role}.train.backend", str(error))

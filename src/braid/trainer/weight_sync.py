@@ -13,6 +13,7 @@ from braid.cluster.workers import WorkerGroup, wait_for_all
 from braid.config.schema import RunConfig
 from braid.models.tokenizer import model_path
 from braid.plan.layout import Layout
+from braid.plan.parallel import served_engine
 from braid.rollout.collector import Collector
 from braid.rollout.engine import NewWeights
 from braid.training.worker import Rank
@@ -53,7 +54,7 @@ def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.d
     is_cuda = device.type == "cuda"
     devices = [set(worker.devices) for worker in rollout.workers]
     shared = [bool(of & set(first.devices)) for of in devices]
-    engine = {"vllm": config.rollout.vllm, "sglang": config.rollout.sglang}.get(config.rollout.engine)
+    engine = served_engine(config)
     servers = engine.servers if engine else ()
     meeting = Meeting(
         is_one_machine=all(worker.node == first.node for worker in rollout.workers),
@@ -61,7 +62,7 @@ def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.d
         # NCCL allows one rank per GPU: if only some engines share the sender's GPU, weights go through host
         # memory.
         is_cuda=is_cuda and (all(shared) or not any(shared)),
-        reads_folders=config.rollout.engine == "sglang",
+        reads_folders=engine is not None and engine.reads_folders,
     )
     transport = choose_transport(sync, meeting)
     return SendOptions(

@@ -37,7 +37,7 @@ from .backend import TrainingBackend
 if TYPE_CHECKING:
     from braid.models.base import TrainableModel
 
-    from .backends.single import SingleBackend
+    from .backends.single.backend import SingleBackend
 
 
 def device_of(config: RunConfig) -> torch.device:
@@ -105,10 +105,10 @@ def make_backend(
     `total_steps` is the length of the learning rate schedule. A reference in the process of a policy is that
     policy's. `spaces` are those of a simulator in another process."""
     train, device = train_config(config, role), _own_device(config)
-    if train.backend == "single":
-        backend: TrainingBackend = _single(place, role, config, total_steps, device, spaces)
-    else:
+    if train.backend.is_sharded:
         backend = _sharded(role, config, train, total_steps, device, spaces)
+    else:
+        backend = _single(place, role, config, total_steps, device, spaces)
     if role == "reference" and (policy := place.workers.get("policy")) is not None:
         policy.use_reference(backend.logits)
     return backend
@@ -121,12 +121,10 @@ def _single(
     total_steps: int,
     device: torch.device,
     spaces: Spaces | None,
-) -> SingleBackend:
+) -> TrainingBackend:
     """A model in one process, sharing what it can with the policy there."""
     from braid.models.causal_lm import CausalLM
     from braid.models.roles import make_critic, make_policy, make_reference, make_robot_model
-
-    from .backends.single import SingleBackend
 
     policy: SingleBackend | None = place.workers.get("policy")
     lm = policy.model if policy is not None and isinstance(policy.model, CausalLM) else None
@@ -141,7 +139,8 @@ def _single(
         model = make_reference(config, device, lm)
     else:  # a warm-up trains the policy's own weights
         model = lm if lm is not None and role == "policy" else make_policy(config, device)
-    return SingleBackend(model, train_config(config, role), total_steps=total_steps, device=device)
+    train = train_config(config, role)
+    return train.backend.build(model, train, total_steps=total_steps, device=device)
 
 
 def _sharded(
@@ -158,47 +157,28 @@ def _sharded(
     from braid.models.roles import make_critic, make_policy, make_reference, make_robot_model
     from braid.models.selfcheck import PlainLogprobs
 
-    from .backends.single import autocast_dtype
+    from .backends.single.backend import autocast_dtype
 
     if spaces is not None:
         robot = make_robot_model(role, config, spaces, torch.device("cpu"), rank=dist.get_rank())
-        return _wrapped(robot, train, total_steps, device)
+        return train.backend.build(robot, train, total_steps=total_steps, device=device)
     make = {"critic": make_critic, "reference": make_reference}.get(role, make_policy)
     rank = dist.get_rank()
     model = make(config, device, rank=rank)
     if not isinstance(model, CausalLM) or train.liger_kernels:  # Liger needs a GPU
-        return _wrapped(model, train, total_steps, device)
+        return train.backend.build(model, train, total_steps=total_steps, device=device)
     types = [autocast_dtype(train, device)]
-    if "fsdp" in train.backend and train.fsdp.param_dtype:
-        types.append(TORCH_DTYPES[train.fsdp.param_dtype])
+    if (gathered := train.backend.parameter_dtype()) is not None:
+        types.append(TORCH_DTYPES[gathered])
     dtype = max((t for t in types if t), key=lambda t: torch.finfo(t).eps, default=None)
     plain = PlainLogprobs.of(model, longest_row(config), dtype, is_hollow=rank > 0)
-    backend = _wrapped(model, train, total_steps, device)
+    backend = train.backend.build(model, train, total_steps=total_steps, device=device)
     rows = [Row({"input_ids": ids}, np.arange(len(ids)) > 0, i, i) for i, ids in enumerate(plain.rows)]
     logprobs = [row["logprobs"] for row in backend.infer(rows, frozenset({"logprobs"}), rows[0])]
     if rank == 0:  # the others may get their weights only when they are wrapped
-        plain.check(logprobs, train.backend)
+        plain.check(logprobs, train.backend.kind)
     backend.take_work()  # not the run's
     return backend
-
-
-def _wrapped(
-    model: TrainableModel, train: TrainConfig, total_steps: int, device: torch.device
-) -> TrainingBackend:
-    match train.backend:
-        case "fsdp" | "fsdp2":
-            from .backends.fsdp import FsdpBackend
-
-            return FsdpBackend(model, train, total_steps=total_steps, device=device, kind=train.backend)
-        case "deepspeed":
-            from .backends.deepspeed import DeepSpeedBackend
-
-            return DeepSpeedBackend(model, train, total_steps=total_steps, device=device)
-        case "megatron":
-            from .backends.megatron.backend import MegatronBackend
-
-            return MegatronBackend(model, train, total_steps=total_steps, device=device)
-    raise AssertionError(f"backend {train.backend} is not sharded")
 
 
 def _join(place: Place, config: RunConfig) -> torch.device:

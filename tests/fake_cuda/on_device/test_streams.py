@@ -17,9 +17,9 @@ from braid.config.train import TrainConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.trainer import commands
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import supervised_loss
 from braid.types import Row
 

@@ -28,10 +28,10 @@ from braid.models.loading import load_policy
 from braid.models.mlp import MlpPolicy, MlpValue
 from braid.models.value import ValueModel
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native import NativeEngine
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.native.sampler import Sampler
 from braid.training.backend import Loss
-from braid.training.backends.single import SingleBackend
+from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, supervised_loss, value_loss_of
 from braid.training.packing import grouped_micro_batches
 from braid.types import ActionSpace, Row, Spaces

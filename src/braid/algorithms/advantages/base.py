@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from braid.algorithms.kinds import Kind
+from braid.kinds import Kind
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from braid.algorithms.kinds import Kind
+from braid.kinds import Kind
 from braid.types import RatioLevel
 
 if TYPE_CHECKING:

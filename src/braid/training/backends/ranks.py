@@ -27,7 +27,7 @@ from braid.models.sequence_parallel import SequenceGroup
 from braid.training.shards import Boxes, joined
 from braid.types import Row
 
-from .single import SingleBackend
+from .single.backend import SingleBackend
 
 T = TypeVar("T")
 

@@ -1,5 +1,1 @@
 """The native engine: continuous batching over the trainer's Hugging Face module, in the same process."""
-
-from .engine import NativeEngine
-
-__all__ = ["NativeEngine"]

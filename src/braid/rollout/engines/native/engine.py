@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.errors import EngineError
 from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
@@ -53,6 +52,7 @@ from .cache import (
     size_class,
 )
 from .decoder import Decoder
+from .kind import CPU_KV_BUDGET_TOKENS
 from .sampler import Sampler
 from .stopping import Decode, StopFinder
 
@@ -128,7 +128,7 @@ class NativeEngine(SteppedEngine):
         bytes_to_come: Callable[[], int] | None = None,
     ) -> None:
         """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
-        `kv_budget_tokens`: see config.rollout.NativeEngineConfig.
+        `kv_budget_tokens`: see native.kind.Native.
 
         With `autocast` the model runs under autocast of this type, as in training. With `owns_weights`, a
         `dtype` other than that of the weights, or an `autocast` type other than that of linear layers, the
@@ -262,7 +262,7 @@ class NativeEngine(SteppedEngine):
             raise EngineError(
                 f"{len(prompt)} prompt tokens + max_new_tokens={request.sampling.max_new_tokens} = "
                 f"{longest} tokens, above "
-                f"rollout.native.kv_budget_tokens={self._cache.budget_tokens}{origin}; raise it or lower "
+                f"rollout.engine.kv_budget_tokens={self._cache.budget_tokens}{origin}; raise it or lower "
                 "rollout.sampling.max_new_tokens"
             )
 

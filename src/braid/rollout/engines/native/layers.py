@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from braid.config.rollout import MOST_PACKED
 from braid.models.attention import AttentionContext, LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.cpu.calls import Calls, Recording
 from braid.models.cpu.products import PackedProduct
+from braid.rollout.engines.native.kind import MOST_PACKED
 
 from .cache import Block
 from .compiled import CompiledAttention, Preparation, add_and_norm, gate, prepared

@@ -57,5 +57,5 @@ _DECODING = Check(_decoded_logprobs, "the native engine", "set rollout.engine=vl
 _COMPILED = Check(
     partial(_decoded_logprobs, is_compiled=True),
     "the native engine with compiled steps",
-    "set rollout.native.compile=never, or rollout.engine=vllm",
+    "set rollout.engine.compile=never, or rollout.engine=vllm",
 )

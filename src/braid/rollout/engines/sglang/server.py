@@ -48,7 +48,7 @@ class SglangServer(ServerEngine):
 
     @property
     def _limit_key(self) -> str:
-        return "rollout.sglang.max_model_tokens"
+        return "rollout.engine.max_model_tokens"
 
     def _greet(self) -> None:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix=f"weights for {self.name}")

@@ -2,6 +2,7 @@
 
 engine.py    VllmEngine: the client of a child process that runs vLLM
 process.py   the child process, and the extension of vLLM's workers; the only file that imports vllm
-options.py   converts rollout.vllm to vLLM's arguments
+kind.py      Vllm: its settings
+options.py   converts them to vLLM's arguments
 server.py    VllmServer: an existing server, over HTTP
 """

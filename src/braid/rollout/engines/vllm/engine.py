@@ -65,7 +65,7 @@ class VllmEngine(RemoteEngine):
 
     def _check(self, request: Request) -> None:
         longest = int(self._arguments["max_model_len"])
-        check_request(request, longest=longest, key="rollout.vllm.max_model_tokens")
+        check_request(request, longest=longest, key="rollout.engine.max_model_tokens")
 
     async def _ask(self, request: Request, version: int) -> Answer:  # noqa: ARG002
         """See RemoteEngine. Raises EngineError if vLLM rejects the request, fails, or stops responding."""

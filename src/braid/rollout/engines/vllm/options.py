@@ -1,40 +1,32 @@
-"""Converts rollout.vllm to the arguments of vLLM's EngineArgs."""
+"""Converts the settings of vLLM to the arguments of vLLM's EngineArgs."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from braid.config.rollout import VllmConfig
+import torch
+
+from braid.rollout.engines.base import Model
+
+from .kind import Vllm
 
 EXTENSION = "braid.rollout.engines.vllm.process.WeightReceiver"
 """The class that vLLM's workers need to receive weights (`worker_extension_cls`)."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def engine_arguments(  # noqa: PLR0913
-    config: VllmConfig,
-    *,
-    model: str,
-    tokenizer: str,
-    dtype: str,
-    longest: int,
-    trust_remote_code: bool,
-    on_gpu: bool,
-    sleeps: bool,
-    seed: int,
-) -> dict[str, Any]:
-    """Arguments of vLLM's EngineArgs. `model` and `tokenizer` are folders or hub names, `dtype` the
-    trainer's, `longest` the length of the longest trajectory in tokens; `sleeps` if the engine shares its
-    device with training.
+def engine_arguments(config: Vllm, model: Model, *, on_gpu: bool) -> dict[str, Any]:
+    """Arguments of vLLM's EngineArgs.
 
     Log-probs are those of the distribution sampled from; the folder's generation_config.json is ignored.
     """
-    max_tokens = config.max_model_tokens or longest
+    max_tokens = config.max_model_tokens or model.longest
     arguments: dict[str, Any] = {
-        "model": model,
-        "tokenizer": tokenizer,
-        "trust_remote_code": trust_remote_code,
-        "dtype": _DTYPES[dtype if config.dtype == "auto" else config.dtype],
+        "model": model.folder,
+        "tokenizer": model.tokenizer,
+        "trust_remote_code": model.trust_remote_code,
+        "dtype": _DTYPES[model.dtype if config.dtype == "auto" else config.dtype],
         "load_format": "auto" if config.load_weights else "dummy",
         "max_model_len": max_tokens,
         "max_num_seqs": config.max_running,
@@ -53,10 +45,10 @@ def engine_arguments(  # noqa: PLR0913
         if config.tensor_parallel * config.pipeline_parallel > 1
         else "uni",
         "disable_log_stats": not config.log_stats,
-        "enable_sleep_mode": sleeps and on_gpu,
+        "enable_sleep_mode": model.sleeps and on_gpu,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "seed": seed,
+        "seed": model.seed,
         "worker_extension_cls": EXTENSION,
     }
     if config.cuda_graph_max_batch is not None:
@@ -68,7 +60,12 @@ def engine_arguments(  # noqa: PLR0913
     return arguments
 
 
-def environment(config: VllmConfig) -> dict[str, str]:
+def threads() -> dict[str, str]:
+    """As many CPU threads for an engine's processes as this one has."""
+    return {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": f"{torch.get_num_threads()}"}
+
+
+def environment(config: Vllm) -> dict[str, str]:
     """Environment variables of the process that runs vLLM."""
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if config.in_process else "1",

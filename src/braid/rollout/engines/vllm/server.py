@@ -53,7 +53,7 @@ class VllmServer(ServerEngine):
 
     @property
     def _limit_key(self) -> str:
-        return "rollout.vllm.max_model_tokens"
+        return "rollout.engine.max_model_tokens"
 
     def _greet(self) -> None:
         (model, *_) = self._about("/v1/models")["data"]

@@ -44,12 +44,13 @@ from braid.models.value import ValueModel
 from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes, Loss
 from braid.training.backends.ranks import RankBackend
-from braid.training.backends.single import Running, autocast_dtype
+from braid.training.backends.single.backend import Running, autocast_dtype
 from braid.training.loss_scale import LossScale
 from braid.training.offload import HOST, move_states, move_weights, moved, num_bytes
 from braid.training.shards import Boxes, WholeMoments
 
 from .checks import check_model
+from .kind import settings_of
 from .model import Decoder, layer_options, padded_vocab, text_config
 from .names import Names, Shard, bridge_of
 from .ranks import groups, join
@@ -63,15 +64,16 @@ class MegatronBackend(RankBackend):
     ) -> None:
         """The process group must be initialized. `model` holds its weights on rank 0 in host memory, and is
         moved to the meta device. Raises TrainingError or ModelError if it cannot be partitioned as
-        `config.megatron` says."""
+        `config.backend` says."""
         if not isinstance(model, CausalLM | ValueModel) or getattr(model, "has_adapters", False):
             raise ModelError(
                 "train.backend=megatron supports only full training of language models and critics on "
                 "them; set train.backend to fsdp2, fsdp or single"
             )
         sizes = text_config(model)
-        check_model(sizes, config.megatron)
-        join(config.megatron)
+        megatron = settings_of(config)
+        check_model(sizes, megatron)
+        join(megatron)
         dtype = next(model.module.parameters()).dtype
         options = layer_options(sizes, config, dtype, autocast_dtype(config, device))
         bridge = bridge_of(sizes, padded_vocab(sizes.vocab_size), **options)
@@ -88,14 +90,14 @@ class MegatronBackend(RankBackend):
         self._take_from_first(weights, self._weight_boxes())
         model.module.to("meta")
         self._layers.finalize_model_grads_func = _finalize
-        if config.megatron.overlap_grad_reduce:
+        if megatron.overlap_grad_reduce:
             self._layers.no_sync_func = _per_stage([stage.no_sync for stage in self._stages])
             self._layers.grad_sync_func = _per_stage([stage.start_grad_sync for stage in self._stages])
         self._scale = _loss_scale(config, dtype)
 
     def _build_optimizer(self) -> Any:
         """Build Megatron's optimizer instead of torch's."""
-        config, megatron = self._config.optimizer, self._config.megatron
+        config, megatron = self._config.optimizer, settings_of(self._config)
         settings = OptimizerConfig(
             optimizer="adam" if config.kind == "adamw" else "sgd",
             lr=config.lr,
@@ -437,7 +439,7 @@ def _stages(model: CausalLM | ValueModel, layers: Any) -> list[Any]:
 
 def _wrapped(stage: Decoder, index: int, config: TrainConfig, layers: Any) -> Any:
     """Wrap a stage in Megatron's DistributedDataParallel, which owns the gradient buffers."""
-    megatron = config.megatron
+    megatron = settings_of(config)
     shards = megatron.distributed_optimizer and config.optimizer.kind == "adamw"
     return DistributedDataParallel(
         layers,
@@ -481,5 +483,5 @@ def _loss_scale(config: TrainConfig, dtype: torch.dtype) -> LossScale | None:
     """The loss scale of fp16, with Megatron's own window; None in other precisions."""
     if config.autocast != "fp16" and dtype != torch.float16:
         return None
-    scaler, window = config.grad_scaler or GradScalerConfig(), config.megatron.dynamic_loss_scale_window
+    scaler, window = config.grad_scaler or GradScalerConfig(), settings_of(config).dynamic_loss_scale_window
     return LossScale(scaler.model_copy(update={"growth_interval": window}))

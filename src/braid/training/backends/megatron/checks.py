@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from braid.config.backends import MegatronConfig
 from braid.errors import ModelError
+
+from .kind import Megatron
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Supported transformers model types."""
@@ -15,7 +16,7 @@ _FIXED_ROTARY = ("default", "linear", "llama3")
 _OTHERS = "use fsdp2, fsdp or deepspeed"
 
 
-def check_model(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
+def check_model(config: PreTrainedConfig, megatron: Megatron) -> None:
     """Raise ModelError if the architecture is not supported or cannot be partitioned as `megatron` says."""
     if config.model_type not in ARCHITECTURES:
         raise ModelError(
@@ -35,25 +36,25 @@ def check_model(config: PreTrainedConfig, megatron: MegatronConfig) -> None:
         f"mixes the two; {_OTHERS}": mixes,
         "train.backend=megatron does not support sliding-window attention, which this model has; "
         f"{_OTHERS}": slides,
-        f"train.megatron.tensor_parallel={tensor} does not divide the model's {kv_heads} key/value heads; "
+        f"train.backend.tensor_parallel={tensor} does not divide the model's {kv_heads} key/value heads; "
         f"set it to a divisor of {kv_heads}": kv_heads % tensor,
-        f"train.megatron.context_parallel={megatron.context_parallel} does not divide the {heads} attention "
+        f"train.backend.context_parallel={megatron.context_parallel} does not divide the {heads} attention "
         "heads of each tensor-parallel rank; "
         "set it to a divisor": heads % megatron.context_parallel,
-        f"train.megatron.pipeline_parallel={megatron.pipeline_parallel} x "
+        f"train.backend.pipeline_parallel={megatron.pipeline_parallel} x "
         f"virtual_pipeline={megatron.virtual_pipeline} = {stages} stages do not divide the model's "
         f"{config.num_hidden_layers} layers; "
         "lower one of the two": config.num_hidden_layers % stages,
-        f"train.megatron.expert_parallel={megatron.expert_parallel}, but the model has no experts; "
+        f"train.backend.expert_parallel={megatron.expert_parallel}, but the model has no experts; "
         "set it to 1": megatron.expert_parallel > 1 and not has_experts,
-        "mixtures of experts with train.megatron.tensor_parallel above 1 need sequence parallelism; "
-        "set train.megatron.sequence_parallel=true": has_experts
+        "mixtures of experts with train.backend.tensor_parallel above 1 need sequence parallelism; "
+        "set train.backend.sequence_parallel=true": has_experts
         and tensor > 1
         and not megatron.sequence_parallel,
-        "train.megatron.moe_token_dispatcher=allgather needs the same number of tokens on all ranks, but "
+        "train.backend.moe_token_dispatcher=allgather needs the same number of tokens on all ranks, but "
         "packed rows vary in length; set it to alltoall": has_experts
         and megatron.moe_token_dispatcher == "allgather",
-        "train.megatron.moe_grouped_gemm needs Transformer Engine's expert layers, which braid does not use; "
+        "train.backend.moe_grouped_gemm needs Transformer Engine's expert layers, which braid does not use; "
         "set it to false": has_experts and megatron.moe_grouped_gemm,
     }
     for problem, is_found in problems.items():

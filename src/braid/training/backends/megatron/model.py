@@ -32,7 +32,6 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from braid.config.backends import MegatronConfig
 from braid.config.train import TrainConfig
 from braid.models.attention import LayerCall, PackedAttention, attend
 from braid.models.base import Output
@@ -45,6 +44,7 @@ from braid.models.value import ValueModel
 from braid.models.value_head import ValueHead
 
 from .checks import is_mixture
+from .kind import Megatron, settings_of
 from .ranks import groups
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -77,7 +77,8 @@ def layer_options(
     `dtype` is the type of the weights, `autocast` the compute type if given. Dropout and Megatron's auxiliary
     expert loss are disabled: the loss is computed by the caller.
     """
-    megatron, layers = train.megatron, train.megatron.transformer
+    megatron = settings_of(train)
+    layers = megatron.transformer
     options: dict[str, Any] = {
         "params_dtype": dtype,
         "pipeline_dtype": autocast or dtype,  # residuals are summed in the compute type
@@ -113,10 +114,10 @@ def layer_options(
 
 
 def _recompute_options(train: TrainConfig) -> dict[str, Any]:
-    megatron = train.megatron
+    megatron = settings_of(train)
     kind = megatron.recompute_granularity
     if kind == "full" or (kind == "off" and train.gradient_checkpointing):
-        settings = megatron if kind == "full" else MegatronConfig()
+        settings = megatron if kind == "full" else Megatron()
         return {
             "recompute_granularity": "full",
             "recompute_method": settings.recompute_method or "uniform",

@@ -10,14 +10,15 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch.distributed import distributed_c10d
 
-from braid.config.backends import MegatronConfig
 from braid.errors import TrainingError
+
+from .kind import Megatron
 
 groups: Any = parallel_state
 """Megatron's process-wide registry of the groups."""
 
 
-def join(config: MegatronConfig) -> None:
+def join(config: Megatron) -> None:
     """Create the groups within the default process group, which must be initialized. Raises TrainingError if
     the world size is not divisible accordingly."""
     _check_device()
@@ -30,13 +31,13 @@ def join(config: MegatronConfig) -> None:
     named = " x ".join(f"{key} {size}" for key, size in parts.items())
     if world % model:
         raise TrainingError(
-            f"train.megatron: {named} = {model} devices per model replica, but the policy has {world}; use "
+            f"train.backend: {named} = {model} devices per model replica, but the policy has {world}; use "
             f"a multiple of {model} devices, or lower one of the three"
         )
     expert = config.expert_parallel * (config.expert_tensor_parallel or config.tensor_parallel)
     if (world // config.pipeline_parallel) % expert:
         raise TrainingError(
-            f"train.megatron: expert_parallel x expert_tensor_parallel = {expert} does not divide the "
+            f"train.backend: expert_parallel x expert_tensor_parallel = {expert} does not divide the "
             f"{world // config.pipeline_parallel} devices of a pipeline stage; set expert_parallel to a "
             "divisor of it"
         )
@@ -61,7 +62,7 @@ def _set_up(sizes: dict[str, int | None], *, timeout_minutes: float) -> None:
     if groups.model_parallel_is_initialized():
         if sizes != _set_up_with:
             raise TrainingError(
-                "two roles on the same devices have different sizes in train.megatron, but Megatron "
+                "two roles on the same devices have different sizes in train.backend, but Megatron "
                 "supports only one set of process groups; use the same sizes, or separate devices in "
                 "cluster.placement"
             )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from braid.config.backends import DeepSpeedConfig, OffloadConfig
+from braid.config.backends import OffloadConfig
 from braid.config.train import TrainConfig
 from braid.errors import TrainingError
 from braid.models.base import Output, TrainableModel
@@ -27,11 +27,12 @@ from braid.models.batch import PackedBatch
 from braid.models.lora import recipes
 from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes
+from braid.training.backends.ranks import Pass, RankBackend
 from braid.training.offload import HOST, moved, num_bytes, release_memory
 from braid.training.optimizer import build_optimizer
 from braid.training.shards import Boxes, WholeMoments
 
-from .ranks import Pass, RankBackend
+from .kind import DeepSpeed
 
 _BUCKET = 2**26
 """Number of gradient elements reduced together."""
@@ -47,13 +48,16 @@ class DeepSpeedBackend(RankBackend):
         place. It may be in host memory, from where it is moved tensor by tensor. Raises TrainingError if
         deepspeed is not installed."""
         package = _package(device)
-        if config.deepspeed.cpu_offload:  # everything is in host memory already
+        options = config.backend
+        assert isinstance(options, DeepSpeed), "the kind that builds it"
+        if options.cpu_offload:  # everything is in host memory already
             config = config.model_copy(update={"offload": OffloadConfig()})
         model.leave_gradients_to_autograd()
         self._names: dict[Any, str] = {p: name for name, p in model.module.named_parameters()}
+        self._is_in_host_memory = options.cpu_offload
         self._parked: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
         super().__init__(model, config, total_steps=total_steps, device=device)
-        settings = _settings(model.module, config.deepspeed, device)
+        settings = _settings(model.module, options, device)
         net = Pass(model, super()._autocast)
         former = package.utils.groups._get_zero_param_intra_parallel_group()  # one per process
         package.zero.Init(
@@ -97,7 +101,7 @@ class DeepSpeedBackend(RankBackend):
     def _drop_gradients(self) -> None:
         self._zero.zero_grad()
         self._zero.averaged_gradients = {}
-        if self._config.deepspeed.cpu_offload:
+        if self._is_in_host_memory:
             self._zero.reset_cpu_buffers()
 
     def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:
@@ -274,7 +278,7 @@ def _package(device: torch.device) -> Any:
     return deepspeed
 
 
-def _settings(module: nn.Module, config: DeepSpeedConfig, device: torch.device) -> dict[str, Any]:
+def _settings(module: nn.Module, config: DeepSpeed, device: torch.device) -> dict[str, Any]:
     """DeepSpeed's config. Gradient clipping, learning rate schedule and loss scaling are off."""
     params = list(module.parameters())
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}

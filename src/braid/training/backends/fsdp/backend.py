@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,19 +35,20 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
-from braid.config.backends import FsdpConfig, OffloadConfig
+from braid.config.backends import OffloadConfig
 from braid.config.train import TrainConfig
 from braid.errors import ModelError
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.lora import Recipe, recipes
 from braid.models.value_head import ValueHead
+from braid.training.backends.ranks import Pass, RankBackend
+from braid.training.backends.single.backend import autocast_dtype
 from braid.training.offload import moved
 from braid.training.optimizer import HALF, build_optimizer
 from braid.training.shards import Boxes
 
-from .ranks import Pass, RankBackend
-from .single import autocast_dtype
+from .kind import AnyFsdp, Fsdp, Fsdp2
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 _SHARDINGS = {
@@ -77,39 +78,43 @@ class FsdpBackend(RankBackend):
         *,
         total_steps: int,
         device: torch.device,
-        kind: Literal["fsdp", "fsdp2"],
     ) -> None:
         """The process group must be initialized. `model` holds its weights on rank 0, and is sharded in
         place. It may be in host memory, from where it is moved layer by layer."""
-        if kind == "fsdp" and any(recipe.num_experts for recipe in recipes(model.module).values()):
+        settings = config.backend
+        assert isinstance(settings, AnyFsdp), "the kind that builds it"
+        is_flat = isinstance(settings, Fsdp)
+        if is_flat and any(recipe.num_experts for recipe in recipes(model.module).values()):
             raise ModelError(
                 "train.backend=fsdp cannot train adapters of routed experts; set train.backend=fsdp2, or "
                 "model.lora.targets to layers beside the experts, such as [q_proj, k_proj, v_proj, o_proj]"
             )
-        if config.fsdp.cpu_offload:  # everything is in host memory already
+        if settings.cpu_offload:  # everything is in host memory already
             config = config.model_copy(update={"offload": OffloadConfig()})
         model.leave_gradients_to_autograd()
         self._weights, self._recipes = _weight_names(model), recipes(model.module)
         self._shapes = {name: p.shape for name, p in model.module.named_parameters()}
         whole = {name: tensor.detach() for name, tensor in _tensors_of(model.module)}
-        mesh = _mesh(config.fsdp, device)
-        computes_in = _use_float32_shards(model.module, kind) if total_steps else None
+        mesh = _mesh(settings, device)
+        computes_in = _use_float32_shards(model.module, is_flat=is_flat) if total_steps else None
         if computes_in is None and next(iter(whole.values())).dtype == torch.float32:
             # Gathered in this type: autocast would keep a converted copy of all weights for the backward
             # pass.
             computes_in = autocast_dtype(config, device)
-        if computes_in or config.fsdp.param_dtype:
+        if computes_in or settings.param_dtype:
             for p in model.module.parameters():
                 p.grad_dtype = None  # gradients stay in half precision until they are reduced
         self._dtypes = {name: tensor.dtype for name, tensor in whole.items()}
         self._net: nn.Module = Pass(model)
-        if kind == "fsdp2":
-            _shard(self._net, config.fsdp, mesh, computes_in)
+        if isinstance(settings, Fsdp2):
+            _shard(self._net, settings, mesh, computes_in)
         else:
-            self._net = _wrap(self._net, config.fsdp, mesh, device, computes_in)
-        self._is_sharded = mesh.size(1) > 1 and (kind == "fsdp2" or config.fsdp.sharding != "none")
+            assert isinstance(settings, Fsdp), "there are two kinds"
+            self._net = _wrap(self._net, settings, mesh, device, computes_in)
+        self._syncs_last_only = settings.sync_last_micro_batch_only
+        self._is_sharded = mesh.size(1) > 1 and (not is_flat or settings.sharding != "none")
         self._shard_group = mesh.get_group("shard")
-        self._starts = self._flat_starts() if kind == "fsdp" and self._is_sharded else {}
+        self._starts = self._flat_starts() if is_flat and self._is_sharded else {}
         super().__init__(model, config, total_steps=total_steps, device=device)
         boxes = {name: self._boxes_of(name, tensor) for name, tensor in self._own_tensors()}
         self._take_from_first(whole, boxes)
@@ -215,7 +220,7 @@ class FsdpBackend(RankBackend):
         return self._net(batch, outputs)
 
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
-        travels = is_last or not self._config.fsdp.sync_last_micro_batch_only
+        travels = is_last or not self._syncs_last_only
         if isinstance(self._net, FullyShardedDataParallel):
             return nullcontext() if travels else self._net.no_sync()
         self._net.set_requires_gradient_sync(travels)  # pyright: ignore[reportCallIssue]
@@ -251,7 +256,7 @@ def _free_gathered(module: FullyShardedDataParallel) -> None:
         handle.reshard(free_unsharded_flat_param=True)
 
 
-def _mesh(config: FsdpConfig, device: torch.device) -> DeviceMesh:
+def _mesh(config: AnyFsdp, device: torch.device) -> DeviceMesh:
     """Device mesh of ranks: replicas x shards."""
     world = dist.get_world_size()
     size = config.size
@@ -271,19 +276,19 @@ def _layers(module: nn.Module) -> set[type[nn.Module]]:
     return {type(layer) for layers in lists for layer in layers}
 
 
-def _use_float32_shards(module: nn.Module, kind: Literal["fsdp", "fsdp2"]) -> torch.dtype | None:
+def _use_float32_shards(module: nn.Module, *, is_flat: bool) -> torch.dtype | None:
     """Replace the memory of trainable half-precision parameters by uninitialized float32 memory, and return
     their former type. FSDP's flat parameters have a single type, so with FSDP frozen parameters are converted
     too."""
     halves = [p for p in module.parameters() if p.dtype in HALF]
     had = next((p.dtype for p in halves if p.requires_grad), None)
     for p in halves if had else []:
-        if p.requires_grad or kind == "fsdp":
+        if p.requires_grad or is_flat:
             p.data = torch.empty_like(p, dtype=torch.float32)
     return had
 
 
-def _shard(net: nn.Module, config: FsdpConfig, mesh: DeviceMesh, computes_in: torch.dtype | None) -> None:
+def _shard(net: nn.Module, config: Fsdp2, mesh: DeviceMesh, computes_in: torch.dtype | None) -> None:
     options: dict[str, Any] = {
         "mesh": mesh["shard"] if mesh.size(0) == 1 else mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -304,7 +309,7 @@ def _shard(net: nn.Module, config: FsdpConfig, mesh: DeviceMesh, computes_in: to
 
 def _wrap(
     net: nn.Module,
-    config: FsdpConfig,
+    config: Fsdp,
     mesh: DeviceMesh,
     device: torch.device,
     computes_in: torch.dtype | None,

@@ -1,0 +1,140 @@
+"""What the kinds of a family, such as policy losses or training backends, have in common.
+
+A kind is a class: its fields are its config keys, its methods its formula or builder, its class variables
+what it declares. A user's own is a class, or in some families a function, named by its path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import PrivateAttr, ValidationError
+
+from braid.errors import ConfigError, suggest
+from braid.functions import give, given, is_given, load_function
+from braid.sections import Section
+
+K = TypeVar("K", bound="Kind")
+
+
+class Kind(Section):
+    """One kind of a family. Instances are immutable, and hold the settings of one run."""
+
+    kind: Any = ""  # a literal in braid's own kinds
+    """The kind."""
+
+    config_key: ClassVar[str] = ""
+    """The config key of the family."""
+    metrics: ClassVar[Mapping[str, str]] = {}
+    """Metrics that it reports: name -> meaning. All are dimensionless."""
+    unused_while: ClassVar[tuple[tuple[str, Any, str], ...]] = ()
+    """(key, value, keys): those of its keys, separated by spaces, that have no effect while `key` has this
+    value."""
+
+    _base_dir: Path | None = PrivateAttr(None)
+    """Of a user's own: where the path `kind` starts from."""
+
+    @classmethod
+    def of_function(cls: type[K], function: Callable[..., Any]) -> K:  # noqa: ARG003
+        """A user's function as a kind of the family. Raises ValueError in a family that has classes only."""
+        raise ValueError(f"name a class of {_home(cls)}, not a function")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a user's own, named by its path."""
+        return self._base_dir is not None
+
+    def at(self: K, path: str, base_dir: Path) -> K:
+        """The same, of the user's class or function at `path`."""
+        named = self.model_copy(update={"kind": path})
+        named._base_dir = base_dir.absolute()
+        return named
+
+    def unused_settings(self, at: str) -> Iterator[tuple[str, str]]:
+        """(reason, keys) by `unused_while`, of the kind at key `at`."""
+        for key, value, keys in self.unused_while:
+            if getattr(self, key) == value:
+                shown = "off" if value is None else str(value).lower()
+                yield f"{at}.{key} is {shown}", " ".join(f"{at}.{name}" for name in keys.split())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A user's own is loaded again in the process that receives it, where its module has not been
+        imported."""
+        if self._base_dir is None:
+            return super().__reduce_ex__(protocol)
+        family = next(base for base in type(self).__mro__ if base.__dict__.get("config_key"))
+        settings = self.model_dump(exclude_unset=True, exclude={"kind"})
+        return _load_again, (family, self.kind, settings, self._base_dir, given(self.kind))
+
+
+def _load_again(
+    family: type[Kind],
+    path: str,
+    settings: Mapping[str, Any],
+    base_dir: Path,
+    passed: Callable[..., Any] | None,
+) -> Kind:
+    """`passed` is what was passed to the Python API of the process that sent it."""
+    if passed is not None:
+        give(passed, path.rpartition(".")[2])
+    return own_kind(family, path, settings, base_dir=base_dir)
+
+
+def is_path(kind: object) -> bool:
+    """Whether `kind` names something of the user's own: `file.py:name` or `package.module.name`."""
+    return isinstance(kind, str) and (":" in kind or "." in kind)
+
+
+def own_kind(family: type[K], path: str, settings: Mapping[str, Any], *, base_dir: Path) -> K:
+    """The user's class or function at `path` as one of `family`, with `settings` as its fields.
+
+    File paths are relative to `base_dir`. Raises ValueError if there is none, if it is not of the family, or
+    for settings that it does not have.
+    """
+    try:
+        loaded = load_function(path, base_dir=base_dir, key=family.config_key, allows_class=True)
+    except ConfigError as error:
+        if not is_given(path):
+            raise ValueError(error.problems[0].message) from error
+        loaded = _Missing(error.problems[0].message)  # an evaluation or an export does not need it
+    if not isinstance(loaded, type):
+        if settings:
+            raise ValueError(
+                f"{path!r} is a function, which has no settings such as {next(iter(settings))!r}; remove "
+                f"them, or write a class of {family.__name__} with these fields"
+            )
+        made = family.of_function(loaded)
+    elif not issubclass(loaded, family):
+        raise ValueError(f"{path!r} is not a class of {_home(family)}; derive it from that")
+    else:
+        try:
+            made = loaded.model_validate(dict(settings))
+        except ValidationError as error:
+            raise ValueError(f"{path}: {_first_problem(error, loaded)}") from None
+    return made.at(path, base_dir)
+
+
+def _home(family: type[Kind]) -> str:
+    """Where a family is imported from."""
+    return f"{family.__module__.removesuffix('.base')}.{family.__name__}"
+
+
+class _Missing:
+    """In place of a function that was passed to the Python API of another process."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def __call__(self, *_: Any) -> Any:
+        raise ValueError(self._why)
+
+
+def _first_problem(error: ValidationError, kind: type[Kind]) -> str:
+    detail = error.errors(include_url=False)[0]
+    name = str(detail["loc"][0]) if detail["loc"] else ""
+    if detail["type"] == "extra_forbidden":
+        keys = [key for key in kind.model_fields if key != "kind"]
+        return f"unknown key {name!r}{suggest(name, keys)}; its keys are {', '.join(keys) or 'none'}"
+    return f"{name}: {detail['msg']}" if name else detail["msg"]

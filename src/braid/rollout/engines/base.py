@@ -1,0 +1,162 @@
+"""The family of rollout engines: what the config, the plan and the workers ask a kind.
+
+What samples is a rollout.engine.RolloutEngine, which a kind builds, starts or connects to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field, PositiveInt
+
+from braid.kinds import Kind
+
+if TYPE_CHECKING:
+    from braid.config.schema import RunConfig
+    from braid.models.causal_lm import CausalLM
+    from braid.plan import Plan
+    from braid.weights.sending import SendOptions
+
+    from .native.engine import NativeEngine
+    from .remote import RemoteEngine
+
+
+class Engine(Kind):
+    """A kind of rollout engine. Those that sample in the run's own processes build on the native engine;
+    others are a ServedEngine."""
+
+    max_running: PositiveInt = 256
+    """Maximum number of sequences decoded together."""
+
+    config_key = "rollout.engine"
+    is_served: ClassVar[bool] = False
+    """Whether it runs in other processes, to which weights are sent merged with their adapters."""
+    package: ClassVar[str] = ""
+    """The package that it imports, installed by the extra of its name; none if empty."""
+    install: ClassVar[str] = ""
+    """How to install it."""
+    needs_gpu: ClassVar[bool] = False
+    """Whether engines that the run starts need a GPU."""
+
+    def build(self, lm: CausalLM, **options: Any) -> NativeEngine:
+        """An engine in this process, which samples with `lm`; `options` are those of NativeEngine."""
+        raise NotImplementedError(f"{type(self).__name__} runs in other processes")
+
+    def num_devices(self) -> int:
+        """Devices of one engine; 0 if they are not the run's."""
+        return 1
+
+    def dtype_in(self, config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> str:
+        """Dtype in which it computes. `num_parameters`: of the policy, None if unknown."""
+        raise NotImplementedError
+
+    def kv_budget(self, *, has_gpus: bool) -> int | None:  # noqa: ARG002
+        """Capacity of its cache in tokens; None if that is not known before it starts."""
+        return None
+
+    def held_bytes(self, config: RunConfig, parameters: int, *, has_gpus: bool) -> Mapping[str, int]:  # noqa: ARG002
+        """Bytes of the weights that it holds besides the trainer's, in processes that train, by name."""
+        return {}
+
+    def problems(self, config: RunConfig, plan: Plan, *, on_cpu: bool) -> Iterator[tuple[str, str]]:  # noqa: ARG002
+        """(key, message) of what it cannot do on this machine; `on_cpu`: without a GPU."""
+        yield from ()
+
+    def unused(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+        """(reason, keys) of settings without effect, as patterns of plan.unused."""
+        yield from self.unused_settings("rollout.engine")
+        if config.run.device == "cpu":
+            keys = "rollout.engine.{cuda_graphs,cuda_graph_max_batch}"
+            yield "there are no CUDA graphs with run.device=cpu", keys
+        if self.is_served or plan.layout.mode != "in_process":
+            keys = "rollout.{check_weights,check_weights_dir}"
+            yield "weights sent to other processes are always verified by fingerprints on arrival", keys
+
+
+class Model(NamedTuple):
+    """What an engine process loads: `folder` and `tokenizer` are paths, `dtype` is the trainer's, `longest`
+    the longest trajectory in tokens. It `sleeps` while others use its devices."""
+
+    folder: str
+    tokenizer: str
+    dtype: str
+    longest: int
+    trust_remote_code: bool
+    sleeps: bool
+    seed: int
+
+
+class Process(NamedTuple):
+    """How an engine process is started: its log file, the time limits of its start and of a call in seconds,
+    a `folder` of its own, and whether it has GPUs."""
+
+    log: Path
+    sending: SendOptions
+    start_timeout_s: float
+    timeout_s: float
+    folder: Path
+    on_gpu: bool
+
+
+class ServedEngine(Engine):
+    """Engines in processes that the run starts, or in servers that are running already."""
+
+    replicas: PositiveInt | None = None
+    """Number of engine replicas. Requests go to the least loaded one, those of a group to the same one. null:
+    as many as fit on the rollout devices."""
+    tensor_parallel: PositiveInt = 1
+    """Tensor-parallel size of one engine."""
+    pipeline_parallel: PositiveInt = 1
+    """Pipeline-parallel size of one engine."""
+    servers: tuple[str, ...] = ()
+    """URLs of running servers to use instead of starting engines."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Dtype of the engine's weights; auto for the trainer's."""
+    memory_fraction: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Fraction of device memory for weights and cache."""
+    max_model_tokens: PositiveInt | None = None
+    """Maximum sequence length of the engine, in tokens; the longest possible trajectory when null."""
+    cuda_graphs: bool = True
+    """Capture the decode step in CUDA graphs, on CUDA devices."""
+    cuda_graph_max_batch: PositiveInt | None = None
+    """Largest batch size captured in a CUDA graph; the engine's default when null."""
+    prefix_caching: bool = True
+    """Reuse the key/value cache of common prefixes."""
+    chunked_prefill: bool = True
+    """Split the prefill of long prompts into chunks between decode steps."""
+    prefill_tokens: PositiveInt = 8192
+    """Maximum prompt tokens per forward pass."""
+    attention: str | None = None
+    """Attention backend, by the engine's name for it; the engine's default when null."""
+    detokenize: bool = False
+    """Let the engine detokenize too, for its logs (rewards use braid's own text)."""
+    load_weights: bool = False
+    """Load the model folder's weights at startup; false: random weights until the first weight sync."""
+
+    is_served = True
+    unused_while = (("cuda_graphs", False, "cuda_graph_max_batch"),)
+    reads_folders: ClassVar[bool] = False
+    """Whether it reads new weights from files."""
+
+    def start(self, number: int, model: Model, process: Process) -> RemoteEngine:
+        """Start engine `number` of the run. Raises EngineError if it does not come up."""
+        raise NotImplementedError
+
+    def connect(self, url: str, *, max_tokens: int, sending: SendOptions, timeout_s: float) -> RemoteEngine:
+        """A client of the server at `url`; arguments as in http.ServerEngine."""
+        raise NotImplementedError
+
+    def num_devices(self) -> int:
+        return 0 if self.servers else self.tensor_parallel * self.pipeline_parallel
+
+    def dtype_in(self, config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> str:  # noqa: ARG002
+        return config.model.dtype if self.dtype == "auto" else self.dtype
+
+    def unused(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+        if self.servers:
+            others = ",".join(set(type(self).model_fields) - {"kind", "servers", "max_model_tokens"})
+            why = "external servers have their own options (rollout.engine.servers)"
+            yield why, f"rollout.engine.{{{others}}}"
+        yield from super().unused(config, plan)

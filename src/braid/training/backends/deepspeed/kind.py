@@ -1,0 +1,57 @@
+"""Settings of DeepSpeed ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import PositiveInt
+
+from braid.training.backends.base import Sharded
+
+if TYPE_CHECKING:
+    import torch
+
+    from braid.config.schema import RunConfig
+    from braid.config.train import TrainConfig
+    from braid.models.base import TrainableModel
+    from braid.plan import Plan
+
+    from .backend import DeepSpeedBackend
+
+
+class DeepSpeed(Sharded):
+    """DeepSpeed ZeRO."""
+
+    kind: Literal["deepspeed"] = "deepspeed"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """DeepSpeed ZeRO."""
+    stage: Literal[3] = 3
+    """ZeRO stage."""
+    hpz_partition_size: PositiveInt = 1
+    """Devices per secondary weight partition (ZeRO++ hpZ); 1 disables it."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory."""
+
+    package = "deepspeed"
+    frees_gradients = False
+
+    def build(
+        self, model: TrainableModel, train: TrainConfig, *, total_steps: int, device: torch.device
+    ) -> DeepSpeedBackend:
+        from .backend import DeepSpeedBackend
+
+        return DeepSpeedBackend(model, train, total_steps=total_steps, device=device)
+
+    def shard_size(self, count: int) -> int:  # noqa: ARG002
+        return self.hpz_partition_size
+
+    def divisors(self, train: TrainConfig) -> Iterator[tuple[str, int, str]]:
+        yield from super().divisors(train)
+        size = self.hpz_partition_size
+        yield "backend.hpz_partition_size", size, f"a secondary partition needs {size} devices"
+
+    def unused(self, config: RunConfig, plan: Plan, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:
+        yield from super().unused(config, plan, train, at)
+        if self.cpu_offload:
+            why = f"{at}.backend.cpu_offload already keeps everything in host memory"
+            yield why, f"{at}.offload.{{weights,gradients,optimizer}}"
