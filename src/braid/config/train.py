@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from braid.sections import Section
+from braid.sections import Section, Unused
 
 from .backends import DeepSpeedConfig, FsdpConfig, GradScalerConfig, MegatronConfig, OffloadConfig
+
+if TYPE_CHECKING:
+    from braid.plan.plan import Plan
+
+    from .schema import RunConfig
 
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
@@ -30,6 +35,12 @@ class ScheduleConfig(Section):
     min_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """Final learning rate, as a fraction of lr."""
 
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.decay == "constant":
+            yield "@.decay is constant", "@.{min_ratio,decay_steps}"
+        if self.decay == "inverse_sqrt":
+            yield "@.decay is inverse_sqrt", "@.decay_steps"
+
 
 class OptimizerConfig(Section):
     """AdamW, or plain SGD."""
@@ -48,6 +59,12 @@ class OptimizerConfig(Section):
     """Decoupled weight decay; not applied to biases and norm weights."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning rate schedule."""
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.kind == "sgd":
+            yield "@.kind is sgd", "@.{betas,eps}"
+        if not (self.schedule.warmup_steps or self.schedule.warmup_fraction):
+            yield "@ has no warm-up", "@.schedule.start_ratio"
 
 
 class TrainConfig(Section):
@@ -104,3 +121,12 @@ class TrainConfig(Section):
     """Size limit of the [tokens, vocabulary] logits materialised at a time, in bytes."""
     max_skipped_steps: PositiveInt = 5
     """Consecutive non-finite steps after which the run ends."""
+
+    only_for_training: ClassVar[str] = (
+        "train.{optimizer.*,steps_per_pass,passes_per_round,shuffle,max_grad_norm,micro_batch_rows} "
+        "train.{micro_batch_tokens,infer_batch_rows,infer_batch_tokens,grad_scaler.*,gradient_checkpointing}"
+    )
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if plan.layout.mode == "in_process":
+            yield "everything runs in one process", "@.balance_ranks"

@@ -14,7 +14,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from braid.config.backends import LoraConfig
-from braid.config.env import SimulatorEnv
 from braid.config.model import BuildSpec
 from braid.config.rollout import CPU_KV_BUDGET_TOKENS
 from braid.config.schema import RunConfig
@@ -248,7 +247,7 @@ def samples_lower(config: RunConfig, *, has_gpus: bool) -> bool:
     """Whether the native engine samples text in a lower precision than that of training."""
     engine = engine_dtype(config, None, has_gpus=has_gpus)
     train = training_dtype(config, has_gpus=has_gpus)
-    is_native = config.rollout.engine == "native" and not isinstance(config.env, SimulatorEnv)
+    is_native = config.rollout.engine == "native" and not config.env.is_simulator
     return is_native and BYTES[engine] < BYTES[train]
 
 
@@ -293,7 +292,7 @@ def round_bytes(
 ) -> tuple[int, int] | None:
     """Least and most host memory of a round's trajectories, if the longest has `max_output_tokens`; None for
     simulators, whose observations vary."""
-    if isinstance(config.env, SimulatorEnv):
+    if config.env.is_simulator:
         return None
     least = num_trajectories * _TRAJECTORY_BYTES
     return least, least + num_trajectories * (max_output_tokens or 0) * _TOKEN_BYTES
