@@ -63,14 +63,17 @@ _READING_FOR_OTHERS = (
     __name__,
     *(f"braid.config.{name}" for name in ("cluster", "data", "model", "report", "reward", "roles", "schema")),
 )
-"""Modules whose functions read keys on behalf of their caller."""
+_KINDS = tuple(f"braid.config.{family}." for family in ("env", "policies", "rewards"))
+"""Modules, and the beginnings of modules, whose functions read keys on behalf of their caller."""
 _NOT_PART_OF_A_RUN = ("braid.config", "braid.plan", "braid.trainer.preflight", "braid.trainer.watch")
 _ALGORITHM = {Recipe: "algorithm", Correction: "algorithm.corrections[]"}
 
 
 def _is_part_of_a_run(frame: Any) -> bool:
-    while (name := frame.f_globals.get("__name__", "")) in _READING_FOR_OTHERS:
+    name = frame.f_globals.get("__name__", "")
+    while name in _READING_FOR_OTHERS or name.startswith(_KINDS):
         frame = frame.f_back
+        name = frame.f_globals.get("__name__", "")
     return name.startswith("braid.") and not name.startswith(_NOT_PART_OF_A_RUN)
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
 from pydantic import BaseModel, ConfigDict
+
+Unused = Iterator[tuple[str, str]]
+"""(reason, keys): config keys that have no effect in a run. Keys are patterns separated by spaces: `{a,b}`
+stands for alternatives, and `section.*` for all keys of a section. `@` stands for the section's own path."""
 
 
 class Section(BaseModel):
@@ -15,3 +22,12 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+    only_for_training: ClassVar[str] = ""
+    """Patterns of the keys that an evaluation does not depend on."""
+
+    def unused(self, config: Any, plan: Any) -> Unused:
+        """Keys of this section that have no effect in the run of `config`, and keys of others that its kind
+        leaves without one. Where several reasons are given for a key, the first counts."""
+        del config, plan
+        yield from ()

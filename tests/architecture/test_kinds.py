@@ -1,12 +1,22 @@
-"""Only a kind's own file, its family's table, recipes, dialects and messages for old keys know its name."""
+"""Only a kind's own file, its family's table, recipes, dialects and messages for old keys know its name; other
+code asks it."""
 
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
 
 from braid.algorithms.advantages import ADVANTAGES
 from braid.algorithms.policy_losses import POLICY_LOSSES
+from braid.config.env import ENVIRONMENTS, Environment
+from braid.config.policies import PolicyKind
+from braid.config.rewards import REWARDS
+from braid.config.shape import kind_of
+from braid.sections import Section
 
 SRC = Path(__file__).parents[2] / "src"
 KNOW_NAMES = (
@@ -38,3 +48,70 @@ def test_no_other_code_names_a_kind() -> None:
             if (is_name and node.value != OTHERS.get(name)) or is_class:
                 found.append(f"{name}:{getattr(node, 'lineno', '')}")
     assert not found
+
+
+@pytest.mark.parametrize("kinds", [POLICY_LOSSES, ADVANTAGES, ENVIRONMENTS, REWARDS])
+def test_a_table_has_each_kind_by_its_name(kinds: Mapping[str, type[Section]]) -> None:
+    assert [kind_of(kind) for kind in kinds.values()] == list(kinds)
+
+
+BUILDERS = {
+    "env": (set(ENVIRONMENTS.values()), ("braid/config/env/", "braid/config/schema.py", "braid/envs/")),
+    "reward": (
+        set(REWARDS.values()),
+        ("braid/config/reward", "braid/rewards/", "braid/models/sequence_classifier.py"),
+    ),
+    "policy": (
+        set(PolicyKind.__subclasses__()),
+        ("braid/config/model.py", "braid/config/policies/", "braid/models/"),
+    ),
+}
+"""Family -> its kinds, and the code that knows their classes: what they are built by."""
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_only_what_builds_a_kind_imports_its_class(family: str) -> None:
+    kinds, builders = BUILDERS[family]
+    classes = {kind.__name__ for kind in kinds}
+    found = []
+    for file in SRC.rglob("*.py"):
+        name = str(file.relative_to(SRC))
+        if name.startswith((*builders, "braid_dialects/")):
+            continue
+        imported = (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.alias))
+        found += [f"{name}:{node.lineno}: {node.name}" for node in imported if node.name in classes]
+    allowed = {"BuildSpec"} if family == "policy" else set()
+    assert [line for line in found if line.rpartition(" ")[2] not in allowed] == []
+
+
+AT_MOST = {
+    r"isinstance\([a-z_.]*env": 2,
+    r"(mlp|vla) is (not )?None": 2,
+    r"isinstance\([a-z_.]*part, [A-Za-z |]*Reward": 1,
+}
+"""Tests for a kind's class -> how many there are: where the type of a key is narrowed once for all code."""
+
+
+@pytest.mark.parametrize("pattern", AT_MOST)
+def test_code_asks_a_kind_instead_of_testing_its_class(pattern: str) -> None:
+    lines = [
+        f"{file.relative_to(SRC)}: {line.strip()}"
+        for file in sorted(SRC.rglob("*.py"))
+        for line in file.read_text().splitlines()
+        if re.search(pattern, line)
+    ]
+    assert len(lines) <= AT_MOST[pattern], "\n".join(lines)
+
+
+def test_rules_for_keys_without_effect_stand_beside_the_keys() -> None:
+    size = len((SRC / "braid/plan/unused.py").read_text().splitlines())
+    assert size <= 230, "unused.py walks over the sections; a rule is a line of its section's `unused`"
+
+
+def test_an_environment_is_a_simulator_or_one_of_text() -> None:
+    from braid.config.env import SimulatorEnv, TextEnv
+
+    for kind in ENVIRONMENTS.values():
+        assert issubclass(kind, Environment)
+        assert kind.is_simulator == issubclass(kind, SimulatorEnv)
+        assert kind.is_simulator != issubclass(kind, TextEnv)

@@ -11,7 +11,6 @@ from braid.envs.simulators.adapters import libero
 from braid.envs.simulators.adapters.libero import CAMERAS, Libero, axis_angle, tasks
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.errors import ConfigError
-from braid.trainer.inputs import environment_of, rules_of
 from braid.types import ActionSpace, Spaces
 
 with_libero = needs("libero")
@@ -57,8 +56,8 @@ def test_spaces_and_reset_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything but the simulation."""
     monkeypatch.setattr(libero, "_check_assets", lambda: None)
     env = LiberoEnv(kind="libero", suite="libero_goal", task_ids=(1, 4), camera_height=32, camera_width=48)
-    of = environment_of(env)
-    simulator = GymnasiumSimulator(of.id, 1, of.kwargs, rules=rules_of(env))
+    made = env.made_by
+    simulator = GymnasiumSimulator(made.id, 1, made.kwargs, rules=env.rules())
     assert simulator.spaces == Spaces(8, ActionSpace("continuous", 7), dict.fromkeys(CAMERAS, (32, 48, 3)))
     made = Libero("libero_goal", task_ids=(1, 4))
     assert [task.name for task in made.tasks] == [tasks("libero_goal")[i].name for i in (1, 4)]
@@ -97,8 +96,8 @@ def test_the_gripper_may_be_opened_before_an_episode(
 ) -> None:
     monkeypatch.setattr(libero, "_check_assets", lambda: None)
     monkeypatch.setattr(libero, "_simulation", _Simulation)
-    of = environment_of(LiberoEnv(kind="libero", open_gripper=opens))
-    env = Libero(**{name: value for name, value in of.kwargs.items() if name != "video"})
+    made = LiberoEnv(kind="libero", open_gripper=opens).made_by
+    env = Libero(**{name: value for name, value in made.kwargs.items() if name != "video"})
     env.reset(seed=0)
     assert env._env.actions == [[0.0] * 6 + [last]] * 10
 

@@ -17,7 +17,6 @@ from braid.envs.simulators.adapters.maniskill import ManiSkill, ManiSkillBatch
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.simulators.vector import VectorSimulator
 from braid.errors import ConfigError
-from braid.trainer.inputs import environment_of, rules_of
 from braid.types import ActionSpace, Spaces
 
 pytestmark = [
@@ -88,8 +87,8 @@ def test_other_controllers_have_other_actions(physics: None) -> None:
     env = ManiskillEnv(
         kind="maniskill", task="StackCube-v1", obs_mode="state", control_mode="pd_ee_delta_pos"
     )
-    of = environment_of(env)
-    simulator = GymnasiumSimulator(of.id, 1, of.kwargs, rules=rules_of(env))
+    made = env.made_by
+    simulator = GymnasiumSimulator(made.id, 1, made.kwargs, rules=env.rules())
     assert simulator.spaces == Spaces(48, ActionSpace("continuous", 4), {})
     simulator.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from braid.config.env import AgentEnvConfig, MixedEnvConfig
 from braid.envs.agents.adapters.grids import FrozenLake, Sokoban
 from braid.envs.agents.adapters.templated import Templated
 from braid.envs.agents.base import Opening, Step
@@ -182,7 +183,8 @@ def test_the_kind_of_a_mixture_follows_from_the_source_or_a_column(tmp_path: Any
     async def play() -> list[str]:
         seen = []
         for key, task in ((None, Prompt("b", "b", (), ())), ("env", Prompt("a", "a", (), (), {"env": "b"}))):
-            mixed = MixedEnvs({"a": (envs(3), None), "b": (envs(7), 1)}, key)
+            config = AgentEnvConfig(kind="agent", mix={"b": MixedEnvConfig(name="guess")}, mix_key=key)
+            mixed = MixedEnvs({"a": (envs(3), None), "b": (envs(7), 1)}, config.kind_of_task)
             env = mixed()
             opening = await env.start(task, 0)
             step = await env.step(Action("nothing"))

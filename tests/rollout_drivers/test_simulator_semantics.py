@@ -27,7 +27,6 @@ from braid.errors import ConfigError
 from braid.models.mlp import MlpPolicy
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engines.simulators import SimulatorEngine
-from braid.trainer.inputs import reset_states
 from braid.training.advantages import compute_advantages
 from braid.types import EnvSteps, Group, Status, Trajectory
 
@@ -195,7 +194,7 @@ def _env(**settings: Any) -> SimulatorEnv:
 
 def test_reset_states_are_those_of_the_config() -> None:
     def given(env: SimulatorEnv) -> list[list[Any]]:
-        return [[p.fields.get("reset_seed") for p in of] for of in reset_states(env).values()]
+        return [[p.fields.get("reset_seed") for p in of] for of in env.reset_states().values()]
 
     assert given(_env(reset_seeds=3, eval_reset_seeds=(5,))) == [[0, 1, 2], [5]]
     train, evaluated = given(_env(eval_episodes=4))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from braid.config.env import ChatEnv, SimulatorEnv
-from braid.config.reward import CodeReward
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.isolation.sandbox import find_isolation
@@ -50,7 +48,7 @@ def _lengths(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if plan.max_trajectory_tokens is None:
         return
     longest = f"at most {plan.max_trajectory_tokens:,}"
-    if isinstance(config.env, ChatEnv):
+    if config.env.context_limit is not None:
         how = "env.max_context_tokens: prompt, turns and replies"
         yield Figure("tokens per trajectory", longest, how)
         return
@@ -88,7 +86,7 @@ def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
             f"{least} to {most}",
             f"{count} trajectories and their tokens, in host memory",
         )
-    if not rollout.engine.is_served and not isinstance(config.env, SimulatorEnv):
+    if not rollout.engine.is_served and not config.env.is_simulator:
         engine = rollout.engine.dtype_in(config, plan.num_parameters, has_gpus=has_gpus)
         train = training_dtype(config, has_gpus=has_gpus)
         yield Figure("engine's dtype", engine, f"training: {train}; rollout.engine.dtype sets it")
@@ -129,7 +127,7 @@ def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
 
 
 def _rewards(config: RunConfig, _: Plan) -> Iterator[Figure]:
-    if not any(isinstance(part, CodeReward) for part in config.reward.parts):
+    if not any(part.runs_programs for part in config.reward.parts):
         return
     asked = config.reward.code.isolation
     how = "auto: the first that works on this machine" if asked == "auto" else "reward.code.isolation"

@@ -196,8 +196,7 @@ def _parts(recipe: Recipe) -> dict[tuple[str, str], Any]:
 
 def _memory(config: RunConfig, plan: Plan) -> RenderableType:
     if not plan.memory:
-        what = "an MLP: negligible" if config.model.mlp else "unknown: the model is not in a local folder"
-        return Text(what, style="dim")
+        return Text(config.model.kind.unknown_size, style="dim")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     table.add_column("")
     for name in ("parameters", "weights", "gradients", "AdamW", "total"):

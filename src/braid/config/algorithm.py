@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from braid.algorithms.advantages import ADVANTAGES, Advantage
 from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from braid.algorithms.recipes import RECIPES, Recipe, RecipeName
-from braid.sections import Section
+from braid.sections import Section, Unused
 from braid.types import (
     Aggregation,
     CorrectionLevel,
@@ -27,6 +27,10 @@ from braid.types import (
 from .kinds import KindOf
 
 if TYPE_CHECKING:
+    from braid.plan.plan import Plan
+
+    from .schema import RunConfig
+
     AdvantageKind = Advantage
     PolicyLossKind = PolicyLoss
 else:
@@ -166,3 +170,50 @@ class AlgorithmConfig(Section):
     update, the engine's (behavior), or interpolated between the engine's and the current ones by the age of a
     token's weights, which is the same as behavior as long as rounds are sampled with the weights that they
     start from. auto: current when a round has one step and nothing else needs them, else recompute."""
+
+    only_for_training: ClassVar[str] = "algorithm.*"
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        recipe, old_logprobs = plan.recipe, f"with algorithm.old_logprobs={plan.old_logprobs}"
+        if not plan.learns_values:
+            why = "the advantage uses no critic"
+            yield why, "algorithm.{value_clip,huber_delta,value_loss_coef}"
+        if plan.old_logprobs == "behavior":
+            yield f"{old_logprobs} there is nothing to correct", "algorithm.corrections"
+        if plan.old_logprobs == "interpolated" and not config.max_lag:
+            yield (
+                "rounds are sampled with the weights that they start from, so interpolated log-probs are the "
+                "engine's",
+                "algorithm.corrections",
+            )
+        if plan.old_logprobs == "current":
+            yield f"{old_logprobs} all ratios are 1", "algorithm.early_stop_ratio"
+        has_chunks = config.env.is_simulator and config.model.num_action_chunks > 1
+        if not (has_chunks and plan.learns_values):
+            yield "only values of chunks of several actions depend on it", "algorithm.reward_level"
+        if all(correction.level == "token" for correction in self.corrections or ()):
+            yield "token-level weights depend on a single token", "algorithm.corrections[].tokens"
+        yield from _unused_statistics(recipe)
+        if recipe.aggregation != "token_sum_constant":
+            why = "algorithm.aggregation is not token_sum_constant"
+            yield why, "algorithm.aggregation_constant"
+        if recipe.logprob_level != "token":
+            yield "algorithm.logprob_level is not token", "algorithm.turn_weighting"
+        if recipe.entropy_coef == 0:
+            yield "algorithm.entropy_coef is 0", "algorithm.entropy_level"
+        if recipe.kl_coef == 0:
+            keys = "algorithm.{kl_estimator,kl_in,kl_clamp,kl_target,kl_horizon}"
+            yield "algorithm.kl_coef is 0", keys
+        if recipe.kl_target is None:
+            yield "algorithm.kl_target is off", "algorithm.kl_horizon"
+
+
+def _unused_statistics(recipe: Recipe) -> Unused:
+    if recipe.whiten_rewards:  # over positions, so a constant subtracted at one of them matters
+        return
+    if recipe.advantage.ignores_reward_mean:
+        why = "advantages are differences within a group, so a constant subtracted from its rewards cancels"
+        yield why, "algorithm.reward_mean"
+    if recipe.advantage.ignores_reward_scale and not (recipe.kl_coef > 0 and recipe.kl_in == "reward"):
+        why = f"{recipe.advantage.kind} only compares rewards, so their scale does not matter"
+        yield why, "algorithm.reward_std"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
-from braid.sections import Section
+from braid.sections import Section, Unused
+
+if TYPE_CHECKING:
+    from braid.plan.plan import Plan
+
+    from .schema import RunConfig
 
 Role = Literal["policy", "critic", "reference", "inference", "reward", "rollout", "env"]
 
@@ -65,6 +70,14 @@ class ClusterConfig(Section):
         """The environment variables to set."""
         return {name: value for name, value in self.env.items() if value is not None}
 
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if plan.layout.mode != "in_process":
+            return
+        why = "everything runs in one process"
+        yield why, "cluster.{group_names,address,buffer_processes,start_timeout_s,call_timeout_s}"
+        if not self.placement:
+            yield f"{why}, on the first device", "cluster.{num_nodes,devices_per_node}"
+
 
 class InferenceConfig(Section):
     """Workers that compute log-probs before the update, if `cluster.placement` gives them devices."""
@@ -75,3 +88,9 @@ class InferenceConfig(Section):
     """Megatron pipeline-parallel size; the policy's when null."""
     sequence_parallel: bool | None = None
     """Megatron sequence parallelism; the policy's when null."""
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if plan.layout.role("inference") is None:
+            why = "inference has no separate devices: the policy's workers compute log-probs"
+            yield why, "inference.*"
+        yield from config.train.backend.unused_inference(self)

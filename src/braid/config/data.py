@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from braid.sections import Section
+from braid.sections import Section, Unused
+
+if TYPE_CHECKING:
+    from braid.plan.plan import Plan
+
+    from .schema import RunConfig
 
 
 class _Source(Section):
@@ -147,3 +152,16 @@ class DataConfig(Section):
     """Shuffle training prompts anew in each epoch."""
     seed: NonNegativeInt | None = None
     """Seed of the shuffling; run.seed when null."""
+
+    only_for_training: ClassVar[str] = "data.train[].* data.{shuffle,seed,mix}"
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        model = config.model
+        if model.build is not None and not (model.tokenizer or model.chat_template):
+            yield "the character tokenizer has no chat template", "data.chat_template_kwargs"
+        if not self.shuffle:
+            yield "data.shuffle is false", "data.seed"
+        if self.use_chat_template == "never":
+            yield "data.use_chat_template is never", "data.chat_template_kwargs"
+        keys = "data.{train,eval}[].{response_key,response_function,messages_key,tools_key}"
+        yield "only sft.data has target responses", keys

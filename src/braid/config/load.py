@@ -378,7 +378,7 @@ def _escaped(_: str, value: Any) -> Any:
 class _Dumper(yaml.SafeDumper):
     """Quotes text that source.py would read differently, and writes lists of plain values on one line."""
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+    def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_text(self, data: str) -> yaml.Node:

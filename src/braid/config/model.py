@@ -3,140 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
-from braid.sections import Section
+from braid.sections import Section, Unused
 
 from .backends import DType, LoraConfig
+from .policies import BuildSpec, LanguageModel, MlpSpec, PolicyKind, VlaConfig
 from .train import TrainConfig
 
+if TYPE_CHECKING:
+    from braid.plan.plan import Plan
 
-class BuildSpec(Section):
-    """A language model with random weights and a character-level tokenizer."""
+    from .schema import RunConfig
 
-    architecture: Literal["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral"] = "qwen3"
-    """Transformers architecture to build."""
-    hidden_size: PositiveInt = 256
-    """Hidden size."""
-    intermediate_size: PositiveInt = 704
-    """Hidden size of the feed-forward layers."""
-    num_layers: PositiveInt = 4
-    """Number of decoder layers."""
-    num_heads: PositiveInt = 4
-    """Number of attention heads."""
-    num_kv_heads: PositiveInt = 2
-    """Number of key/value heads; must divide num_heads."""
-    head_dim: PositiveInt = 64
-    """Dimension of one attention head; must be even."""
-    max_positions: PositiveInt = 2048
-    """Maximum sequence length, in tokens."""
-    characters: str = " 0123456789+-*/=().,:;?!'\"\nABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz<>_"
-    """Alphabet of the character tokenizer; other characters map to the unknown token."""
-    words: tuple[str, ...] = ()
-    """Strings that are one token each, wherever they occur in a text."""
-    special_tokens: tuple[str, ...] = ()
-    """Control tokens, such as the markers of a chat template. In messages these strings are ordinary text,
-    character by character."""
-    tie_embeddings: bool = True
-    """Tie the output head to the input embedding."""
-
-    @model_validator(mode="after")
-    def _sizes_fit(self) -> BuildSpec:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
-                "set num_kv_heads to a divisor of num_heads"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings need an even number")
-        return self
-
-
-class MlpSpec(Section):
-    """A perceptron on a simulator's state and images."""
-
-    hidden_sizes: tuple[PositiveInt, ...] = (64, 64)
-    """Sizes of the hidden layers."""
-    activation: Literal["tanh", "relu", "silu"] = "tanh"
-    """Activation of the hidden layers."""
-    channels: tuple[PositiveInt, ...] = ()
-    """Output channels of the convolutions (3 x 3, stride 2) over the images of the observations; empty if
-    there are none."""
-    num_action_chunks: PositiveInt = 1
-    """Actions per chunk: the policy decides on this many at a time."""
-    num_bins: Annotated[int, Field(ge=2)] | None = None
-    """Continuous actions as a choice among this many values for each component, evenly spaced from -1 to 1;
-    other bounds need env.rescale_actions. null: a Gaussian."""
-    initial_std: PositiveFloat = 1.0
-    """Standard deviation of Gaussian actions at the start of training; it is learned, and the same in all
-    states. Where actions are between -1 and 1, values of 0.2 to 0.6 often learn faster."""
-
-    @model_validator(mode="after")
-    def _check(self) -> MlpSpec:
-        if self.num_bins and self.initial_std != 1.0:
-            raise ValueError(
-                "initial_std is that of Gaussian actions, and num_bins makes them discrete; remove one"
-            )
-        return self
-
-
-class VlaConfig(Section):
-    """Settings of a vision-language-action policy."""
-
-    kind: Literal["openvla", "openvla_oft", "pi0"] = "openvla_oft"
-    """Model architecture."""
-    form: Literal["rlinf", "official"] | None = None
-    """Which code fine-tuned an OpenVLA-OFT checkpoint; its files don't say. official: moojink/openvla-oft,
-    with an end token after the actions. rlinf: RLinf, without one."""
-    action_dim: PositiveInt = 7
-    """Dimensions of one action."""
-    num_action_chunks: PositiveInt = 8
-    """Actions per chunk, the output of one forward pass of the policy."""
-    unnorm_key: str | None = None
-    """Data set whose statistics are used to unnormalize actions; the checkpoint's only one when null."""
-    normalization: Literal["quantiles", "bounds", "mean_std"] | None = None
-    """Statistics of actions and states that correspond to -1 and 1: the quantiles of 1 and 99 %, the bounds
-    (ALOHA), or one standard deviation from the mean. null: mean_std for pi0, else quantiles."""
-    image_size: tuple[PositiveInt, PositiveInt] | None = None
-    """Image height and width, in pixels; if set, checked against the checkpoint."""
-    num_images: PositiveInt = 1
-    """Number of camera images per observation."""
-    center_crop: bool = True
-    """Crop images to the central 90 % of their area."""
-    use_proprio: bool = False
-    """Include the robot's proprioceptive state in the input."""
-    greedy: bool | None = None
-    """Whether evaluation takes the likeliest actions, those of pi0 without noise (ODE steps); training always
-    samples. null: true for pi0, else as eval.sampling.greedy says."""
-    max_prompt_tokens: PositiveInt = 30
-    """Length to which instructions are padded, in tokens."""
-    vocab_size: PositiveInt | None = None
-    """Vocabulary size from which action token ids count down; the model's when null."""
-    extra_vocab_size: int = Field(default=0, ge=0)
-    """Number of tokens added to the tokenizer's vocabulary."""
-    hidden_size: PositiveInt | None = None
-    """Input size of the value head; the model's hidden size when null."""
-    qkv_bias: bool | None = None
-    """Whether the attention projections have biases; if set, checked against the model."""
-    eval_batch_rows: PositiveInt = 8
-    """Observations per forward pass in greedy evaluation."""
-    denoise_steps: PositiveInt = 4
-    """pi0: steps from noise to actions."""
-    noise: Literal["flow_sde", "flow_noise"] = "flow_sde"
-    """pi0: how sampling is stochastic. flow_sde: one random step of a decision is that of a stochastic
-    differential equation. flow_noise: every step adds noise, whose deviation a small network predicts.
-    Evaluation has none, unless `greedy` is false."""
-    noise_level: PositiveFloat = 0.5
-    """pi0: noise of flow_sde relative to that of the reverse diffusion."""
-    train_expert_only: bool = True
-    """pi0: train the action expert alone, and freeze the vision-language model."""
-
-    @property
-    def evaluates_greedily(self) -> bool | None:
-        """`greedy`; None: as eval.sampling.greedy says."""
-        return True if self.greedy is None and self.kind == "pi0" else self.greedy
+__all__ = ["BuildSpec", "CriticConfig", "MlpSpec", "ModelConfig", "ReferenceConfig", "VlaConfig"]
 
 
 class ModelConfig(Section):
@@ -187,10 +69,30 @@ class ModelConfig(Section):
         return self.path if self.path is None or self.gguf is None else str(Path(self.path, self.gguf))
 
     @property
+    def kind(self) -> PolicyKind:
+        """What the policy is, which its other keys decide."""
+        return self.vla or self.mlp or LanguageModel()
+
+    @property
+    def settings_of_vla(self) -> VlaConfig:
+        """`vla` of a run with such a policy."""
+        assert self.vla is not None, "the plan checks that it is there"
+        return self.vla
+
+    @property
     def num_action_chunks(self) -> int:
         """Actions that a robot policy decides on at a time."""
-        of = self.vla or self.mlp
-        return 1 if of is None else of.num_action_chunks
+        return self.kind.chunk_length
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if config.data.use_chat_template == "never":
+            yield "data.use_chat_template is never", "model.chat_template"
+        if self.path is None and self.tokenizer is None:
+            yield "neither the model nor the tokenizer comes from a folder", "model.trust_remote_code"
+        if self.lora is not None and self.lora.path is not None:
+            yield "the adapters in model.lora.path determine it", "model.lora.{rank,alpha,targets}"
+        if self.path is None:
+            yield "a model built from sizes has no files", "model.low_memory_load"
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:
@@ -226,6 +128,23 @@ class CriticConfig(Section):
     head_name: str = Field(default="value_head", pattern=r"^[A-Za-z_]\w*$")
     """Name of the value head's weights in checkpoints (`score` in transformers' token classifiers)."""
 
+    only_for_training: ClassVar[str] = "critic.{path,train.*,warmup_rounds,normalize_values}"
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if not plan.learns_values:
+            yield (
+                "the advantage uses no critic",
+                "critic.{network,path,train,warmup_rounds,normalize_values,head_name}",
+            )
+        elif not plan.needs_critic:
+            yield "the policy computes the values", "critic.{path,train}"
+        if config.env.is_simulator:
+            yield "a simulator has no text", "critic.path"
+        if self.path is None:
+            yield "critic.path is off", "critic.train.liger_kernels"
+        yield "a critic computes no log-probs", "critic.train.{compile,logprob_chunk_bytes}"
+        yield "train.record_memory records all roles", "critic.train.record_memory"
+
 
 class ReferenceConfig(Section):
     """The frozen reference model of the KL terms, used when a KL coefficient is not 0."""
@@ -237,3 +156,25 @@ class ReferenceConfig(Section):
     end of a round; 0 for never."""
     train: TrainConfig | None = None
     """Backend and batch settings of the reference; the policy's when null."""
+
+    only_for_training: ClassVar[str] = "reference.*"
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if plan.needs_reference:
+            yield (
+                "the reference model is not trained",
+                "reference.train.{optimizer,steps_per_pass,passes_per_round,shuffle,max_grad_norm,"
+                "max_skipped_steps,gradient_checkpointing,grad_scaler,micro_batch_rows,offload.gradients,"
+                "offload.optimizer}",
+            )
+        if self.path is None and config.model.lora is not None and plan.layout.mode == "in_process":
+            keys = "reference.train.{compile,logprob_chunk_bytes}"
+            yield "the reference is the policy's model with the initial adapters", keys
+        if self.train is not None and self.train.infer_batch_tokens is not None:
+            why = "reference.train.infer_batch_tokens is used instead"
+            yield why, "reference.train.micro_batch_tokens"
+        if not plan.needs_reference:
+            yield "algorithm.kl_coef is 0", "reference.{path,train,update_every_epochs}"
+        if self.path is None:
+            yield "reference.path is off", "reference.train.liger_kernels"
+        yield "train.record_memory records all roles", "reference.train.record_memory"

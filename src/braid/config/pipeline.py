@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from braid.sections import Section
+from braid.sections import Section, Unused
+
+if TYPE_CHECKING:
+    from braid.plan.plan import Plan
+
+    from .schema import RunConfig
 
 
 class PipelineConfig(Section):
@@ -24,3 +29,10 @@ class PipelineConfig(Section):
     over_lag: Literal["drop", "resample", "keep"] = "drop"
     """Groups above max_lag, because later groups finished first: drop them, sample their prompts again, or
     train on them all the same."""
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if plan.verb != "train":
+            yield "only braid train has a pipeline", "pipeline.*"
+        if self.max_lag == 0:
+            why = "with pipeline.max_lag=0 nothing runs when engines get new weights"
+            yield why, "pipeline.{on_new_weights,over_lag}"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
-from braid.sections import Section
+from braid.sections import Section, Unused
 
 from .data import Source
 from .rollout import SamplingConfig
 from .train import OptimizerConfig
+
+if TYPE_CHECKING:
+    from braid.plan.plan import Plan
+
+    from .schema import RunConfig
 
 
 class RunSection(Section):
@@ -67,6 +72,12 @@ class RunSection(Section):
             )
         return name
 
+    only_for_training: ClassVar[str] = "run.{max_rounds,max_epochs,max_restarts}"
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.resume == "none":
+            yield "run.resume is none", "run.allow_changes"
+
 
 class EvalTarget(Section):
     """Targets of the run; `braid train` exits with status 3 if it misses one."""
@@ -78,6 +89,10 @@ class EvalTarget(Section):
     """Lowest value in the last evaluation."""
     min_gain: float | None = None
     """Smallest improvement from the first to the last evaluation."""
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.min_final is None and self.min_gain is None:
+            yield "there are no targets", "eval.target.metric"
 
 
 class EvalConfig(Section):
@@ -111,6 +126,16 @@ class EvalConfig(Section):
         """Name of the result that `target` is for."""
         return self.target.metric or f"mean@{self.samples_per_prompt}"
 
+    only_for_training: ClassVar[str] = "eval.{every_rounds,before,at_end}"
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if config.env.is_simulator or config.data.eval or config.makes_tasks:
+            return
+        why, keys = "there are no data.eval sources", "every_rounds,samples_per_prompt,pass_at,sampling"
+        yield why, f"eval.{{{keys},batch_prompts,shuffle}} report.eval_samples"
+        if plan.recipe.supervised_coef == 0:
+            yield f"{why}, and algorithm.supervised_coef is 0", "eval.success_reward"
+
 
 class CheckpointConfig(Section):
     """Checkpoints of the whole training state."""
@@ -130,6 +155,14 @@ class CheckpointConfig(Section):
     """Export a Hugging Face folder every this many rounds; 0 for never (see also `braid export`)."""
     export_dir: str | None = None
     """Parent folder of the exports; `exports/` in the run's folder when null."""
+
+    only_for_training: ClassVar[str] = "checkpoint.{every_rounds,every_s,at_end,keep}"
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.every_rounds > 0:
+            yield "checkpoint.every_rounds is set", "checkpoint.every_s"
+        if self.export_every_rounds == 0:
+            yield "checkpoint.export_every_rounds is 0", "checkpoint.export_dir"
 
 
 class WandbConfig(Section):
@@ -176,6 +209,12 @@ class ReportConfig(Section):
     batches_every_rounds: NonNegativeInt = 0
     """Store all arrays of the training rows in batches/ (safetensors) every this many rounds; 0 for never."""
 
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if not self.tensorboard:
+            yield "report.tensorboard is false", "report.tensorboard_queue"
+        if not (self.tensorboard or self.wandb or self.swanlab):
+            yield "TensorBoard and trackers are off", "report.dir"
+
 
 class SftConfig(Section):
     """Supervised fine-tuning: `braid sft`, or a warm-up before reinforcement learning."""
@@ -190,3 +229,11 @@ class SftConfig(Section):
     """Number of optimizer steps."""
     rows_per_step: PositiveInt = 64
     """Examples per optimizer step."""
+
+    only_for_training: ClassVar[str] = "sft.*"
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        yield "supervised examples are not scored", "sft.data[].{answer_key,source_key}"
+        yield "the policy has no value head", "sft.optimizer.value_lr"
+        if not any(source.messages_key for source in self.data):
+            yield "there are no conversations to imitate (messages_key)", "sft.data[].tools_key"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -16,11 +16,15 @@ from pydantic import (
 from braid.rollout.engines import ENGINES, Engine
 from braid.rollout.engines.base import ServedEngine
 from braid.rollout.engines.native.kind import Native
-from braid.sections import Section
+from braid.sections import Section, Unused
 
 from .kinds import KindOf
 
 if TYPE_CHECKING:
+    from braid.plan.plan import Plan
+
+    from .schema import RunConfig
+
     EngineKind = Engine
 else:
     EngineKind = KindOf(Engine, ENGINES, "native").field()
@@ -61,6 +65,10 @@ class SamplingConfig(Section):
             )
         return self
 
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.greedy:
+            yield "@.greedy is true", "@.{top_p,top_k,min_p}"
+
 
 class WeightSyncConfig(Section):
     """Weight sync to engines in other processes."""
@@ -93,6 +101,12 @@ class FilterConfig(Section):
     far."""
     min_kept_fraction: float = Field(default=0.3, ge=0.0, le=1.0)
     """replace: fraction of kept groups below which dropped groups are masked instead."""
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.then != "replace":
+            yield "rollout.filter.then is not replace", "rollout.filter.min_kept_fraction"
+        if self.then != "resample":
+            yield "rollout.filter.then is not resample", "rollout.filter.max_batches"
 
 
 class RolloutConfig(Section):
@@ -130,3 +144,18 @@ class RolloutConfig(Section):
     max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
     """Fraction of invalid trajectories in a round, or of a source in an evaluation, above which the run fails
     with their reasons."""
+
+    only_for_training: ClassVar[str] = "rollout.{prompts_per_round,group_size,filter.*}"
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if (self.request_batch or 0) >= self.prompts_per_round:
+            yield "a round does not have more prompts than that", "rollout.request_batch"
+        new = max(sampling.max_new_tokens for sampling in (self.sampling, config.eval_sampling))
+        longest = config.env.context_limit or config.data.max_prompt_tokens + new
+        if self.max_sequence_tokens is not None and self.max_sequence_tokens >= longest:
+            why = "the limits of prompt and answer do not add up to more than that"
+            yield why, "rollout.max_sequence_tokens"
+        if self.group_size == 1:
+            yield "rollout.group_size is 1", "rollout.filter.min_std"
+        if not self.check_weights:
+            yield "rollout.check_weights is false", "rollout.check_weights_dir"

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from braid.sections import Section
+from typing import TYPE_CHECKING
+
+from braid.sections import Section, Unused
 from braid.types import DecisionLevel
 
 from .algorithm import AlgorithmConfig
 from .cluster import ClusterConfig, InferenceConfig
 from .data import DataConfig
-from .env import EnvConfig, SingleTurnEnv
+from .env import EnvConfig, SimulatorEnv, SingleTurnEnv, TextEnv
 from .model import CriticConfig, ModelConfig, ReferenceConfig
 from .pipeline import PipelineConfig
 from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection, SftConfig
 from .reward import RewardConfig
 from .rollout import RolloutConfig, SamplingConfig
 from .train import TrainConfig
+
+if TYPE_CHECKING:
+    from braid.plan.plan import Plan
 
 
 class RunConfig(Section):
@@ -55,12 +60,37 @@ class RunConfig(Section):
     report: ReportConfig = ReportConfig()
     """Logging and reports."""
 
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if not plan.learns_values or (plan.needs_critic and self.critic.train is not None):
+            why = "the policy has no value head, and a critic has its own settings"
+            yield why, "train.optimizer.value_lr"
+        has_values = plan.learns_values and (not plan.needs_critic or self.critic.train is None)
+        has_reference = plan.needs_reference and self.reference.train is None
+        if plan.old_logprobs != "recompute" and not has_values and not has_reference:
+            why = "this run has no inference passes (log-probs or values before the update)"
+            yield why, "train.{infer_batch_tokens,infer_batch_rows}"
+
+    @property
+    def simulator(self) -> SimulatorEnv:
+        """`env` of a run in a simulator."""
+        assert isinstance(self.env, SimulatorEnv), "other environments are of text"
+        return self.env
+
+    @property
+    def text_env(self) -> TextEnv:
+        """`env` of a run of text."""
+        assert isinstance(self.env, TextEnv), "simulators have no text"
+        return self.env
+
+    @property
+    def makes_tasks(self) -> bool:
+        """Whether the environment makes all tasks of the run itself, from seeds."""
+        return self.env.makes_tasks and not self.data.train and not self.data.eval
+
     @property
     def robot_logprob_level(self) -> DecisionLevel:
         """Level of a robot policy's log-probs: a position of its rows is one of these."""
-        vla = self.model.vla
-        own = "action" if vla is None else "chunk" if vla.kind == "pi0" else "token"
-        return self.algorithm.logprob_level or own
+        return self.algorithm.logprob_level or self.model.kind.decision_level
 
     @property
     def max_lag(self) -> int:
@@ -70,6 +100,5 @@ class RunConfig(Section):
     @property
     def eval_sampling(self) -> SamplingConfig:
         """Sampling settings of evaluation."""
-        sampling, vla = self.eval.sampling or self.rollout.sampling, self.model.vla
-        greedy = None if vla is None else vla.evaluates_greedily
+        sampling, greedy = self.eval.sampling or self.rollout.sampling, self.model.kind.evaluates_greedily
         return sampling if greedy is None else sampling.model_copy(update={"greedy": greedy})

@@ -6,9 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from urllib.parse import parse_qsl
 
-from .reward import JudgeReward
 from .schema import RunConfig
 from .source import map_values
 
@@ -73,13 +71,7 @@ def plain_secrets(config: RunConfig, references: Mapping[str, Any]) -> Iterator[
     """(key, message) of every judge setting whose name suggests a secret and whose value is written in the
     config."""
     for i, part in enumerate(config.reward.parts):
-        if not isinstance(part, JudgeReward):
-            continue
-        key = f"reward.parts[{i}]"
-        sent = {f"{key}.body.{name}": name for name, value in part.body.items() if isinstance(value, str)}
-        query = [name for name, _ in parse_qsl(part.url.partition("?")[2])]
-        sent |= {f"{key}.url": name for name in query if _NAMED.fullmatch(name)}
-        for path, name in sent.items():
+        for path, name in part.secrets(f"reward.parts[{i}]"):
             if _NAMED.fullmatch(name) and path not in references:
                 yield (
                     path,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from braid.sections import Section
+from braid.sections import Section, Unused
 from braid.training.backends import BACKENDS, Backend
 from braid.training.backends.single.kind import Single
 
@@ -14,6 +14,10 @@ from .backends import GradScalerConfig, OffloadConfig
 from .kinds import KindOf
 
 if TYPE_CHECKING:
+    from braid.plan.plan import Plan
+
+    from .schema import RunConfig
+
     BackendKind = Backend
 else:
     BackendKind = KindOf(Backend, BACKENDS, "single").field()
@@ -38,6 +42,12 @@ class ScheduleConfig(Section):
     min_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """Final learning rate, as a fraction of lr."""
 
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.decay == "constant":
+            yield "@.decay is constant", "@.{min_ratio,decay_steps}"
+        if self.decay == "inverse_sqrt":
+            yield "@.decay is inverse_sqrt", "@.decay_steps"
+
 
 class OptimizerConfig(Section):
     """AdamW, or plain SGD."""
@@ -56,6 +66,12 @@ class OptimizerConfig(Section):
     """Decoupled weight decay; not applied to biases and norm weights."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Learning rate schedule."""
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.kind == "sgd":
+            yield "@.kind is sgd", "@.{betas,eps}"
+        if not (self.schedule.warmup_steps or self.schedule.warmup_fraction):
+            yield "@ has no warm-up", "@.schedule.start_ratio"
 
 
 class TrainConfig(Section):
@@ -107,3 +123,17 @@ class TrainConfig(Section):
     """Size limit of the [tokens, vocabulary] logits materialised at a time, in bytes."""
     max_skipped_steps: PositiveInt = 5
     """Consecutive non-finite steps after which the run ends."""
+
+    only_for_training: ClassVar[str] = (
+        "train.{optimizer.*,steps_per_pass,passes_per_round,shuffle,max_grad_norm,micro_batch_rows} "
+        "train.{micro_batch_tokens,infer_batch_rows,infer_batch_tokens,grad_scaler.*,gradient_checkpointing}"
+    )
+
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        yield from self.backend.unused_in(config, plan, self, "@")
+        if plan.layout.mode == "in_process":
+            yield "everything runs in one process", "@.balance_ranks"
+        if config.run.device == "cpu":
+            yield "with run.device=cpu everything is in host memory", "@.offload.{weights,optimizer}"
+        if "fp16" not in (config.model.dtype, self.autocast):
+            yield "fp16 is not used", "@.grad_scaler"

@@ -5,16 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from braid.config.schema import RunConfig
 from braid.errors import CheckpointError, disk_fix
+from braid.plan import longest_row
 
+from .base import copy_weights
 from .causal_lm import CausalLM
-from .loading import save_pretrained
+from .loading import load_policy, save_pretrained
+from .tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +29,20 @@ def export_model(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path)
     """Write model and tokenizer to `folder`, loadable by AutoModelForCausalLM and AutoTokenizer. See
     export_with."""
     export_with(partial(save_pretrained, lm, tokenizer), folder)
+
+
+def export_language_model(config: RunConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the policy of a run with trained `weights`, merged with its adapters. Raises CheckpointError and
+    ModelError."""
+    lm = load_policy(
+        config.model,
+        temperature=1.0,
+        seed=config.run.seed,
+        device=torch.device("cpu"),
+        longest=longest_row(config),
+    )
+    copy_weights(weights, lm.named_weights())
+    export_model(lm, load_tokenizer(config.model), folder)
 
 
 def export_with(save: Callable[[Path], None], folder: Path) -> None:

@@ -13,18 +13,41 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from braid.config.model import MlpSpec
+from braid.config.policies import MlpSpec
+from braid.config.roles import TrainingRole
+from braid.config.schema import RunConfig
 from braid.errors import ConfigError, Problem
 from braid.types import DecisionLevel, Spaces
 
 from .base import Acted, Output, TrainableModel, at_level, choose
 from .batch import PackedBatch
 from .flops import Flops, flops_of_linear
-from .value_head import VALUES, Detaching, ValueHead, detached, taken_name, with_head
+from .value_head import (
+    VALUES,
+    Detaching,
+    ValueHead,
+    add_head_of_robot,
+    detached,
+    head_of_robot,
+    taken_name,
+    with_head,
+)
 
 _ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _MIN_ROWS = 16
 """Minimum batch size when acting: matrix products give bit-identical rows in any batch of at least 16."""
+
+
+def make_mlp(spec: MlpSpec, role: TrainingRole, config: RunConfig, spaces: Spaces) -> MlpPolicy | MlpValue:
+    """The model of a role; a critic of its own shares nothing with the policy."""
+    seed = config.run.seed
+    if role == "critic":
+        options = head_of_robot(config)
+        return MlpValue(spec, spaces, seed=seed + 1, head_name=config.critic.head_name, **options)
+    entropy_level = config.algorithm.entropy_level
+    policy = MlpPolicy(spec, spaces, seed=seed, level=config.robot_logprob_level, entropy_level=entropy_level)
+    add_head_of_robot(policy, role, config)
+    return policy
 
 
 class MlpPolicy(TrainableModel):

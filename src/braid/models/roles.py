@@ -6,8 +6,7 @@ With `rank`, the model stays in host memory, to be sharded over the role's ranks
 from __future__ import annotations
 
 import logging
-from copy import deepcopy
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Literal
 
 import torch
 
@@ -23,14 +22,9 @@ from .base import TrainableModel
 from .causal_lm import CausalLM
 from .cpu import why_not_compiled
 from .loading import load_policy
-from .mlp import MlpPolicy, MlpValue
 from .value import ValueModel
 
 _log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from .value_head import Detaching
-    from .vla.policy import VlaPolicy
 
 
 def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = None) -> CausalLM:
@@ -100,34 +94,9 @@ def make_robot_model(
     run's own: a warm-up trains it, and the critic of a vision-language-action policy starts as a copy of
     it."""
     assert role in ("policy", "critic"), f"simulators have no {role}"
-    critic = config.critic
-    head: dict[str, Any] = {
-        "num_values": config.model.num_action_chunks if config.algorithm.reward_level == "action" else 1,
-        "normalizes": critic.normalize_values,
-    }
     if role == "policy" and policy is not None:
         return policy
-    model: MlpPolicy | VlaPolicy
-    if config.model.vla is not None:
-        from .vla.build import make_vla
-
-        head["seed"] = config.run.seed
-        if policy is None:
-            model = make_vla(config, spaces, device, rank)
-        else:
-            model = cast("VlaPolicy", deepcopy(policy))
-    else:
-        spec, seed = config.model.mlp, config.run.seed
-        assert spec is not None, "the plan checks that it is there"
-        if role == "critic":
-            value = MlpValue(spec, spaces, seed=seed + 1, head_name=critic.head_name, **head)
-            value.module.to(device)
-            return value
-        levels = {"level": config.robot_logprob_level, "entropy_level": config.algorithm.entropy_level}
-        model = MlpPolicy(spec, spaces, seed=seed, **levels)
-    if role == "critic" or critic.network != "own":
-        detaches: dict[str, Detaching] = {"own": "never", "shared": "alone", "shared_detached": "always"}
-        model.add_value_head(critic.head_name, detaches=detaches[critic.network], **head)
+    model = config.model.kind.make(role, config, spaces, device, policy, rank)
     model.module.to(device)
     return model
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -16,8 +16,13 @@ from braid.errors import ModelError
 from .transfer import to_device
 
 if TYPE_CHECKING:
+    from braid.config.roles import TrainingRole
+    from braid.config.schema import RunConfig
+
     from .base import Output
     from .batch import PackedBatch
+    from .mlp import MlpPolicy
+    from .vla.policy import VlaPolicy
 
 Detaching = Literal["never", "alone", "always"]
 """When the value loss does not train the features that values are predicted from. alone: where a model
@@ -30,6 +35,24 @@ VALUES: frozenset[Output] = frozenset({"values", "value_deviation"})
 """The outputs of a critic."""
 MIN_DEVIATION = 1e-2
 """Lower bound on the deviation of returns, for returns that are nearly all equal."""
+
+
+def head_of_robot(config: RunConfig) -> dict[str, Any]:
+    """Arguments of the value head of a robot's critic."""
+    num_values = config.model.num_action_chunks if config.algorithm.reward_level == "action" else 1
+    return {"num_values": num_values, "normalizes": config.critic.normalize_values}
+
+
+def add_head_of_robot(
+    model: MlpPolicy | VlaPolicy, role: TrainingRole, config: RunConfig, **options: Any
+) -> None:
+    """Add a value head to a robot's model if it is the critic, or a policy that shares its features with
+    it."""
+    critic = config.critic
+    if role == "critic" or critic.network != "own":
+        detaches: dict[str, Detaching] = {"own": "never", "shared": "alone", "shared_detached": "always"}
+        options |= head_of_robot(config)
+        model.add_value_head(critic.head_name, detaches=detaches[critic.network], **options)
 
 
 def detached(features: Tensor, detaches: Detaching, outputs: frozenset[Output]) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 
 from .plan import Plan
@@ -33,7 +32,7 @@ def advantage_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
     if advantage.divides_by_mean and (mean := recipe.reward_mean) != "none":
         why = f"{name} divides by the group's mean reward, which reward_mean={mean} subtracts; set it to none"
         yield "algorithm.reward_mean", why
-    if advantage.bootstraps_ends and not isinstance(config.env, SimulatorEnv):
+    if advantage.bootstraps_ends and not config.env.is_simulator:
         why = "a text has no state after its end whose value could be added; set it to truncated"
         yield "algorithm.advantage.bootstrap", why
     low, high = rollout.filter.min_mean, rollout.filter.max_mean
@@ -61,7 +60,7 @@ def advantage_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
             "0 or less",
         )
     env, compares = config.env, recipe.advantage.compares_group or recipe.reward_mean == "group"
-    if compares and isinstance(env, SimulatorEnv) and not env.fixed_reset_states:
+    if compares and not env.has_equal_starts:
         which = "the episodes of a group are compared although they begin in different states"
         yield "env.fixed_reset_states", f"{which}; set it to true, or use algorithm.recipe=ppo"
     is_engines = plan.old_logprobs in ("behavior", "interpolated")

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv, RobosuiteEnv, SimulatorEnv
-from braid.config.reward import ModelReward
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.gguf_file import is_gguf
@@ -20,18 +18,10 @@ from .parallel import served_engine
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 
-_SIMULATORS = {
-    MetaworldEnv: "metaworld",
-    ManiskillEnv: "mani_skill",
-    LiberoEnv: "libero",
-    RobosuiteEnv: "robosuite",
-}
-"""Environment -> the package it imports, installed by the extra of its kind's name."""
-
 
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """(key, message) of everything that this version cannot run."""
-    is_robot = config.model.mlp is not None or config.model.vla is not None
+    is_robot = config.model.kind.is_robot
     for key, train in train_sections(config, plan):
         backend = train.backend
         if train.sequence_parallel > 1 and is_robot:
@@ -93,8 +83,7 @@ def _needs_gpu(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, str]]:
     engine = served_engine(config)
     if engine is not None and engine.needs_gpu and not engine.servers:
         yield "rollout.engine", engine.kind, "set rollout.engine.servers, or set it to native"
-    if isinstance(config.env, ManiskillEnv) and config.env.on_gpu:
-        yield "env.on_gpu", "a scene of ManiSkill on the GPU", "set it to false"
+    yield from config.env.needs_gpu()
 
 
 def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -111,12 +100,10 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         needed.append(("rollout.engine", engine.package, engine.install, instead))
     if is_gguf(config.model.source or ""):
         needed.append(("model.path", "gguf", "'braid-rl[gguf]'", "set it to a Hugging Face folder"))
-    if (package := _SIMULATORS.get(type(config.env))) is not None:
+    if (package := config.env.package) is not None:
         needed.append(("env.kind", package, f"'braid-rl[{config.env.kind}]'", "use another environment"))
-    if isinstance(config.env, SimulatorEnv) and config.env.video.are_saved:
-        key, fix = (
-            ("save", "set it to false") if config.env.video.save else ("train_every_rounds", "set it to null")
-        )
+    if (video := config.env.video_of("eval") or config.env.video_of("train")) is not None:
+        key, fix = ("save", "set it to false") if video.save else ("train_every_rounds", "set it to null")
         needed.append((f"env.video.{key}", "av", "'braid-rl[video]'", fix))
     for key, package, install, is_used in (
         ("report.wandb", "wandb", "'braid-rl[wandb]'", config.report.wandb),
@@ -160,8 +147,7 @@ def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
     except ValueError:
         return  # reported as a refusal of the layout
     reward, rollout = placed.get("reward"), plan.layout.role("rollout")
-    has_models = any(isinstance(part, ModelReward) for part in config.reward.parts)
-    if has_models and reward and rollout and not set(reward.numbers) <= set(rollout.devices):
+    if any(config.reward.models()) and reward and rollout and not set(reward.numbers) <= set(rollout.devices):
         where = f"the devices of rollout ({format_numbers(rollout.devices)}) in this version"
         why = f"reward models run on {where}, but reward is placed on {format_numbers(reward.numbers)}"
         yield "cluster.placement", f"{why}; place reward on those, or remove it"

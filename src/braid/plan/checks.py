@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from braid.config.env import AgentEnvConfig, ChatEnv, ProgramEnv, SimulatorEnv
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 
@@ -23,7 +22,7 @@ from .parallel import TRAINING_ROLES, copy_devices, section_of
 from .placement import format_numbers, parse_placement
 from .plan import Plan
 from .rewards import reward_problems
-from .unused import ONLY_EVALUATES, has_own_tasks, has_tokens, is_of_text, set_keys, unused_keys
+from .unused import ONLY_EVALUATES, set_keys, unused_keys
 
 Finding = tuple[str, str]
 """The key that should be changed, and what is wrong."""
@@ -43,79 +42,17 @@ def find_warnings(config: RunConfig, plan: Plan) -> list[Finding]:
 
 
 def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    model, kind = config.model, config.env.kind
-    if not isinstance(config.env, SimulatorEnv):
-        for key, is_set in (("model.mlp", model.mlp), ("model.vla", model.vla)):
-            if is_set is not None:
-                why = f"a robot policy cannot act in env.kind={kind}, a text environment"
-                yield (
-                    key,
-                    f"{why}; set env.kind=gymnasium or metaworld, or use model.path or model.build alone",
-                )
-        return
-    if model.vla is not None and model.path is None:
-        yield (
-            "model.vla",
-            "a vision-language-action policy has a folder; set model.path to it, or remove model.vla",
-        )
-    if model.mlp is None and model.vla is None:
-        given = "path" if model.path else "build"
-        why = (
-            f"a language model cannot act in a simulator; use model.mlp instead of model.{given}, or "
-            "set model.vla if it is a vision-language-action policy"
-        )
-        yield "env.kind", why
-    resets = "a simulator has its own reset states; remove the data"
-    rewards = "reward parts score text, but a simulator computes its own rewards; remove them"
-    supervised = (
-        "supervised fine-tuning for a simulator needs a vision-language-action policy (model.vla); remove it"
-    )
-    imitates = config.sft is not None and model.vla is None
-    epochs = "a simulator has no prompts and so no epochs; set run.max_rounds"
-    for key, is_set, why in (
-        ("data.train", config.data.train, resets),
-        ("data.eval", config.data.eval, resets),
-        ("reward.parts", config.reward.parts, rewards),
-        (
-            "algorithm.kl_coef",
-            plan.needs_reference,
-            "robot policies have no reference model; set algorithm.kl_coef=0",
-        ),
-        ("sft", imitates, supervised),
-        ("run.max_epochs", config.run.max_epochs, epochs),
-    ):
-        if is_set:
-            yield key, why
-
-
-def _simulators(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    if not isinstance(config.env, SimulatorEnv):
-        return
-    stages, placed = config.env.pipeline_stages, plan.layout.role("env")
-    if stages > 1 and config.env.processes == 0 and placed is None:
-        why = "environments in the run's own process are not stepped while the policy acts"
-        yield "env.pipeline_stages", f"{why}; set env.processes to 1 or more, or this to 1"
-    if stages > 1 and (getattr(config.env, "vectorized", False) or getattr(config.env, "on_gpu", False)):
-        yield "env.pipeline_stages", "the environments of a VectorEnv or a scene step together; set it to 1"
-    if stages > config.env.num_envs:
-        yield (
-            "env.pipeline_stages",
-            f"there are only {config.env.num_envs} environments (env.num_envs); lower it",
-        )
-    rollout = plan.layout.role("rollout")
-    if placed and rollout and (each := len(placed.workers) // len(rollout.workers)) > config.env.num_envs:
-        yield "env.num_envs", f"each rollout worker has {each} processes of env; raise it to {each} or more"
-    steps, chunk = config.env.max_steps_per_rollout, config.model.num_action_chunks
-    if steps is not None and steps < chunk:
-        why = f"a rollout of {steps} env steps ends before the first chunk of {chunk} actions"
-        yield "env.max_steps_per_rollout", f"{why}; raise it to {chunk} or more"
+    yield from config.model.kind.problems(config)
+    yield from config.env.problems(config, plan)
 
 
 def _demonstrations(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    sft, is_robot = config.sft, isinstance(config.env, SimulatorEnv)
+    sft, is_robot = config.sft, config.env.is_simulator
     if is_robot and plan.verb == "sft" and sft is None:
         yield "sft", "no demonstrations; set sft.demonstrations to a LeRobot folder"
-    if sft is None or plan.verb == "eval" or (is_robot and config.model.vla is None):
+    if sft is None or plan.verb == "eval":
+        return
+    if is_robot and config.model.kind.imitates != "demonstrations":
         return
     if is_robot and sft.data:
         yield "sft.data", "a robot policy imitates demonstrations; use sft.demonstrations"
@@ -137,20 +74,20 @@ def _length(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _values(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    if plan.learns_values and not plan.needs_critic and is_of_text(config):
+    if plan.learns_values and not plan.needs_critic and not config.env.is_simulator:
         why = "a language model's critic is a separate model; only robot policies can share theirs"
         yield "critic.network", f"{why}; set it to own"
 
 
 def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    if isinstance(config.env, SimulatorEnv):
+    if config.env.is_simulator:
         return
-    has_tasks = has_own_tasks(config)
+    has_tasks = config.makes_tasks
     if plan.verb == "train" and not config.data.train and not has_tasks:
         yield "data.train", "no training prompts; add at least one source"
     if plan.verb == "eval" and not config.data.eval and not has_tasks:
         yield "data.eval", "no evaluation prompts; add at least one source"
-    is_scored = config.reward.parts or isinstance(config.env, AgentEnvConfig | ProgramEnv)
+    is_scored = config.reward.parts or config.env.gives_rewards
     if (plan.verb == "train" or config.data.eval) and not is_scored:
         yield "reward.parts", f"no reward for env.kind={config.env.kind}; add at least one part"
     if plan.verb == "sft" and config.sft is None:
@@ -178,7 +115,7 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if target.min_final is None and target.min_gain is None:
         return
     key = "eval.target.min_final" if target.min_final is not None else "eval.target.min_gain"
-    if not config.data.eval and not isinstance(config.env, SimulatorEnv) and not has_own_tasks(config):
+    if not config.data.eval and not config.env.is_simulator and not config.makes_tasks:
         yield key, "a target needs evaluation data; add sources to data.eval"
     if plan.verb != "eval" and not of.at_end:
         yield key, "the target is measured after the last round; set eval.at_end=true"
@@ -221,7 +158,7 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             yield "algorithm.old_logprobs", f"KL in the {recipe.kl_in} needs {fix}"
         if recipe.policy_loss.selects_tokens:
             yield "algorithm.old_logprobs", f"{loss} selects tokens by their {fix}"
-    if recipe.logprob_level != "token" and is_of_text(config):
+    if recipe.logprob_level != "token" and not config.env.is_simulator:
         if recipe.policy_loss.has_segment_ratio:
             level = f"algorithm.logprob_level={recipe.logprob_level}"
             why = f"{level} already makes ratios turn-level; set it to token, or logprob_level to token"
@@ -229,11 +166,13 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if recipe.policy_loss.selects_tokens:
             yield "algorithm.logprob_level", f"{loss} selects single tokens; set it to token"
     levels = config.algorithm
-    is_of_robots = plan.learns_values and not is_of_text(config)
+    is_of_robots = plan.learns_values and config.env.is_simulator
     if is_of_robots and levels.reward_level == "action" and config.robot_logprob_level == "chunk":
         why = "returns of actions need log-probs of actions or their components, not of whole chunks"
-        is_pi0 = config.model.vla is not None and config.model.vla.kind == "pi0"
-        fix = "set it to chunk" if is_pi0 else "set it to chunk, or algorithm.logprob_level to action"
+        has_chunks_only = config.model.kind.decision_level == "chunk"
+        fix = (
+            "set it to chunk" if has_chunks_only else "set it to chunk, or algorithm.logprob_level to action"
+        )
         yield "algorithm.reward_level", f"{why}; {fix}"
     if recipe.aggregation == "token_sum_constant" and plan.aggregation_constant is None:
         why = "episodes of a simulator have no maximum response length to derive it from; set it"
@@ -254,8 +193,7 @@ def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 
 def _opponents(config: RunConfig, _: Plan) -> Iterator[Finding]:
-    of_agents = isinstance(config.env, AgentEnvConfig) and config.env.opponents is not None
-    if of_agents and config.rollout.engine.is_served:
+    if config.env.opponents_every_rounds is not None and config.rollout.engine.is_served:
         yield "env.opponents", "opponents need rollout.engine=native"
 
 
@@ -265,12 +203,11 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     limit = None if plan.model_size is None else plan.model_size.max_positions
     budget = config.rollout.engine.kv_budget(has_gpus=plan.layout.has_gpus)
     no_room = f"data.max_prompt_tokens={prompt} leaves no room for an answer in"
-    if bound is not None and prompt >= bound and has_tokens(config) and not has_own_tasks(config):
+    if bound is not None and prompt >= bound and not config.env.is_simulator and not config.makes_tasks:
         yield "rollout.max_sequence_tokens", f"{no_room} {bound} tokens; raise it above {prompt}"
     samplings = [("rollout.sampling", config.rollout.sampling, plan.max_trajectory_tokens)]
-    if isinstance(env, ChatEnv):
-        context = env.max_context_tokens
-        if prompt >= context and not has_own_tasks(config):
+    if (context := env.context_limit) is not None:
+        if prompt >= context and not config.makes_tasks:
             why = f"{no_room} a context of {context} tokens; raise it above {prompt}"
             yield "env.max_context_tokens", why
     elif config.eval.sampling is not None:
@@ -279,7 +216,7 @@ def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if total is None:
             continue
         changed = f"{key}.max_new_tokens"
-        if total == bound or isinstance(env, ChatEnv):
+        if total == bound or env.context_limit is not None:
             changed = "rollout.max_sequence_tokens" if total == bound else "env.max_context_tokens"
             arithmetic = f"a trajectory has up to {total} tokens ({changed})"
         else:
@@ -314,7 +251,6 @@ def _placement(_: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 _PROBLEMS: tuple[_Check, ...] = (
     _policy_and_env,
-    _simulators,
     _demonstrations,
     _length,
     _values,
@@ -336,7 +272,7 @@ _PROBLEMS: tuple[_Check, ...] = (
 
 def _suspicious_sampling(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     sampling = config.rollout.sampling
-    if plan.verb != "train" or isinstance(config.env, SimulatorEnv):
+    if plan.verb != "train" or config.env.is_simulator:
         return
     if sampling.greedy:
         why = "all answers of a group are identical, so their advantages are 0"

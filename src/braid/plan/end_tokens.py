@@ -44,7 +44,7 @@ def tokens_of_files(find: Callable[[str], Path | None]) -> tuple[str, tuple[int,
 def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] | None:
     """Each end token of a run as text and id, as far as the files contain both, with the files or keys that
     define it. None if the model is not in a local folder."""
-    if model.mlp is not None:
+    if not model.kind.has_tokenizer:
         return {}
     folder = None if model.source is None else Path(model.source).expanduser()
     tokenizer = folder if model.tokenizer is None else Path(model.tokenizer).expanduser()

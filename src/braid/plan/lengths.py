@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from braid.config.env import ChatEnv, SimulatorEnv
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.json_text import read_json
@@ -19,14 +18,11 @@ from .sizes import policy_size
 def token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | None, int | None]:
     """Maximum tokens that the policy generates in a trajectory, and maximum tokens of a trajectory."""
     env, prompt, new = config.env, config.data.max_prompt_tokens, sampling.max_new_tokens
-    if isinstance(env, SimulatorEnv):
+    if env.is_simulator:
         return None, None
     limit = config.rollout.max_sequence_tokens or math.inf
-    if isinstance(env, ChatEnv):
-        total = int(min(env.max_context_tokens, limit))
-        return min(env.max_turns * new, max(total - 1, 0)), total
-    total = int(min(prompt + new, limit))
-    return min(new, max(total - 1, 0)), total
+    total = int(min(env.context_limit or prompt + new, limit))
+    return min((env.turn_limit or 1) * new, max(total - 1, 0)), total
 
 
 def longest_row(config: RunConfig) -> int | None:

@@ -14,9 +14,7 @@ from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.config.algorithm import CorrectionConfig
 from braid.config.cluster import Role
 from braid.config.data import ProceduralSource
-from braid.config.env import AgentEnvConfig, SimulatorEnv
 from braid.config.kinds import with_settings
-from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
 from braid.config.source import DEFAULT
@@ -82,7 +80,7 @@ def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
     if corrections is not None:
         given["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in corrections)
     recipe = replace(recipe, **_without_off(given))
-    if not isinstance(config.env, SimulatorEnv):
+    if not config.env.is_simulator:
         return recipe
     # Log-probs and entropies of a simulator's rows are already at their levels; returns are those of
     # decisions or actions.
@@ -125,7 +123,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         "reference": verb == "train" and recipe.kl_coef > 0,
         "inference": verb == "train" and old_logprobs == "recompute",
         "rollout": True,
-        "env": isinstance(config.env, SimulatorEnv),
+        "env": config.env.is_simulator,
     }
     needs = Needs(
         roles=tuple(role for role, is_one in is_used.items() if is_one),
@@ -190,8 +188,8 @@ def _sizes(config: RunConfig) -> dict[TrainingRole, ModelSize | None]:
 
 def _known_prompts(config: RunConfig) -> int | None:
     """Number of training prompts, if the config alone determines it."""
-    if isinstance(config.env, AgentEnvConfig) and not config.data.train:
-        return config.env.tasks
+    if config.env.makes_tasks and not config.data.train:
+        return config.env.num_own_tasks
     sources = [source for source in config.data.train if isinstance(source, ProceduralSource)]
     if not sources or len(sources) < len(config.data.train):
         return None
@@ -250,9 +248,9 @@ def _memory(
         roles.append(Memory("reference", held, held * width))
     held_by_engine = config.rollout.engine.held_bytes(config, policy.parameters, has_gpus=has_gpus)
     roles += [Memory(name, policy.parameters, held) for name, held in held_by_engine.items()]
-    for part in config.reward.parts:
-        if isinstance(part, ModelReward) and (size := size_of_folder(part.path)) is not None:
-            name, held = part.name or part.kind, size.parameters * BYTES[part.dtype]
+    for _, part in config.reward.models():
+        if (size := size_of_folder(part.path)) is not None:
+            name, held = part.metric_name, size.parameters * BYTES[part.dtype]
             roles.append(Memory(f"reward:{name}", size.parameters, held))
     return tuple(roles)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from braid.config.data import REST, MixShare, covers, source_name
-from braid.config.env import AgentEnvConfig, ProgramEnv, SimulatorEnv
-from braid.config.reward import JudgeReward, RewardPart, part_name
+from braid.config.reward import RewardPart
 from braid.config.schema import RunConfig
 from braid.errors import suggest
 
@@ -27,24 +26,19 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         yield from weight_problems(config, ())
     names: dict[str, int] = {}
     for i, part in enumerate(config.reward.parts):
-        if (first := names.setdefault(part_name(part), i)) != i:
-            why = f"reward.parts[{first}] is also named {part_name(part)!r}, and metrics are by name"
+        if (first := names.setdefault(part.metric_name, i)) != i:
+            why = f"reward.parts[{first}] is also named {part.metric_name!r}, and metrics are by name"
             yield f"reward.parts[{i}].name", f"{why}; choose another name"
     limit = None if plan.model_size is None else plan.model_size.max_positions
     for i, part in enumerate(config.reward.parts):
-        if not isinstance(part, JudgeReward) or part.url != "policy":
-            continue
-        if limit is not None and part.max_tokens >= limit:
-            why = f"{part.max_tokens} tokens for the reply leave no room for the question"
-            fix = f"the policy accepts {limit} tokens in total; lower it below {limit}"
-            yield f"reward.parts[{i}].max_tokens", f"{why}: {fix}"
+        yield from part.problems(f"reward.parts[{i}]", limit)
 
 
 def weight_problems(config: RunConfig, sources: Collection[str]) -> Iterator[tuple[str, str]]:
     """(key, message) of sources whose reward is always 0, since only parts of weight 0 score them. Agent
     environments may return rewards themselves."""
     parts = config.reward.parts
-    if isinstance(config.env, AgentEnvConfig | ProgramEnv | SimulatorEnv) or not parts:
+    if config.env.gives_rewards or not parts:
         return
     if not any(part.weight for part in parts):
         yield "reward.parts", "every weight is 0, so every reward would be 0; set the weight of a part"

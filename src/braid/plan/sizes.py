@@ -13,7 +13,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from braid.config.backends import LoraConfig
-from braid.config.env import SimulatorEnv
 from braid.config.model import BuildSpec
 from braid.config.schema import RunConfig
 from braid.gguf_file import is_gguf, read_header
@@ -231,7 +230,7 @@ def _tensor_shapes(folder: Path) -> dict[str, list[int]]:
 def samples_lower(config: RunConfig, *, has_gpus: bool) -> bool:
     """Whether an engine in the run's processes samples text in a lower precision than that of training."""
     engine, train = config.rollout.engine, training_dtype(config, has_gpus=has_gpus)
-    if engine.is_served or isinstance(config.env, SimulatorEnv):
+    if engine.is_served or config.env.is_simulator:
         return False
     return BYTES[engine.dtype_in(config, None, has_gpus=has_gpus)] < BYTES[train]
 
@@ -260,7 +259,7 @@ def round_bytes(
 ) -> tuple[int, int] | None:
     """Least and most host memory of a round's trajectories, if the longest has `max_output_tokens`; None for
     simulators, whose observations vary."""
-    if isinstance(config.env, SimulatorEnv):
+    if config.env.is_simulator:
         return None
     least = num_trajectories * _TRAJECTORY_BYTES
     return least, least + num_trajectories * (max_output_tokens or 0) * _TOKEN_BYTES

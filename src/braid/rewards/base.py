@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from braid.errors import RewardError
+from braid.config.reward import RewardConfig
+from braid.errors import ConfigError, Problem, RewardError
 from braid.types import Message, Prompt, Trajectory
 
 Later = Callable[[], Awaitable[object]]
@@ -64,6 +66,38 @@ class Services:
 
     classifiers: Mapping[int, Classifier]
     generate: Generate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Making:
+    """What a part is built from beside its own settings: `reward` of the config, the part's number in it, the
+    folder that paths of files are relative to, the run's seed, and models."""
+
+    config: RewardConfig
+    number: int
+    base_dir: Path
+    seed: int
+    services: Services
+
+    @property
+    def key(self) -> str:
+        """Config key of the part."""
+        return f"reward.parts[{self.number}]"
+
+    @property
+    def timeout_s(self) -> float:
+        """Time limit of a call."""
+        return self.config.timeout_s
+
+    def pattern(self, pattern: str | None, *, flags: int = 0) -> Callable[[str], str | None]:
+        """What extracts the answer from a text by the part's `pattern`; see rules.extraction."""
+        from .rules import extraction
+
+        return extraction(pattern, self.timeout_s, key=f"{self.key}.pattern", flags=flags)
+
+    def without_service(self, key: str, what: str) -> ConfigError:
+        """That the part needs a model which the run lacks."""
+        return ConfigError([Problem(key, f"needs {what}, which was not given to this scorer", "config")])
 
 
 def references_of(prompt: Prompt) -> list[str]:

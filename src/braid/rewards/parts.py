@@ -1,4 +1,4 @@
-"""Builds reward parts from their config; defines those that need processes or threads."""
+"""Reward parts that need processes or threads."""
 
 from __future__ import annotations
 
@@ -11,20 +11,7 @@ from typing import Any
 
 import regex
 
-from braid.config.reward import (
-    ChoiceReward,
-    CodeReward,
-    ExactReward,
-    FunctionReward,
-    JudgeReward,
-    LengthReward,
-    MathReward,
-    ModelReward,
-    PatternReward,
-    ReasoningGymReward,
-    RepetitionReward,
-    RewardConfig,
-)
+from braid.config.reward import CodeReward, FunctionReward, RewardConfig
 from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
 from braid.generators import reasoning_gym
@@ -33,12 +20,12 @@ from braid.reasoning import without_reasoning
 from braid.types import Prompt, Trajectory
 from braid.users import shown
 
-from .base import Later, Part, Services, column_of, references_of, task_of
+from .base import Later, Making, Part, Services, column_of, references_of, task_of
 from .classifier import ModelPart
 from .isolated import score_by_generator
 from .processes import ScoringProcesses
 from .programs import read_tests
-from .rules import Extract, choice, exact, extraction, length, matches, repetition
+from .rules import Extract
 from .threads import CallThreads, LoopThread
 
 OFFERED = ("text", "response", "reasoning", "prefill", "answer", "prompt", "fields", "trajectory")
@@ -47,66 +34,48 @@ TEXT_COMPARING = frozenset({"chain_sum", "products"})
 """reasoning-gym generators whose own scorer only compares short texts (verified in its source)."""
 
 
-def build_part(  # noqa: C901  # one case per kind
+def build_part(
     config: RewardConfig, number: int, *, base_dir: Path, seed: int, services: Services
 ) -> Part | ModelPart | GroupPart:
-    """Build the part configured at reward.parts[number]. Raises ConfigError for invalid patterns, functions,
-    templates, keys and URLs, and for a part that needs a model which the run lacks."""
-    part, key, timeout_s = config.parts[number], f"reward.parts[{number}]", config.timeout_s
-    pattern = partial(extraction, timeout_s=timeout_s, key=f"{key}.pattern")
-    match part:
-        case MathReward():
-            extract = None if part.pattern is None else pattern(part.pattern)
-            processes = ScoringProcesses("math")
-            return Part(partial(_math, processes, extract, timeout_s), processes.close)
-        case ReasoningGymReward():
-            processes = ScoringProcesses("reasoning_gym")
-            return Part(partial(_reasoning_gym, processes, pattern(part.pattern), timeout_s), processes.close)
-        case ExactReward():
-            return Part(exact(part, pattern(part.pattern)))
-        case PatternReward():
-            return Part(matches(part, timeout_s, key=f"{key}.pattern"))
-        case ChoiceReward():
-            return Part(choice(part))
-        case LengthReward():
-            return Part(partial(length, part))
-        case RepetitionReward():
-            return Part(partial(repetition, part))
-        case CodeReward():
-            extract = pattern(part.pattern, flags=regex.DOTALL)
-            processes, isolation = ScoringProcesses("code"), find_isolation(config.code.isolation)
-            return Part(partial(_code, processes, extract, part, isolation, key), processes.close)
-        case ModelReward():
-            if number not in services.classifiers:
-                raise _without_service(key, "a reward model")
-            return ModelPart(services.classifiers[number])
-        case JudgeReward():
-            from .judge import HttpChat, judge, policy_chat  # needs httpx2
-
-            score = partial(judge, part, timeout_s=timeout_s, seed=seed, base_dir=base_dir, key=key)
-            if part.url != "policy":
-                chat = HttpChat(part, key=key)
-                return Part(score(chat), chat.close)
-            if services.generate is None:
-                raise _without_service(f"{key}.url", "a text policy")
-            return Part(score(policy_chat(part, services.generate)))
-        case FunctionReward():
-            function = load_function(part.path, base_dir=base_dir, key=f"{key}.path")
-            arguments = arguments_of(function, part.params, path=part.path, key=key)
-            is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-            runner = LoopThread() if is_async else CallThreads(max_stuck=config.concurrency)
-            call = partial(function, **part.params)
-
-            def later(arguments: Mapping[str, Any]) -> Later:
-                return partial(runner.run, partial(call, **arguments), timeout_s)
-
-            if part.group:
-                return GroupPart(later, arguments, runner.close)
-            return Part(lambda trajectory: later(arguments.of(trajectory)), runner.close)
+    """Build the part configured at reward.parts[number]. Raises ConfigError as RewardPart.build."""
+    return config.parts[number].build(Making(config, number, base_dir, seed, services))
 
 
-def _without_service(key: str, what: str) -> ConfigError:
-    return ConfigError([Problem(key, f"needs {what}, which was not given to this scorer", "config")])
+def math_part(extract: Extract | None, timeout_s: float) -> Part:
+    """Equality by math-verify of the reference with what `extract` finds in the answer, or with the answer
+    that math-verify finds."""
+    processes = ScoringProcesses("math")
+    return Part(partial(_math, processes, extract, timeout_s), processes.close)
+
+
+def reasoning_gym_part(extract: Extract, timeout_s: float) -> Part:
+    """The generator's own score of what `extract` finds."""
+    processes = ScoringProcesses("reasoning_gym")
+    return Part(partial(_reasoning_gym, processes, extract, timeout_s), processes.close)
+
+
+def code_part(config: CodeReward, making: Making) -> Part:
+    """The result of the code in the answer on the row's tests."""
+    extract = making.pattern(config.pattern, flags=regex.DOTALL)
+    processes, isolation = ScoringProcesses("code"), find_isolation(making.config.code.isolation)
+    return Part(partial(_code, processes, extract, config, isolation, making.key), processes.close)
+
+
+def function_part(config: FunctionReward, making: Making) -> Part | GroupPart:
+    """What a function of the user's returns."""
+    key = making.key
+    function = load_function(config.path, base_dir=making.base_dir, key=f"{key}.path")
+    arguments = arguments_of(function, config.params, path=config.path, key=key)
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    runner = LoopThread() if is_async else CallThreads(max_stuck=making.config.concurrency)
+    call = partial(function, **config.params)
+
+    def later(arguments: Mapping[str, Any]) -> Later:
+        return partial(runner.run, partial(call, **arguments), making.timeout_s)
+
+    if config.group:
+        return GroupPart(later, arguments, runner.close)
+    return Part(lambda trajectory: later(arguments.of(trajectory)), runner.close)
 
 
 def _math(

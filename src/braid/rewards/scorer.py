@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from braid.config.data import covers
-from braid.config.reward import (
-    CodeReward,
-    JudgeReward,
-    MathReward,
-    ReasoningGymReward,
-    RewardConfig,
-    RewardPart,
-    part_name,
-)
-from braid.cores import num_cores
+from braid.config.reward import RewardConfig
 from braid.errors import ConfigError, Problem, RewardError
 from braid.report.metrics import Metrics
 from braid.types import Trajectory, exact_sum
@@ -66,30 +57,21 @@ def build_scorer(
     folder).
 
     `seed` is the run's seed, used for the jitter of retry delays. Raises ConfigError for duplicate part names
-    and for the errors of parts.build_part.
+    and for the errors of build_part.
     """
     parts: list[_Weighted] = []
     for i, part in enumerate(config.parts):
-        name = part_name(part)
+        name = part.metric_name
         if any(name == other.name for other in parts):
             problem = f"another part is also named {name!r}; choose another name"
             raise ConfigError([Problem(f"reward.parts[{i}].name", problem, "config")])
         built = build_part(config, i, base_dir=base_dir, seed=seed, services=services or Services({}))
-        parts.append(_Weighted(name, part.weight, frozenset(part.sources), built, *_limits(part, config)))
+        retries, max_calls = part.limits(config)
+        is_shared = not part.has_own_limits
+        parts.append(
+            _Weighted(name, part.weight, frozenset(part.sources), built, retries, max_calls, is_shared)
+        )
     return Scorer(parts, concurrency=config.concurrency)
-
-
-def _limits(part: RewardPart, config: RewardConfig) -> tuple[int, int, bool]:
-    """(retries, max_calls, is_shared) of a part. A greedy policy as judge is not retried, as its reply would
-    be the same."""
-    match part:
-        case JudgeReward():
-            is_certain = part.url == "policy" and part.temperature == 0
-            return 0 if is_certain else part.retries, part.concurrency or config.concurrency, False
-        case MathReward() | ReasoningGymReward() | CodeReward():
-            return config.retries, min(config.concurrency, num_cores()), True
-        case _:
-            return config.retries, config.concurrency, True
 
 
 Batch = asyncio.Task[Mapping[int, object]]

@@ -20,7 +20,6 @@ from braid.checkpoint.store import CheckpointStore
 from braid.cluster.interrupts import StopSignals
 from braid.cluster.memory_record import MemoryRecorder
 from braid.cluster.workers import Factory, Place, WorkerGroup
-from braid.config.env import SimulatorEnv
 from braid.config.load import Loaded, to_yaml
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
@@ -39,7 +38,7 @@ from .cluster import ROWS, Cluster, OneProcess, RayCluster
 from .evaluation import Evaluation
 from .evaluation_run import EvaluationRun, Trained
 from .imitation import Imitation
-from .inputs import TextInputs, environment_of, reset_states, rules_of
+from .inputs import TextInputs
 from .learner import Learner
 from .models import Models
 from .on_policy import OnPolicy
@@ -55,6 +54,7 @@ from .watch import LearningWatch
 from .weight_sync import WeightSync, send_options
 
 if TYPE_CHECKING:
+    from braid.config.env import SimulatorEnv
     from braid.envs.simulators.base import Simulator
     from braid.envs.simulators.remote import Peer, SimulatorHost
     from braid.training.group import ModelGroup
@@ -161,22 +161,19 @@ class _Workers:
         return {prompts[0].source: prompts}
 
     def _reset_states(self) -> Mapping[Any, Sequence[Prompt]]:
-        env = self._cluster.config.env
-        assert isinstance(env, SimulatorEnv), "other environments have text inputs"
-        return reset_states(env)
+        return self._cluster.config.simulator.reset_states()
 
     def _make_simulators(self, *, reads_policy: bool) -> Factory[Simulator]:
         """Create the simulators that are not the rollout workers' own; returns what creates a rollout
         worker's."""
         config, cluster = self._cluster.config, self._cluster
-        assert isinstance(config.env, SimulatorEnv), "other environments have text inputs"
         new_simulator = partial(_simulator, config, self._spec.loaded.base_dir)
         if reads_policy:  # which has the shapes of the simulator's observations and actions
             cluster.make({"env": new_simulator}, self._logs)
         elif self._spec.plan.layout.role("env"):
             assert isinstance(cluster, RayCluster), "workers are on Ray"
             num_rollout = cluster.groups["rollout"].size
-            host = partial(_simulator_host, dict(GIVEN), config.env, new_simulator, num_rollout)
+            host = partial(_simulator_host, dict(GIVEN), config.simulator, new_simulator, num_rollout)
             cluster.make({"env": host}, self._logs)
             return partial(_remote_simulator, cluster.groups["env"].peers())
         return new_simulator
@@ -234,25 +231,7 @@ class _Workers:
 
 
 def _simulator(config: RunConfig, base_dir: Path, _: Place, num_envs: int | None = None) -> Simulator:
-    """`num_envs` defaults to that of the config."""
-    from braid.envs.simulators.processes import SimulatorProcesses
-    from braid.envs.simulators.vector import make_simulator
-
-    env = config.env
-    assert isinstance(env, SimulatorEnv), "other environments have text inputs"
-    of = environment_of(env)
-    make: Callable[..., Simulator] = make_simulator
-    if env.processes:
-        timeout_s = config.rollout.env_timeout_s
-        make = partial(SimulatorProcesses, num_processes=env.processes, timeout_s=timeout_s)
-    return make(
-        of.id,
-        num_envs or env.num_envs,
-        of.kwargs,
-        base_dir=base_dir,
-        rules=rules_of(env),
-        is_vectorized=of.is_vectorized,
-    )
+    return config.simulator.make(base_dir, config.rollout.env_timeout_s, num_envs)
 
 
 def _simulator_host(

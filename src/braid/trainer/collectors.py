@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from braid.cluster.workers import Factory, Place
-from braid.config.env import AgentEnvConfig, ProgramEnv, SimulatorEnv, Timeouts, ToolsEnv
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.envs.simulators.base import Simulator
@@ -26,16 +25,13 @@ from braid.plan.sizes import training_dtype
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Use, WeightLink
-from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.drivers.base import Driver
-from braid.rollout.drivers.programs import ProgramDriver
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import RolloutEngine, Sampling
 from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.native.kind import Native
 from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.rollout.engines.simulators import ActingPolicy, SimulatorEngine
-from braid.rollout.sessions.server import SessionServer
 from braid.training.backends.single.backend import SingleBackend, autocast_dtype
 from braid.training.worker import device_of
 from braid.types import ShapedReward, Trajectory
@@ -43,9 +39,9 @@ from braid.weights.fingerprint import check_synced
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.wire import Ticket
 
-from .conversations import chat_format, env_maker, external_key, program_of
+from .conversations import chat_format
 from .engines import EngineLink, LocalWeightLink, as_one, start_engines
-from .inputs import TextInputs, reset_states
+from .inputs import TextInputs
 from .services import reward_services
 from .weight_sync import send_options
 
@@ -103,7 +99,7 @@ def make_collector(
         engine = native_engine(config, inputs, lm)
         link = NativeLink(f"rollout {place.rank}", lm, config.cluster.call_timeout_s, device)
     opponent = None
-    if isinstance(config.env, AgentEnvConfig) and config.env.opponents is not None:
+    if config.env.opponents_every_rounds is not None:
         opponent = native_engine(config, inputs, lm, owns_weights=True)
     in_background = plan.is_pipelined or not is_local
     return text_collector(
@@ -220,34 +216,21 @@ def text_collector(  # noqa: PLR0913
     opponent: NativeEngine | None = None,
 ) -> Collector:
     """A collector of text episodes sampled with `engine`; the others as in Collector."""
-    env, rollout = config.env, config.rollout
-    chat, close_envs = chat_format(config, inputs.tokenizer, inputs.end_token_ids), None
-    common: dict[str, Any] = {"seed": config.run.seed, "retries": rollout.retries}
-    if isinstance(env, ProgramEnv):
-        key = external_key(env)
-        server = SessionServer(env.host, env.port, max_episodes=env.concurrency, external_key=key)
-        program = program_of(env, base_dir) if key is None else server.offer
-        common |= {"max_turns": env.max_turns, "timeout_s": env.episode_timeout_s}
-        common["needs_reward"] = not config.reward.parts
-
-        def of_context(sampling: Sampling, context: int) -> Driver:
-            return ProgramDriver(
-                server, program, engine, chat, sampling, max_context_tokens=context, **common
-            )
-
-    else:
-        new_env, close_envs = env_maker(config, base_dir)
-
-        def of_context(sampling: Sampling, context: int) -> Driver:
-            limits = Limits(context, None, Timeouts())
-            if isinstance(env, ToolsEnv | AgentEnvConfig):
-                cut, at_end = env.cut_turns == "continue", env.rewards_at == "end"
-                limits = Limits(context, env.max_turns, env.timeouts, cut, at_end)
-            return AgentDriver(engine, new_env, chat, sampling, limits, opponent=opponent, **common)
+    env, rollout = config.text_env, config.rollout
+    chat = chat_format(config, inputs.tokenizer, inputs.end_token_ids)
+    new_driver, close_envs = env.drivers(base_dir, needs_reward=not config.reward.parts)
 
     def driver(sampling: SamplingConfig, context: int | None) -> Driver:
         assert context is not None, "text episodes have a context limit"
-        return of_context(sampling_of(sampling, inputs.end_token_ids), context)
+        return new_driver(
+            engine,
+            chat,
+            sampling_of(sampling, inputs.end_token_ids),
+            context,
+            seed=config.run.seed,
+            retries=rollout.retries,
+            opponent=opponent,
+        )
 
     longest = plan.max_trajectory_tokens
     return Collector(
@@ -271,7 +254,7 @@ def text_collector(  # noqa: PLR0913
         close_envs=close_envs,
         in_background=in_background,
         opponent=opponent,
-        opponent_every=env.opponents.every_rounds if isinstance(env, AgentEnvConfig) and env.opponents else 0,
+        opponent_every=env.opponents_every_rounds or 0,
     )
 
 
@@ -285,9 +268,7 @@ def simulator_collector(
 ) -> Collector:
     """A collector of a simulator's episodes, sampled with the trained policy's own tensors, or with those
     that `link` writes to."""
-    env, rollout = config.env, config.rollout
-    assert isinstance(env, SimulatorEnv), "only Gymnasium simulators are implemented"
-
+    env, rollout = config.simulator, config.rollout
     engine = SimulatorEngine(
         simulator,
         policy,
@@ -307,7 +288,7 @@ def simulator_collector(
     steps, chunk = env.max_steps_per_rollout, config.model.num_action_chunks
     max_decisions = None if steps is None else steps // chunk
     return Collector(
-        reset_states(env),
+        env.reset_states(),
         {
             "train": driver(
                 rollout.sampling,

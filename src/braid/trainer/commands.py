@@ -39,9 +39,7 @@ from braid.errors import (
     TargetMissed,
     WorkerError,
 )
-from braid.models.base import copy_weights
-from braid.models.tokenizer import load_tokenizer
-from braid.plan import Plan, Verb, longest_row, resolve
+from braid.plan import Plan, Verb, resolve
 from braid.plan.threads import num_sharing, thread_counts
 from braid.report.names import declare
 from braid.report.reporter import Reporter, Status
@@ -114,33 +112,14 @@ def evaluate(loaded: Loaded, cluster: RayCluster | None = None, *, run_dir: Path
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
     """`braid export`: write a checkpoint of a run as a folder that transformers loads. Returns the folder."""
-    from braid.models.export import export_model
-    from braid.models.loading import load_policy
-
     loaded = load_config(run_dir / "config.yaml")
-    model = loaded.config.model
-    if model.mlp is not None:
-        raise ConfigError(
-            f"{run_dir} trained an MLP (model.mlp), which cannot be exported to Hugging Face format; its "
-            f"weights are safetensors files in {run_dir / 'checkpoints'}"
-        )
+    kind = loaded.config.model.kind
+    if why := kind.why_not_exported:
+        weights = f"its weights are safetensors files in {run_dir / 'checkpoints'}"
+        raise ConfigError(f"{run_dir} {why}; {weights}")
     disable_progress_bar()
-    weights = _trained_of(run_dir, step).weights
     folder = output or run_dir / "export"
-    if model.vla is not None:
-        from braid.models.vla.build import export_vla
-
-        export_vla(loaded.config, weights, folder)
-        return folder
-    lm = load_policy(
-        model,
-        temperature=1.0,
-        seed=loaded.config.run.seed,
-        device=torch.device("cpu"),
-        longest=longest_row(loaded.config),
-    )
-    copy_weights(weights, lm.named_weights())
-    export_model(lm, load_tokenizer(model), folder)
+    kind.export(loaded.config, _trained_of(run_dir, step).weights, folder)
     return folder
 
 

@@ -27,10 +27,9 @@ def demonstration_rows(config: RunConfig) -> list[Row]:
     """A row for each frame of `sft.demonstrations`, several for pi0: its observation, and the chunk of
     actions that begins there. The last action of an episode is repeated where the chunk goes on. Raises
     DataError and ModelError."""
-    sft, vla = config.sft, config.model.vla
+    sft, vla = config.sft, config.model.settings_of_vla
     assert sft is not None, "the plan checks that it is there"
     assert sft.demonstrations is not None, "the plan checks that it is there"
-    assert vla is not None, "the plan checks that it is there"
     rows, processor, generator = [], None, torch.Generator().manual_seed(config.run.seed)
     for episode in read_demonstrations(Path(sft.demonstrations), "sft.demonstrations"):
         state = episode.observations.get("state")
@@ -66,8 +65,7 @@ def demonstration_rows(config: RunConfig) -> list[Row]:
 def check_images(config: RunConfig, rows: Sequence[Row], spaces: Spaces) -> None:
     """Raise DataError if the images of demonstrations are not those that the policy reads in the
     simulator."""
-    vla = config.model.vla
-    assert vla is not None, "the plan checks that it is there"
+    vla = config.model.settings_of_vla
     seen = [name for name in rows[0].observations if name not in ("prompt_ids", "state")]
     read = list(spaces.images)[: vla.num_images]
     if seen != read:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.report.metrics import Metrics
 from braid.types import Group, Prompt, Trajectory, is_at_least
@@ -44,9 +43,8 @@ class Evaluation:
         if self.config.report.eval_samples:
             whole = sampling.rollouts.whole("eval", groups)
             reports.reporter.store_samples(f"eval_{round_:06d}", whole, ())
-        env = self.config.env
-        if isinstance(env, SimulatorEnv) and env.video.save:
-            sampling.show_films(env, "eval", round_, groups)
+        if (video := self.config.env.video_of("eval")) is not None:
+            sampling.show_films(video, "eval", round_, groups)
         for source in self.prompts:
             of_source = [t for group in groups if group.prompt.source == source for t in group.trajectories]
             sampling.validity.check(of_source, f"the evaluation on {source!r} after round {round_}")

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from braid.config.env import AgentEnvConfig
 from braid.config.schema import RunConfig
 from braid.report.metrics import Metrics
 from braid.rollout.engine import NewWeights
@@ -57,8 +56,7 @@ class Models:
         if self.reference is not None and config.reference.path is None:
             _copy(trained, self.reference)
         if self.critic is not None and config.critic.path is None:
-            has_adapters = config.model.vla is not None  # critics of language models have none
-            merged = config.model.lora is not None and not has_adapters
+            merged = config.model.lora is not None and not config.model.kind.adapts_critic
             _copy(trained, self.critic, merged=merged, heads_differ=True)
         trained.ranks.close()
         self.warm_up = None
@@ -122,8 +120,7 @@ class Models:
         """Have the models' workers write to `folder`. Returns `state` with the rest that `restore` needs for
         a bit-exact resume, and the files written."""
         whole: dict[str, object] = dict(state)
-        env = self._config.env
-        has_opponent = isinstance(env, AgentEnvConfig) and env.opponents is not None
+        has_opponent = self._config.env.opponents_every_rounds is not None
         whole["opponent"] = self.rollouts.opponent_state() if has_opponent else None
         files: dict[str, dict[str, object]] = {}
         for role, model in self._saved().items():

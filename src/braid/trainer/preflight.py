@@ -6,41 +6,28 @@ this.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 from braid.cluster.environment import environment
-from braid.config.env import ProgramEnv
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
-from braid.config.reward import (
-    ChoiceReward,
-    CodeReward,
-    ExactReward,
-    FunctionReward,
-    JudgeReward,
-    MathReward,
-    ModelReward,
-    ReasoningGymReward,
-    RewardPart,
-)
+from braid.config.reward import RewardPart
 from braid.data import checked
 from braid.data.prompts import Prompts
 from braid.errors import ConfigError, Problem, RewardError
-from braid.functions import load_function
 from braid.models.chat import ChatFormat
 from braid.plan import Plan, Verb, resolve
 from braid.report.names import reserved_names
 from braid.report.streams import reward_prints_in
-from braid.rewards.base import Later, Part, Score, Services, column_of, references_of
-from braid.rewards.parts import GroupPart, arguments_of, build_part
-from braid.rewards.programs import read_tests
+from braid.rewards.base import Later, Part, Score, Services, references_of
+from braid.rewards.parts import GroupPart, build_part
 from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn
 
-from .conversations import chat_format, env_maker, external_key, program_of
+from .conversations import chat_format
 from .inputs import TextInputs, check_sources, read_inputs
 from .runnable import run_problems
 
@@ -73,11 +60,7 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
     config = loaded.config
     problems = run_problems(config, plan) + _own_problems(plan)
     if inputs is not None and plan.verb != "sft":
-        if isinstance(config.env, ProgramEnv):
-            if external_key(config.env) is None:
-                program_of(config.env, loaded.base_dir)
-        else:
-            env_maker(config, loaded.base_dir)
+        config.text_env.check(loaded.base_dir)
         if plan.verb == "train":
             check_sources(loaded, inputs)
         prompts = inputs.train.prompts + inputs.eval.prompts
@@ -113,7 +96,7 @@ async def _no_policy(*_: object, **__: object) -> str:
 def _part_problems(loaded: Loaded, number: int, prompts: Prompts, chat: ChatFormat) -> Iterator[Problem]:
     config, base_dir, key = loaded.config, loaded.base_dir, f"reward.parts[{number}]"
     part, services = config.reward.parts[number], Services({}, _no_policy)
-    if isinstance(part, ModelReward):
+    if part.has_model:
         return
     try:
         built = build_part(config.reward, number, base_dir=base_dir, seed=config.run.seed, services=services)
@@ -124,7 +107,7 @@ def _part_problems(loaded: Loaded, number: int, prompts: Prompts, chat: ChatForm
     try:
         problems = list(_unscorable(part, key, prompts, base_dir))
         yield from problems
-        if isinstance(part, FunctionReward) and not problems:
+        if part.is_tried and not problems:
             score = built.score if isinstance(built, Part) else partial(_alone, built)
             yield from _failed_call(score, f"{key}.path", prompts, chat)
     finally:
@@ -134,16 +117,16 @@ def _part_problems(loaded: Loaded, number: int, prompts: Prompts, chat: ChatForm
 def _unscorable(part: RewardPart, key: str, prompts: Prompts, base_dir: Path) -> Iterator[Problem]:
     """Prompts that lack the columns that the part reads, as one problem. Data that have passed are not read
     again."""
-    is_judge = isinstance(part, JudgeReward)
-    is_in_file = is_judge or isinstance(part, FunctionReward)
     known = (
-        "" if is_in_file else checked.key_of(len(prompts), prompts.fingerprint, key, part.model_dump_json())
+        ""
+        if part.reads_files
+        else checked.key_of(len(prompts), prompts.fingerprint, key, part.model_dump_json())
     )
-    read = _reader(part, key, base_dir)
+    read = part.reader(key, base_dir)
     if read is None or checked.recall(known) is not None:
         return
     first, num_failed = "", 0
-    for prompt in prompts.untokenized(messages=is_judge):
+    for prompt in prompts.untokenized(messages=part.reads_messages):
         try:
             read(prompt)
         except RewardError as error:
@@ -154,43 +137,10 @@ def _unscorable(part: RewardPart, key: str, prompts: Prompts, base_dir: Path) ->
             key, f"{part.kind} cannot score {num_failed:,} of {len(prompts):,} prompts; first: {first}"
         )
         return
-    if isinstance(part, CodeReward):
-        try:
-            read_tests(prompts[0].fields[part.tests_key], prompts[0].fields.get("metadata"))
-        except ValueError as error:
-            yield Problem(f"{key}.tests_key", f"column {part.tests_key!r} of {prompts[0].uid}: {error}")
-            return
+    if problems := [Problem(*problem) for problem in part.prompt_problems(key, prompts[0])]:
+        yield from problems
+        return
     checked.keep(known, {})
-
-
-def _reader(part: RewardPart, key: str, base_dir: Path) -> Callable[[Prompt], object] | None:
-    """What the part reads of a prompt, raising RewardError if it is not there; None if it reads nothing."""
-    match part:
-        case MathReward() | ExactReward() | ChoiceReward():
-            return references_of
-        case CodeReward():
-            return partial(column_of, name=part.tests_key, key=f"{key}.tests_key")
-        case ReasoningGymReward():
-
-            def read(prompt: Prompt) -> None:
-                if "reasoning_gym" not in prompt.fields:
-                    raise RewardError(
-                        f"source {prompt.source!r} is not procedural; list only procedural sources in "
-                        f"{key}.sources"
-                    )
-
-            return read
-        case JudgeReward():
-            from braid.rewards.judge import fill_template, read_template  # needs httpx2
-
-            template = read_template(part.prompt, base_dir, key=f"{key}.prompt")
-            return lambda prompt: fill_template(template, Trajectory(prompt, 0), key=f"{key}.prompt")
-        case FunctionReward():
-            function = load_function(part.path, base_dir=base_dir, key=f"{key}.path")
-            arguments = arguments_of(function, part.params, path=part.path, key=key)
-            return arguments.check if arguments.columns else None
-        case _:
-            return None
 
 
 def _failed_call(

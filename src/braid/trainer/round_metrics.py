@@ -9,9 +9,7 @@ from typing import get_args
 import numpy as np
 
 from braid.algorithms.advantages.formulas import reward_std
-from braid.config.env import AgentEnvConfig, ChatEnv, SimulatorEnv
 from braid.config.schema import RunConfig
-from braid.envs.agents.build import kind_of
 from braid.report.metrics import Metrics
 from braid.types import Group, Status, Trajectory
 
@@ -70,12 +68,11 @@ def group_metrics(config: RunConfig, groups: Sequence[Group]) -> Metrics:
 
 def _env_metrics(config: RunConfig, trajectories: Sequence[Trajectory]) -> Metrics:
     metrics, env = Metrics(), config.env
-    if isinstance(env, ChatEnv | SimulatorEnv):
+    if env.has_step_metrics:
         metrics.merge(_one_env_metrics("env", trajectories))
-    if isinstance(env, AgentEnvConfig):
-        for kind in env.mix:
-            of_kind = [t for t in trajectories if kind_of(t.prompt, env.mix_key) == kind]
-            metrics.merge(_one_env_metrics(f"env/mix/{kind}", of_kind))
+    for kind in env.mixture:
+        of_kind = [t for t in trajectories if env.kind_of_task(t.prompt) == kind]
+        metrics.merge(_one_env_metrics(f"env/mix/{kind}", of_kind))
     return metrics
 
 

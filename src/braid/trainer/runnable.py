@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from braid.config.reward import ModelReward
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.errors import ModelError, Problem
@@ -31,10 +30,7 @@ def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
         "reference.path": config.reference.path if plan.needs_reference else None,
     }
     if plan.verb != "sft":
-        parts = enumerate(config.reward.parts)
-        folders |= {
-            f"reward.parts[{i}].path": part.path for i, part in parts if isinstance(part, ModelReward)
-        }
+        folders |= {f"reward.parts[{i}].path": part.path for i, part in config.reward.models()}
     for key, path in folders.items():
         try:
             if path is not None:
@@ -52,7 +48,7 @@ def _unsupported_architectures(config: RunConfig, plan: Plan) -> Iterator[Proble
         paths["reference"] = config.reference.path
     for role, path in paths.items():
         train = train_config(config, role)
-        if not train.backend.checks_models or config.model.mlp is not None or config.model.vla is not None:
+        if not train.backend.checks_models or config.model.kind.is_robot:
             continue
         from transformers import AutoConfig
 

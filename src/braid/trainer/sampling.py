@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from braid.cluster.interrupts import StopSignals
-from braid.config.env import SimulatorEnv
+from braid.config.env import VideoConfig
 from braid.config.schema import RunConfig
 from braid.data.sampler import PromptSampler
 from braid.errors import TrainingError
@@ -93,16 +93,15 @@ class Sampling:
 
     def show_outputs(self, round_: int, groups: Sequence[Group]) -> None:
         """Log the outputs of groups, with rollout.print_outputs, and write their video, with env.video."""
-        env = self.config.env
-        if isinstance(env, SimulatorEnv) and env.video.train_every_rounds is not None:
-            self.show_films(env, "train", round_, groups)
+        if (video := self.config.env.video_of("train")) is not None:
+            self.show_films(video, "train", round_, groups)
         if self.config.rollout.print_outputs:
             log_outputs(round_, self.rollouts.whole("train", groups))
 
-    def show_films(self, env: SimulatorEnv, use: Use, round_: int, groups: Sequence[Group]) -> None:
+    def show_films(self, video: VideoConfig, use: Use, round_: int, groups: Sequence[Group]) -> None:
         """Write a video of the episodes that were filmed (see SimulatorDriver); warn if they are all
         invalid."""
-        video, every = env.video, env.video.train_every_rounds or 1
+        every = video.train_every_rounds or 1
         filmed = [g for g in groups if g.key[-1] < video.num_episodes and g.key[-2] % every == 0]
         whole = self.rollouts.whole(use, filmed)
         films = [t.recording for group in whole for t in group.trajectories if t.recording is not None]

@@ -9,7 +9,6 @@ import jinja2
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from braid.config.reward import ModelReward
 from braid.config.schema import RunConfig
 from braid.errors import EngineError, RewardError
 from braid.models.chat import ChatFormat
@@ -29,8 +28,7 @@ def reward_services(
     """Load the reward models of the config, and provide the policy as a judge."""
     classifiers = {
         i: load_classifier(part, device=device, key=f"reward.parts[{i}]")
-        for i, part in enumerate(config.reward.parts)
-        if isinstance(part, ModelReward)
+        for i, part in config.reward.models()
     }
     return Services(
         classifiers, PolicyJudge(engine, inputs.tokenizer, inputs.end_token_ids, seed=config.run.seed)

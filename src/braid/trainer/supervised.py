@@ -14,7 +14,6 @@ from functools import cached_property
 import numpy as np
 
 from braid.algorithms.aggregate import row_weights
-from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.data.rows import Lazy
 from braid.data.sampler import PromptSampler
@@ -25,7 +24,7 @@ from braid.training.group import ModelGroup
 from braid.training.losses import supervised_loss
 from braid.types import Row
 
-from .inputs import TextInputs, prompt_sampler, reset_states
+from .inputs import TextInputs, prompt_sampler
 
 
 @dataclass
@@ -105,6 +104,5 @@ def sampler_of(
     if plan.verb == "sft" and supervised:
         return supervised.sampler
     if inputs is None:
-        assert isinstance(config.env, SimulatorEnv), "other environments have text inputs"
-        return prompt_sampler(config, len(reset_states(config.env)["train"]))
+        return prompt_sampler(config, len(config.simulator.reset_states()["train"]))
     return prompt_sampler(config, max(1, len(inputs.train.prompts)), inputs.train.prompts)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from braid.config.env import SimulatorEnv
 from braid.config.schema import RunConfig
 from braid.plan import Plan
 from braid.types import is_at_least
@@ -128,7 +127,7 @@ class LearningWatch:
 
     @property
     def _is_text(self) -> bool:
-        return not isinstance(self.config.env, SimulatorEnv)
+        return not self.config.env.is_simulator
 
     def _damage(self) -> str:
         """That updates have damaged the policy, by its entropy and KL, and the remedy; empty if they have

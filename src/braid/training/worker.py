@@ -128,7 +128,7 @@ def _single(
 
     policy: SingleBackend | None = place.workers.get("policy")
     lm = policy.model if policy is not None and isinstance(policy.model, CausalLM) else None
-    if config.model.mlp is not None or config.model.vla is not None:
+    if config.model.kind.is_robot:
         policy_model = None if policy is None else policy.model
         model: TrainableModel = make_robot_model(
             role, config, spaces or place.workers["env"].spaces, device, policy_model

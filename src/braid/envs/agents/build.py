@@ -80,29 +80,24 @@ class AgentEnvs(HostedEnvs):
 
 
 class MixedEnvs:
-    """Environments of several kinds: the kind of an episode is its task's `key` field, or its source without
-    a key.
+    """Environments of several kinds. `kinds` has the environments by kind, and the maximum number of turns,
+    if it is limited; `kind_of` is the kind of a task."""
 
-    `kinds` has the environments by kind, and the maximum number of turns, if it is limited."""
-
-    def __init__(self, kinds: Mapping[str, tuple[AgentEnvs, int | None]], key: str | None) -> None:
-        self._kinds, self._key = kinds, key
+    def __init__(
+        self, kinds: Mapping[str, tuple[AgentEnvs, int | None]], kind_of: Callable[[Prompt], str]
+    ) -> None:
+        self._kinds, self._kind_of = kinds, kind_of
 
     def __call__(self) -> MixedEnv:
         return MixedEnv(self._env_for)
 
     def _env_for(self, task: Prompt) -> tuple[Any, int | None]:
-        envs, max_turns = self._kinds[kind_of(task, self._key)]
+        envs, max_turns = self._kinds[self._kind_of(task)]
         return envs(), max_turns
 
     async def close(self) -> None:
         for envs, _ in self._kinds.values():
             await envs.close()
-
-
-def kind_of(task: Prompt, key: str | None) -> str:
-    """The kind of environment that a task is for."""
-    return task.source if key is None else str(task.fields.get(key, task.source))
 
 
 class MixedEnv:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from braid.config.model import ModelConfig
+from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
 from braid.errors import ModelError
-from braid.models.base import copy_weights, unique_weights
+from braid.models.base import TrainableModel, copy_weights, unique_weights
 from braid.models.export import export_with
 from braid.models.folders import local_folder, local_path, read_json, read_tokenizer
 from braid.models.loading import TORCH_DTYPES
 from braid.models.lora import add_adapters, merged_weights, named_adapters
+from braid.models.value_head import add_head_of_robot
 from braid.types import Spaces
 
 from .actions import range_of
@@ -33,8 +36,7 @@ _OPENPI_NAMES = {"actions": "action", "state": "proprio"}
 
 def make_processor(model: ModelConfig, spaces: Spaces) -> Processor:
     """The processor of the policy in `model.path`; its weights are not read. Raises ModelError."""
-    vla, path = model.vla, model.path
-    assert vla is not None, "the plan checks that it is there"
+    vla, path = model.settings_of_vla, model.path
     assert path is not None, "the plan checks that it is there"
     num_bins = 0
     if vla.kind == "pi0":
@@ -60,6 +62,20 @@ def make_processor(model: ModelConfig, spaces: Spaces) -> Processor:
     return Processor(vla, spaces, tokenizer, range_of(statistics, vla, size=vla.action_dim), state, num_bins)
 
 
+def make_vla_role(
+    role: TrainingRole,
+    config: RunConfig,
+    spaces: Spaces,
+    device: torch.device,
+    policy: TrainableModel | None = None,
+    rank: int | None = None,
+) -> VlaPolicy:
+    """The model of a role; the critic is a copy of `policy`, or of the policy in the folder without it."""
+    model = make_vla(config, spaces, device, rank) if policy is None else cast("VlaPolicy", deepcopy(policy))
+    add_head_of_robot(model, role, config, seed=config.run.seed)
+    return model
+
+
 def make_vla(config: RunConfig, spaces: Spaces, device: torch.device, rank: int | None = None) -> VlaPolicy:
     """The policy of a run; `rank` as in models.loading.load_policy. Raises ModelError."""
     processor, seed = make_processor(config.model, spaces), config.run.seed
@@ -77,8 +93,7 @@ def make_vla(config: RunConfig, spaces: Spaces, device: torch.device, rank: int 
 def load_module(model: ModelConfig, seed: int, device: torch.device, *, is_hollow: bool = False) -> nn.Module:
     """The module in `model.path`, with adapters if configured. With `is_hollow` its weights are not read, and
     take no memory until they are written to. Raises ModelError."""
-    vla, dtype = model.vla, TORCH_DTYPES[model.dtype]
-    assert vla is not None, "the plan checks that it is there"
+    vla, dtype = model.settings_of_vla, TORCH_DTYPES[model.dtype]
     assert model.path is not None, "the plan checks that it is there"
     if vla.kind == "pi0":
         module: Any = load_pi0(model.path, dtype=dtype, device=device, is_hollow=is_hollow)
@@ -121,7 +136,7 @@ def _save(module: Any, model: ModelConfig, folder: Path) -> None:
 def _tokenizer(model: ModelConfig, folder: str) -> PreTrainedTokenizerBase:
     key = "model.path" if model.tokenizer is None else "model.tokenizer"
     # transformers would look for the class of an OpenVLA config, which it does not know, and warn
-    options = {} if model.vla is None or model.vla.kind == "pi0" else {"config": PreTrainedConfig()}
+    options = {} if model.settings_of_vla.kind == "pi0" else {"config": PreTrainedConfig()}
     path = local_path(model.tokenizer or folder, key)
     return read_tokenizer(path, key, model.trust_remote_code, **options)
 

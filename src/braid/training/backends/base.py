@@ -117,7 +117,9 @@ class Backend(Kind):
         """Whether `check_model` restricts the architectures."""
         return type(self).check_model is not Backend.check_model
 
-    def unused(self, config: RunConfig, plan: Plan, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:  # noqa: ARG002
+    def unused_in(
+        self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
+    ) -> Iterator[tuple[str, str]]:  # noqa: ARG002
         """(reason, keys) of settings without effect, as patterns of plan.unused."""
         yield from self.unused_settings(f"{at}.backend")
         if self.frees_gradients:

@@ -105,9 +105,7 @@ class Native(Engine):
     @staticmethod
     def has_conversations(config: RunConfig) -> bool:
         """Whether episodes have several turns, for whose next one a cache can be kept."""
-        from braid.config.env import ChatEnv
-
-        return isinstance(config.env, ChatEnv) and config.env.max_turns > 1
+        return (config.env.turn_limit or 1) > 1
 
     def unused(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         yield from super().unused(config, plan)

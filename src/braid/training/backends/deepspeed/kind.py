@@ -50,8 +50,10 @@ class DeepSpeed(Sharded):
         size = self.hpz_partition_size
         yield "backend.hpz_partition_size", size, f"a secondary partition needs {size} devices"
 
-    def unused(self, config: RunConfig, plan: Plan, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:
-        yield from super().unused(config, plan, train, at)
+    def unused_in(
+        self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
+    ) -> Iterator[tuple[str, str]]:
+        yield from super().unused_in(config, plan, train, at)
         if self.cpu_offload:
             why = f"{at}.backend.cpu_offload already keeps everything in host memory"
             yield why, f"{at}.offload.{{weights,gradients,optimizer}}"

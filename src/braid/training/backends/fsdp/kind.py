@@ -61,8 +61,10 @@ class AnyFsdp(Sharded):
         if self.size is not None:
             yield "backend.size", self.size, f"a shard group needs {self.size} devices"
 
-    def unused(self, config: RunConfig, plan: Plan, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:
-        yield from super().unused(config, plan, train, at)
+    def unused_in(
+        self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
+    ) -> Iterator[tuple[str, str]]:
+        yield from super().unused_in(config, plan, train, at)
         if self.cpu_offload:
             why = f"{at}.backend.cpu_offload already keeps everything in host memory"
             yield why, f"{at}.offload.{{weights,optimizer}}"

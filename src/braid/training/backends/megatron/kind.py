@@ -189,8 +189,10 @@ class Megatron(Backend):
 
         check_model(model, self)
 
-    def unused(self, config: RunConfig, plan: Plan, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:
-        yield from super().unused(config, plan, train, at)
+    def unused_in(
+        self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
+    ) -> Iterator[tuple[str, str]]:
+        yield from super().unused_in(config, plan, train, at)
         here = f"{at}.backend"
         if find_spec("transformer_engine") is None:
             why = "the fused kernel needs Transformer Engine, which is not installed"

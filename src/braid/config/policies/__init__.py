@@ -1,0 +1,8 @@
+"""Kinds of policies, one file each."""
+
+from .base import PolicyKind
+from .language import BuildSpec, LanguageModel
+from .mlp import MlpSpec
+from .vla import VlaConfig
+
+__all__ = ["BuildSpec", "LanguageModel", "MlpSpec", "PolicyKind", "VlaConfig"]
