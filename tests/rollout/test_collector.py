@@ -213,7 +213,8 @@ def test_groups_go_to_the_least_loaded_worker_and_its_load_ends_with_them() -> N
         assert [done[n].prompt for n in range(4)] == [PROMPTS[i] for i in (5, 1, 2, 0)]
         begun = [[number for what, number in of.events if what == "begun"] for of in gates]
         assert begun == [[0], [1, 2, 3]]
-        groups, cost = rollouts.collect("train", [3, 7], 2, keys(8, 9, round_=2))
+        rollouts.submit("train", [3, 7], 2, keys(8, 9, round_=2))
+        groups, cost = rollouts.gather("train", keys(8, 9, round_=2))
         assert [group.key[-1] for group in groups] == [8, 9]
         assert cost.value("time/score_s") > 0
         assert [of.events[-3][1] for of in gates] == [8, 9], "none of them had a load left"

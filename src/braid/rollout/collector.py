@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from braid.cluster.loops import Loop, all_of
+from braid.cluster.loops import Loop, task_group
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
 from braid.types import Group, Key, Lengths, Prompt, Row, ShapedReward, Spaces, Status, Trajectory
@@ -174,14 +174,15 @@ class Collector:
     ) -> tuple[GroupMetadata, Metrics]:
         """Sample, score and shape a group."""
         stream = self._streams[use]
-        async with stream.places:
-            asked = [stream.driver.group(prompt, group_size, key)]
+        greedy: asyncio.Task[Group] | None = None
+        async with stream.places, task_group() as tasks:
+            sampled = tasks.create_task(stream.driver.group(prompt, group_size, key))
             if use == "train" and self._greedy is not None:
-                asked.append(self._greedy.group(prompt, 1, key))
-            group, *greedy = await all_of(asked)
+                greedy = tasks.create_task(self._greedy.group(prompt, 1, key))
+        group = sampled.result()
         group.key = key
-        for answer in greedy:
-            (group.greedy,) = answer.trajectories
+        if greedy is not None:
+            (group.greedy,) = greedy.result().trajectories
         start = time.perf_counter()
         metrics = await self._scorer.score(group.sampled)
         metrics.add("time/score_s", time.perf_counter() - start)

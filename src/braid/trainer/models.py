@@ -124,7 +124,7 @@ class Models:
         whole: dict[str, object] = dict(state)
         env = self._config.env
         has_opponent = isinstance(env, AgentEnvConfig) and env.opponents is not None
-        whole["opponent"] = self.rollouts.opponent_state() if has_opponent else None
+        whole["opponent"] = self.rollouts.workers.first.opponent_state() if has_opponent else None
         files: dict[str, dict[str, object]] = {}
         for role, model in self._saved().items():
             whole[role], written = model.save(folder / role)

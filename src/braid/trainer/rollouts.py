@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from braid.cluster.workers import Pending, Ref, WorkerGroup
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, GroupMetadata, Use
 from braid.rollout.engine import NewWeights
-from braid.types import Group, Key, Prompt, Spaces
+from braid.types import Group, Key, Prompt
 
 
 class WeightSender(Protocol):
@@ -90,13 +90,10 @@ class Rollouts:
                 break
         return groups, metrics
 
-    def collect(
-        self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]
-    ) -> tuple[list[Group], Metrics]:
-        """Submit groups and wait for all of them. Returns them in the order of `keys`, as `finished` does. No
-        others of this use may run."""
+    def gather(self, use: Use, keys: Sequence[Key]) -> tuple[list[Group], Metrics]:
+        """Wait for all groups that were submitted. Returns them in the order of their `keys`, as `finished`
+        does. No others of this use may run."""
         metrics, groups = Metrics(), dict[Key, Group]()
-        self.submit(use, prompts, group_size, keys)
         while len(groups) < len(keys):
             more, cost = self.finished(use)
             metrics.merge(cost)
@@ -143,23 +140,9 @@ class Rollouts:
     def set_weights(self, version: int, when: NewWeights = "drain") -> None:
         """Sample with the policy's current weights from now on, as `version`; see Engine.set_weights."""
         if self.weight_sync is None:
-            self.workers.call(Collector.set_weights, version, when)
+            self.workers.every.set_weights(version, when)
         else:
             self.weight_sync.send(version, when)
-
-    def spaces(self) -> Spaces:
-        """Those of the workers' simulators."""
-        (spaces,) = self.workers.start_on(0, Collector.spaces).wait()
-        return spaces
-
-    def opponent_state(self) -> dict[str, Any] | None:
-        """See Collector.opponent_state; it is the same on all workers."""
-        (state,) = self.workers.start_on(0, Collector.opponent_state).wait()
-        return state
-
-    def load_opponent(self, state: Mapping[str, Any]) -> None:
-        """See Collector.load_opponent."""
-        self.workers.call(Collector.load_opponent, state)
 
     def _load(self, use: Use, prompt: int) -> int:
         return len(self.prompts[use][prompt].token_ids) + 1
