@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from braid.children import Child, as_env_error
 from braid.errors import BraidError, EnvError
 from braid.types import Action, Prompt
-from braid.users import is_the_users
+from braid.users import as_env_error, is_the_users
 
 from .base import Opening, Step
+from .processes import EnvProcess
 
 RunIn = Literal["inline", "thread", "process"]
 MakeEnv = Callable[[], Any]
@@ -219,11 +219,11 @@ class ProcessPool:
 
     def __init__(self, make: Callable[[], Any], size: int) -> None:
         self._make, self._left = make, size
-        self._idle: list[Child] = []
+        self._idle: list[EnvProcess] = []
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_closed = False
 
-    async def take(self) -> Child:
+    async def take(self) -> EnvProcess:
         """Wait for a free process. Start it where there is none, or it has died."""
         if self._left:
             self._left -= 1
@@ -242,12 +242,12 @@ class ProcessPool:
                     child.forget_stderr()
                     return child
                 child.kill()
-            return await Child.started(self._make)
+            return await EnvProcess.started(self._make)
         except BaseException:
             self._free()
             raise
 
-    def give(self, child: Child) -> None:
+    def give(self, child: EnvProcess) -> None:
         """Return a process to the pool, for the next episode if it is still alive."""
         if child.is_alive and not self._is_closed:
             self._idle.append(child)
@@ -276,7 +276,7 @@ class ProcessEnv(HostedEnv):
 
     def __init__(self, pool: ProcessPool) -> None:
         self._pool = pool
-        self._child: Child | None = None
+        self._child: EnvProcess | None = None
         self._has_failed = False
 
     async def ready(self, task: Prompt | None = None) -> None:  # noqa: ARG002
