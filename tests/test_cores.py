@@ -58,7 +58,6 @@ def _displayed(module: str, **variables: str) -> dict[str, str]:
         "braid.envs.agents.processes",
         "braid.envs.simulators.processes",
         "braid.rewards.isolated",
-        "braid.rollout.engines.guard",
         "braid.isolation.session",
     ],
 )

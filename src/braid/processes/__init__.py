@@ -9,9 +9,9 @@
     Python sessions       isolation.session               JSON
     tools, programs       a command, `guarded`            MCP; HTTP
 
-A Child is a Python module in a process and session of its own, so that Ctrl-C does not reach it. It has one
-end of a Channel, `connect` gives it the other. The first message is the job; its answer says that the process
-is up. A side that waits notices the death of the other by its pidfd (`Channel`, `end_with`), also while other
+A Child is a Python module in a process and session of its own, so that Ctrl-C does not reach it. The parent
+has one end of a Channel, and `connect` gives the module the other. Where making its object takes long, that is
+the first request, and the answer says that the process is up. A side that waits notices the death of the other by its pidfd (`Channel`, `end_with`), also while other
 processes hold the connection. A process ends with its parent, however that ends, and with it all that it has
 started. What JSON carries cannot execute code in the parent.
 

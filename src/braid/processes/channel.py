@@ -27,7 +27,7 @@ class Channel:
         """`handle` is a pidfd of the process at the other end, which the channel closes."""
         connection.setblocking(False)
         self._socket, self._handle = connection, handle
-        self._sending = threading.Lock()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
 
     def send(self, content: bytes, deadline: float = math.inf) -> None:
         """Send a message. Raises OSError if the other side is gone, and TimeoutError, one of them, after
@@ -43,15 +43,19 @@ class Channel:
     def receive(self, deadline: float = math.inf, longest: int | None = None) -> bytes:
         """The next message. Raises EOFError if the other side is gone, TimeoutError after `deadline`, and
         OSError for one above `longest` bytes."""
-        return bytes(self._read(_checked(self._read(_LENGTH.size, deadline), longest), deadline))
+        with self._receiving:
+            return bytes(self._read(_checked(self._read(_LENGTH.size, deadline), longest), deadline))
 
     def poll(self, seconds: float) -> bool:
         """Whether the other side has sent something or is gone, after waiting for `seconds` at most."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        if self._handle is not None:
-            poll.register(self._handle, select.POLLIN)
-        return bool(poll.poll(math.ceil(1e3 * seconds)))
+        with self._receiving:
+            try:
+                self._wait(select.POLLIN, time.monotonic() + seconds)
+            except TimeoutError:
+                return False
+            except EOFError:  # the next message says so, after those that have arrived
+                return True
+        return True
 
     def messages(self) -> Iterator[bytes]:
         """The messages until the other side closes its end or is gone."""
@@ -72,11 +76,16 @@ class Channel:
                 loop.remove_reader(self._handle)
 
     def close(self) -> None:
-        """Close this end. Idempotent."""
-        self._socket.close()
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        """Close this end. Threads that send or receive fail with OSError or EOFError. Idempotent."""
+        self._shut()
+        with self._sending, self._receiving:  # none uses a descriptor that another file may get
+            self._socket.close()
+            if self._handle is not None:
+                os.close(self._handle)
+                self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
 
     def _read(self, size: int, deadline: float) -> bytearray:
         content = bytearray(size)
@@ -104,6 +113,8 @@ class Channel:
     def _wait(self, event: int, deadline: float) -> None:
         """Wait until the socket is ready. Raises TimeoutError, or EOFError if the other side is gone."""
         poll, number = select.poll(), self._socket.fileno()
+        if number < 0:
+            raise EOFError
         poll.register(number, event)
         if self._handle is not None:
             poll.register(self._handle, select.POLLIN)

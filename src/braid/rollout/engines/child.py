@@ -7,16 +7,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir
 
 from braid.cluster.reports import give_up
-from braid.processes import kill_group
-
-from .guard import FOLDER
+from braid.processes import FOLDER, guarded, kill_group
 
 _END_S = 10.0
 """Time limit for a process to exit after it has been killed or has closed its pipe."""
@@ -39,9 +36,9 @@ class Child:
         folder: Path | None = None,
     ) -> None:
         """Start `command`. `environment` extends this process's environment. Output is appended to `log`. The
-        child must not outlive this process (guard.end_group): with `pass_fds` the command itself detects its
-        death by the inherited descriptors, otherwise it runs under a guard process. `folder` has the child's
-        temporary files, and is removed when the child is stopped."""
+        child must not outlive this process: with `pass_fds` it is a module of braid that calls
+        processes.connect, otherwise it is guarded. `folder` has the child's temporary files, and is removed
+        when the child is stopped or this process has ended."""
         self.log, self._folder = log, folder
         if folder is not None:
             environment = {**environment, FOLDER: str(folder)}
@@ -50,14 +47,13 @@ class Child:
                     "TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}"
                 )
                 environment = {"TORCHINDUCTOR_CACHE_DIR": kept, **environment, "TMPDIR": str(folder)}
-        guard = [] if pass_fds else [sys.executable, "-m", "braid.rollout.engines.guard"]
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch(mode=0o600)  # an engine's log may contain secrets from its environment
         with log.open("ab") as out:
             self._process = subprocess.Popen(
-                [*guard, *command],
+                command if pass_fds else guarded(command),
                 pass_fds=pass_fds,
-                stdin=subprocess.PIPE if guard else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
@@ -111,5 +107,3 @@ class Child:
         kill_group(self._process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        if self._process.stdin is not None:
-            self._process.stdin.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
+import pickle
 import socket
 import sys
 import threading
@@ -12,11 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from braid.errors import EngineError
+from braid.processes import Channel
 from braid.rollout.engine import Request, check_request, seed_of
 from braid.rollout.engines.child import LONGEST_FOLDER, Child
 from braid.rollout.engines.remote import Answer, Part, RemoteEngine
@@ -55,12 +57,11 @@ class VllmEngine(RemoteEngine):
         self._pending: dict[str, Future[Answer]] = {}
         self._calls: dict[int, Future[Any]] = {}
         self._outbox: list[tuple[Any, ...]] = []
-        self._sending = threading.Lock()
         self._is_up: Future[None] = Future()
         self._heard_s = time.monotonic()
         self._start_timeout_s = start_timeout_s
-        self._child, self._connection = _start(log, environment, folder)
-        self._connection.send((self._arguments, detokenizes))
+        self._child, self._channel = _start(log, environment, folder)
+        self._channel.send(pickle.dumps((self._arguments, detokenizes)))
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
 
     def _check(self, request: Request) -> None:
@@ -119,6 +120,7 @@ class VllmEngine(RemoteEngine):
         self._fail(f"{self.name} is closed; create a new one")
         super().close()
         self._child.end()
+        self._channel.close()
 
     def wait_until_up(self) -> None:
         """Wait until the process is up. Raises EngineError if it is not up in time, or has exited."""
@@ -171,8 +173,7 @@ class VllmEngine(RemoteEngine):
         if self._failure is not None:
             raise EngineError(self._failure)
         try:
-            with self._sending:
-                self._connection.send(message)
+            self._channel.send(pickle.dumps(message))
         except OSError:
             self._fail(f"{self.name} has exited. {self._child.last_words()}")
             raise EngineError(self._failure) from None
@@ -181,8 +182,8 @@ class VllmEngine(RemoteEngine):
         """Process the child's messages until it exits, or stops responding while requests are pending."""
         try:
             while self._failure is None:
-                if self._connection.poll(1.0):
-                    message = self._connection.recv()
+                if self._channel.poll(1.0):
+                    message = pickle.loads(self._channel.receive())
                     self._heard_s = time.monotonic()
                     getattr(self, f"_on_{message[0]}")(*message[1:])
                 elif self._pending and time.monotonic() - self._heard_s > self._timeout_s:
@@ -226,16 +227,16 @@ class VllmEngine(RemoteEngine):
             _settle(future, EngineError(self._failure))
 
 
-def _start(log: Path, environment: Mapping[str, str], folder: Path | None) -> tuple[Child, Connection]:
-    """Start the process. Returns it with this end of the pipe."""
+def _start(log: Path, environment: Mapping[str, str], folder: Path | None) -> tuple[Child, Channel]:
+    """Start the process. Returns it with this end of the connection."""
     ours, theirs = socket.socketpair()
     with theirs:
         number = theirs.fileno()
-        command = [sys.executable, "-m", "braid.rollout.engines.vllm.process", str(number)]
+        command = [sys.executable, "-m", "braid.rollout.engines.vllm.process", str(number), str(os.getpid())]
         if folder is not None and len(str(folder)) < LONGEST_FOLDER:
             environment = {**environment, "VLLM_RPC_BASE_PATH": str(folder)}
         child = Child(command, log=log, environment=environment, pass_fds=[number], folder=folder)
-    return child, Connection(ours.detach())
+    return child, Channel(ours)
 
 
 def _settle(future: Future[Any] | None, result: Any) -> None:
