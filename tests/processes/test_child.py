@@ -88,7 +88,7 @@ def test_a_process_and_all_that_it_has_started_end_with_their_parent(request_: s
         "import time; from braid.processes import Child\n"
         f"child = Child({MODULE!r})\n"
         "child.channel.send(b'start')\n"
-        "print(child._process.pid, child.channel.receive().decode(), flush=True)\n"
+        "print(child.process.pid, child.channel.receive().decode(), flush=True)\n"
         f"child.channel.send({request_.encode()!r})\n"
         "time.sleep(1000)\n"
     )

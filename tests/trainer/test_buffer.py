@@ -21,7 +21,7 @@ from braid.cluster.loops import in_thread
 from braid.cluster.workers import Call, InProcessGroup, Place, Started
 from braid.models.base import Output
 from braid.report.metrics import Metrics
-from braid.rollout.collector import Collector, GroupMetadata, TrajectoryMetadata
+from braid.rollout.collector import Collector, GroupMetadata, Stream, TrajectoryMetadata
 from braid.rollout.rows import group_rows
 from braid.trainer.buffer import Buffer
 from braid.training.group import ModelGroup
@@ -78,12 +78,12 @@ def _collected(length: int) -> Iterator[tuple[Collector, list[GroupMetadata]]]:
     engine: Any = _Engine()
     scorer: Any = _Scorer()
     collector = Collector(
-        {"train": prompts, "eval": ()},
-        {"train": _Writer(length), "eval": _Writer(length)},
-        None,
+        {
+            "train": Stream(prompts, _Writer(length), shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0))),
+            "eval": Stream((), _Writer(length)),
+        },
         engine,
         scorer,
-        shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0)),
     )
     collector.submit("train", [2, 0, 3], 3, [(0, 1, 7), (0, 1, 8), (0, 1, 9)])
     metadata: list[GroupMetadata] = []

@@ -20,7 +20,7 @@ START_LIMIT_S = 120.0
 
 
 class Child:
-    """A process that runs a Python module, and `channel`, the connection to it. It is killed with this
+    """A `process` that runs a Python module, and `channel`, the connection to it. It is killed with this
     object."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Child:
         ours, theirs = socket.socketpair()
         with theirs:
             numbers = map(str, (theirs.fileno(), os.getpid()))
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", "-X", "faulthandler", "-m", module, *numbers, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -47,13 +47,13 @@ class Child:
                 env={**os.environ, "PYTHONPATH": path, **env},
                 start_new_session=True,
             )
-        self.channel = Channel(ours, os.pidfd_open(self._process.pid))
-        self._end = weakref.finalize(self, _end, self._process, self.channel)
+        self.channel = Channel(ours, os.pidfd_open(self.process.pid))
+        self._end = weakref.finalize(self, _end, self.process, self.channel)
 
     @property
     def is_alive(self) -> bool:
         """Whether it runs and has not been killed."""
-        return self._end.alive and self._process.poll() is None
+        return self._end.alive and self.process.poll() is None
 
     def kill(self) -> None:
         """Kill the process and all that it has started. Idempotent."""
@@ -63,12 +63,12 @@ class Child:
         """Close the connection, at which the process exits, and kill after `wait_s` what is left of it.
         Returns how it ended."""
         if self._end.alive:
-            handle = os.pidfd_open(self._process.pid)
+            handle = os.pidfd_open(self.process.pid)
             self.channel.close()
             select.select([handle], [], [], wait_s)
             os.close(handle)
             self.kill()
-        return how_it_ended(self._process.returncode)
+        return how_it_ended(self.process.returncode)
 
 
 def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:

@@ -52,7 +52,7 @@ from .run import Run
 from .sampling import Sampling
 from .supervised import sampler_of, supervised_of, warm_up_config
 from .watch import LearningWatch
-from .weight_sync import WeightSync, send_options
+from .weight_sync import send_options
 
 if TYPE_CHECKING:
     from braid.envs.simulators.base import Simulator
@@ -202,14 +202,13 @@ class _Workers:
 
     def _rollouts(self, groups: Mapping[str, WorkerGroup[Any]], run_dir: Path) -> Rollouts:
         config, plan = self._cluster.config, self._spec.plan
-        weight_sync = None
+        prompts = self._reset_states() if self._spec.inputs is None else self._spec.inputs.prompts
+        rollouts = Rollouts(groups["rollout"], prompts, plan.engines_in_turns)
         if not isinstance(self._cluster, OneProcess):
             device = torch.device(config.run.device)  # resolved by the cluster: the driver may have no GPU
-            options = send_options(config, plan.layout, str(run_dir / "weights"), device)
-            merged = config.rollout.engine != "native"
-            weight_sync = WeightSync(groups["policy"], groups["rollout"], options, merged=merged)
-        prompts = self._reset_states() if self._spec.inputs is None else self._spec.inputs.prompts
-        return Rollouts(groups["rollout"], prompts, weight_sync, plan.engines_in_turns)
+            rollouts.policy, rollouts.merged = groups["policy"], config.rollout.engine != "native"
+            rollouts.sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
+        return rollouts
 
     def _new_policy(self) -> ModelGroup:
         plan = self._spec.plan

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
 import pickle
-import socket
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from braid.errors import EngineError
-from braid.processes import Channel
 from braid.rollout.engine import Request, check_request, seed_of
-from braid.rollout.engines.child import LONGEST_FOLDER, Child
+from braid.rollout.engines.child import LONGEST_FOLDER, LoggedProcess
 from braid.rollout.engines.remote import Answer, Part, RemoteEngine
 from braid.weights.sending import SendOptions
 
@@ -60,7 +56,11 @@ class VllmEngine(RemoteEngine):
         self._is_up: Future[None] = Future()
         self._heard_s = time.monotonic()
         self._start_timeout_s = start_timeout_s
-        self._child, self._channel = _start(log, environment, folder)
+        if folder is not None and len(str(folder)) < LONGEST_FOLDER:
+            environment = {**environment, "VLLM_RPC_BASE_PATH": str(folder)}
+        self._process, self._channel = LoggedProcess.of_module(
+            "braid.rollout.engines.vllm.process", log=log, environment=environment, folder=folder
+        )
         self._channel.send(pickle.dumps((self._arguments, detokenizes)))
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
 
@@ -119,7 +119,7 @@ class VllmEngine(RemoteEngine):
         self._failure = None
         self._fail(f"{self.name} is closed; create a new one")
         super().close()
-        self._child.end()
+        self._process.end()
         self._channel.close()
 
     def wait_until_up(self) -> None:
@@ -131,9 +131,9 @@ class VllmEngine(RemoteEngine):
         except FutureTimeoutError:
             self._fail(
                 f"{self.name} did not start within {self._start_timeout_s:g} s; raise "
-                f"cluster.start_timeout_s if it needs more time. {self._child.last_words()}"
+                f"cluster.start_timeout_s if it needs more time. {self._process.last_words()}"
             )
-            self._child.end()
+            self._process.end()
             raise EngineError(self._failure) from None
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -175,7 +175,7 @@ class VllmEngine(RemoteEngine):
         try:
             self._channel.send(pickle.dumps(message))
         except OSError:
-            self._fail(f"{self.name} has exited. {self._child.last_words()}")
+            self._fail(f"{self.name} has exited. {self._process.last_words()}")
             raise EngineError(self._failure) from None
 
     def _read(self) -> None:
@@ -190,15 +190,15 @@ class VllmEngine(RemoteEngine):
                     self._fail(
                         f"{self.name} has not responded for {self._timeout_s:g} s with {len(self._pending)} "
                         "pending requests; raise cluster.call_timeout_s if it needs more time. "
-                        f"{self._child.last_words()}"
+                        f"{self._process.last_words()}"
                     )
-                    self._child.end()
+                    self._process.end()
         except (EOFError, OSError):
             if self._failure is None:
-                self._fail(f"{self.name} exited {self._child.how_it_ended()}")
+                self._fail(f"{self.name} exited {self._process.how_it_ended()}")
 
     def _on_ready(self) -> None:
-        self._child.watch(self.name)
+        self._process.watch(self.name)
         self._is_up.set_result(None)
 
     def _on_alive(self) -> None:
@@ -217,7 +217,7 @@ class VllmEngine(RemoteEngine):
         _settle(self._calls.pop(number, None), EngineError(f"{self.name}: {why}"))
 
     def _on_dead(self, why: str) -> None:
-        self._fail(f"{self.name} failed: {why}. {self._child.last_words()}")
+        self._fail(f"{self.name} failed: {why}. {self._process.last_words()}")
 
     def _fail(self, why: str) -> None:
         """Mark the engine as failed, and fail everything that waits with the reason."""
@@ -225,18 +225,6 @@ class VllmEngine(RemoteEngine):
             self._failure = why
         for future in (self._is_up, *list(self._pending.values()), *list(self._calls.values())):
             _settle(future, EngineError(self._failure))
-
-
-def _start(log: Path, environment: Mapping[str, str], folder: Path | None) -> tuple[Child, Channel]:
-    """Start the process. Returns it with this end of the connection."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        number = theirs.fileno()
-        command = [sys.executable, "-m", "braid.rollout.engines.vllm.process", str(number), str(os.getpid())]
-        if folder is not None and len(str(folder)) < LONGEST_FOLDER:
-            environment = {**environment, "VLLM_RPC_BASE_PATH": str(folder)}
-        child = Child(command, log=log, environment=environment, pass_fds=[number], folder=folder)
-    return child, Channel(ours)
 
 
 def _settle(future: Future[Any] | None, result: Any) -> None:
