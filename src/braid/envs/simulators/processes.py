@@ -277,7 +277,7 @@ class _Process:
         return f"the process {self.end(_EXIT_S)} during {request.method}"
 
     def end(self, wait_s: float = 0.0) -> str:
-        """See Child.end."""
+        """End the process as Child.end does, if there is one; returns how it ended."""
         child, self._child, self._requests = self._child, None, {}
         if child is None:
             return "has ended"
