@@ -23,7 +23,7 @@ import torch
 from sizes import SIZES
 from slow import AsyncSlow, Slow, latency
 
-from braid.cluster.loops import all_of
+from braid.cluster.loops import task_group
 from braid.cluster.memory import keep_freed_memory
 from braid.config.env import Timeouts
 from braid.config.model import ModelConfig
@@ -88,7 +88,11 @@ class Bench:
         driver = AgentDriver(engine, envs, chat, self.sampling, limits, seed=3, retries=retries)
 
         async def all_groups() -> list[Group]:
-            return await all_of(driver.group(prompt, 1, (i,)) for i, prompt in enumerate(prompts))
+            async with task_group() as tasks:
+                groups = [
+                    tasks.create_task(driver.group(prompt, 1, (i,))) for i, prompt in enumerate(prompts)
+                ]
+            return [group.result() for group in groups]
 
         start = time.perf_counter()
         groups = asyncio.run(all_groups())

@@ -26,6 +26,7 @@ from typing import Any
 from sizes import SIZES
 
 from braid.config.load import load_config
+from braid.plan import resolve
 from braid.trainer import commands
 from braid.trainer.cluster import launched
 
@@ -65,8 +66,9 @@ def tokens_per_s(size: str, rounds: int, pipeline: dict[str, Any] | None) -> flo
         path = work / "bench.yaml"
         path.write_text(json.dumps(config))
         loaded = load_config(path)
-        with launched(loaded, "train") as cluster:
-            run_dir = commands.train(loaded, cluster).run_dir
+        plan = resolve(loaded.config)
+        with launched(loaded, plan) as cluster:
+            run_dir = commands.train(loaded, cluster, plan).run_dir
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     lines = [line for line in lines if line["round"] > SKIPPED]
     trained = sum(line["rollout/tokens"] - line.get("pipeline/dropped_tokens", 0) for line in lines)

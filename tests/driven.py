@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from braid.cluster.loops import all_of
+from braid.cluster.loops import task_group
 from braid.rollout.drivers.base import Driver
 from braid.types import Group, Prompt
 
@@ -13,7 +13,11 @@ from braid.types import Group, Prompt
 async def groups_of(
     driver: Driver, prompts: Sequence[Prompt], group_size: int = 1, key: tuple[int, ...] = (0, 0)
 ) -> list[Group]:
-    return await all_of(driver.group(p, group_size, (*key, i)) for i, p in enumerate(prompts))
+    async with task_group() as tasks:
+        groups = [
+            tasks.create_task(driver.group(prompt, group_size, (*key, i))) for i, prompt in enumerate(prompts)
+        ]
+    return [group.result() for group in groups]
 
 
 def drive(

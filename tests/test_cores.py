@@ -55,10 +55,9 @@ def _displayed(module: str, **variables: str) -> dict[str, str]:
         "braid.cli.main",
         "braid.api",
         "braid.cluster.ray",
-        "braid.children",
+        "braid.envs.agents.processes",
         "braid.envs.simulators.processes",
         "braid.rewards.isolated",
-        "braid.rollout.engines.guard",
         "braid.isolation.session",
     ],
 )

@@ -22,6 +22,7 @@ from braid.config.run_folder import file_of
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, ReportError, StopTraining
 from braid.functions import give
+from braid.plan import resolve
 from braid.users import described, is_the_users
 
 if TYPE_CHECKING:
@@ -107,12 +108,15 @@ def train(
     RunInterrupted after a signal.
     """
     loaded = _loaded(config, overrides, reward, policy_loss=policy_loss, advantage=advantage)
+    plan = resolve(
+        loaded.config, verb="eval" if loaded.config.run.eval_only else "train", origin_of=loaded.origin
+    )
     from braid.trainer.cluster import launched
 
-    with launched(loaded, "eval" if loaded.config.run.eval_only else "train") as cluster:
+    with launched(loaded, plan) as cluster:
         from braid.trainer import commands  # heavy imports, which overlap with those of the workers
 
-        outcome = commands.train(loaded, cluster, sinks=[_CallbackSink(call) for call in callbacks])
+        outcome = commands.train(loaded, cluster, plan, sinks=[_CallbackSink(call) for call in callbacks])
     return Run(outcome.run_dir, outcome.is_target_reached)
 
 
@@ -123,12 +127,13 @@ def evaluate(
     evaluates its newest checkpoint."""
     run_dir = Path(config) if isinstance(config, str | Path) and isdir(config) else None
     loaded = _loaded(config, overrides, reward)
+    plan = resolve(loaded.config, verb="eval", origin_of=loaded.origin)
     from braid.trainer.cluster import launched
 
-    with launched(loaded, "eval") as cluster:
+    with launched(loaded, plan) as cluster:
         from braid.trainer import commands
 
-        outcome = commands.evaluate(loaded, cluster, run_dir=run_dir)
+        outcome = commands.evaluate(loaded, cluster, plan, run_dir=run_dir)
     return Run(outcome.run_dir, outcome.is_target_reached)
 
 

@@ -421,6 +421,27 @@ class Group:
         return [*self.trajectories, *([] if self.greedy is None else [self.greedy])]
 
 
+@dataclass(slots=True)  # frozen ones are slow to send, and there is one for each row
+class RowMetadata:
+    """What the driver knows of a row, which has no arrays: `index` is its place in the RolloutBuffer of
+    process `shard`; the others as in Row."""
+
+    shard: int
+    index: int
+    length: int
+    num_tokens: int
+    num_decisions: int
+    num_actions: int
+    group: int
+    trajectory: int
+    agent: int
+    is_truncated: bool
+    score: float
+
+    def __len__(self) -> int:
+        return self.length
+
+
 @dataclass(slots=True)
 class Row:
     """One training sequence of T positions: a segment of a trajectory, or a simulator's episode. Lists of
@@ -489,6 +510,22 @@ class Row:
     @property
     def num_actions(self) -> int:
         return self.num_tokens // self.action_size
+
+    def metadata(self, shard: int, index: int) -> RowMetadata:
+        """The row without its arrays, as the one at this place of a rollout buffer."""
+        return RowMetadata(
+            shard=shard,
+            index=index,
+            length=len(self),
+            num_tokens=self.num_tokens,
+            num_decisions=self.num_decisions,
+            num_actions=self.num_actions,
+            group=self.group,
+            trajectory=self.trajectory,
+            agent=self.agent,
+            is_truncated=self.is_truncated,
+            score=self.score,
+        )
 
     @property
     def observed(self) -> NDArray[np.int32]:

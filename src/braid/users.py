@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from braid.errors import BraidError, EnvError
 from braid.types import Message
 
 _OTHERS = [
@@ -40,6 +41,11 @@ def described(error: BaseException) -> str:
     where = f" ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})" if user_frames else ""
     text = message_of(error)
     return f"{type(error).__name__}{f': {text}' if text else ''}{where}"
+
+
+def as_env_error(error: BaseException) -> BraidError:
+    """The error itself if it is braid's, else an EnvError that names the line which raised it."""
+    return error if isinstance(error, BraidError) else EnvError(described(error))
 
 
 def message_of(error: BaseException) -> str:

@@ -53,8 +53,8 @@ def args(**values: object) -> argparse.Namespace:
     )
 
 
-def raising(error: BaseException) -> Callable[[], NoReturn]:
-    def action() -> NoReturn:
+def raising(error: BaseException) -> Callable[[argparse.Namespace], NoReturn]:
+    def action(_: argparse.Namespace) -> NoReturn:
         raise error
 
     return action
@@ -223,7 +223,7 @@ def test_sigterm_counts_as_ctrl_c() -> None:
     code = (
         "import argparse, sys, time\n"
         "from braid.cli.main import guarded\n"
-        "def wait():\n"
+        "def wait(_):\n"
         "    print('waiting', flush=True)\n"
         "    time.sleep(1000)\n"
         "sys.exit(guarded(wait, argparse.Namespace(debug=False)))\n"
@@ -241,7 +241,7 @@ def test_sigterm_counts_as_ctrl_c() -> None:
 
 def test_signal_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    guarded(lambda: 0, args())
+    guarded(lambda _: 0, args())
     assert signal.getsignal(signal.SIGTERM) is before
 
 

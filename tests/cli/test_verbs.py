@@ -14,6 +14,8 @@ import pytest
 from tests.leftovers import LIMIT_S, error_output
 
 from braid.cli.main import main
+from braid.config.schema import RunConfig
+from braid.plan import Plan, Verb
 
 CONFIG = """\
 run: {name: tiny, output_dir: OUT, max_rounds: 2}
@@ -53,6 +55,27 @@ def test_a_run_trains_evaluates_and_exports(
     assert main(["export", str(run), "--output", str(tmp_path / "model")]) == 0
     assert capsys.readouterr().out.endswith(f"{tmp_path / 'model'}\n")
     assert (tmp_path / "model/config.json").exists()
+
+
+@pytest.mark.slow
+def test_the_plan_is_derived_once_a_start(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a run whose number of rounds is known only once its data is read."""
+    derived: list[str] = []
+    module = sys.modules["braid.plan.resolve"]
+    derive = module.derive
+
+    def counted(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int = 0) -> Plan:
+        derived.append(verb)
+        return derive(config, num_prompts, verb, num_gpus)
+
+    monkeypatch.setattr(module, "derive", counted)
+    (Path(config).parent / "two.jsonl").write_text(2 * '{"prompt": "1", "answer": "1"}\n')
+    epochs = ["run.max_rounds=null", "run.max_epochs=1", "eval.before=false", "eval.at_end=false"]
+    file = f"data.train=[{{kind: file, path: {Path(config).parent / 'two.jsonl'}}}]"
+    assert main(["train", config, file, *epochs]) == 0
+    assert derived == ["train"]
+    run = Path(config).parent / "runs/tiny"
+    assert json.loads((run / "plan.json").read_text())["planned_rounds"] == 1
 
 
 def test_a_missed_target_exits_with_3(

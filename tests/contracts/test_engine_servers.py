@@ -34,7 +34,6 @@ from braid.rollout.engines.sglang.kind import Sglang
 from braid.rollout.engines.sglang.options import server_arguments
 from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.server import VllmServer
-from braid.trainer.engines import EngineLink
 from braid.weights.sender import open_sender
 from braid.weights.sending import SendOptions
 
@@ -263,9 +262,9 @@ def test_files_for_several_servers_are_written_once_and_groups_stay_together(
             router.load_weights(version, weights())
         asyncio.run(router.set_weights(2))
         assert num_reads == 2, "once per version, not per server"
-        link = EngineLink(engines)  # from ranks in other processes
-        with ThreadPoolExecutor(1) as pool, closing(open_sender(link.names, engines[0].sending)) as sender:
-            taken = pool.submit(link.take, 3, sender.ticket.as_dict())
+        sender = open_sender(router.receivers, engines[0].sending)  # from ranks in other processes
+        with ThreadPoolExecutor(1) as pool, closing(sender):
+            taken = pool.submit(router.receive, 3, sender.ticket.as_dict())
             sender.send(3, lm.named_weights())
             taken.result(30)
         asyncio.run(router.set_weights(3))
@@ -441,8 +440,8 @@ def test_a_server_that_does_not_start_is_an_error_with_its_last_log_lines(
 
 def test_a_process_with_a_guard_ends_with_the_one_that_started_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from braid.rollout.engines.child import Child;"
-        "Child([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(99)'], "
+        "import sys, time; from pathlib import Path; from braid.rollout.engines.child import LoggedProcess;"
+        "LoggedProcess.of_command([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(99)'], "
         "log=Path(sys.argv[1]), environment={});time.sleep(99)"
     )
     log = tmp_path / "log"

@@ -15,6 +15,7 @@ from tests.resume.test_kill_and_resume import num_lines
 
 from braid.config.load import load_config
 from braid.data.sampler import PromptSampler
+from braid.plan import resolve
 from braid.report.samples import read_samples
 from braid.trainer import commands
 from braid.trainer.cluster import launched
@@ -53,8 +54,9 @@ def train(folder: Path, num_rounds: int, cluster: dict[str, Any]) -> None:
     run = CONFIG["run"] | {"max_rounds": num_rounds, "output_dir": str(folder / "runs")}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(CONFIG | {"run": run, "cluster": cluster}))
     loaded = load_config(folder / "tiny.yaml")
-    with launched(loaded, "train") as processes:
-        commands.train(loaded, processes)
+    plan = resolve(loaded.config)
+    with launched(loaded, plan) as processes:
+        commands.train(loaded, processes, plan)
 
 
 @pytest.mark.slow

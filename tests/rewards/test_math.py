@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
+import json
+import pickle
+import time
 from collections.abc import Callable
-from multiprocessing import Pipe
 
 import pytest
 from tests.leftovers import LIMIT_S
 
+from braid.processes import Child
 from braid.types import Trajectory
 
 Answered = Callable[..., Trajectory]
@@ -152,12 +152,14 @@ def test_an_answer_that_keeps_sympy_busy_is_invalid_and_delays_no_other(
     assert [t.reward for t in others] == [1.0] * 8
 
 
-def test_a_scoring_process_exits_when_its_parent_has_died() -> None:
-    ours, theirs = Pipe()
-    command = [sys.executable, "-m", "braid.rewards.isolated", "math"]
-    with ours, theirs, subprocess.Popen(command, stdin=theirs.fileno()) as process:
-        ours.send((0.2, ("9^9^9^9", "5")))
-        assert process.wait(timeout=LIMIT_S) == -signal.SIGALRM
+def test_a_scoring_process_exits_by_itself_soon_after_its_deadline() -> None:
+    child = Child("braid.rewards.isolated")
+    child.channel.send(b"math")
+    assert json.loads(child.channel.receive(time.monotonic() + LIMIT_S)) == [None, None]
+    child.channel.send(pickle.dumps((0.2, ("9^9^9^9", "5"))))
+    with pytest.raises(EOFError):
+        child.channel.receive(time.monotonic() + LIMIT_S)
+    assert child.end(LIMIT_S) == "was killed by SIGALRM (Alarm clock)"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from tests.several import Several
 
 from braid.report.metrics import Metrics
-from braid.rollout.collector import Collector
+from braid.rollout.collector import Collector, Stream, Use
 from braid.trainer.rollouts import Rollouts
 from braid.types import Group, Prompt, Segment, Trajectory, Turn
 
@@ -77,12 +77,16 @@ class Engine:
     def close(self) -> None: ...
 
 
-def make(driver: Gates, *, greedy: Gates | None = None, **options: Any) -> Collector:
-    engine, scorer = Engine(), Scorer(driver.events)
-    eval_driver = Gates(*range(100))
-    drivers: Any = {"train": driver, "eval": eval_driver}
-    prompts: Mapping[Any, Sequence[Prompt]] = {"train": PROMPTS, "eval": PROMPTS}
-    return Collector(prompts, drivers, greedy, engine, scorer, shape=None, **options)  # type: ignore[arg-type]
+def make(
+    driver: Gates, *, greedy: Gates | None = None, limit: int | None = None, in_background: bool = False
+) -> Collector:
+    engine: Any = Engine()
+    scorer: Any = Scorer(driver.events)
+    streams: dict[Use, Stream] = {
+        "train": Stream(PROMPTS, driver, limit, greedy),
+        "eval": Stream(PROMPTS, Gates(*range(100))),
+    }
+    return Collector(streams, engine, scorer, in_background=in_background)
 
 
 @pytest.fixture
@@ -146,7 +150,7 @@ def test_closing_ends_what_runs(gates: Gates) -> None:
 
 
 def test_no_more_prompts_than_the_limit_are_sampled_at_a_time(gates: Gates) -> None:
-    with closing(make(gates, limits={"train": 2})) as collector:
+    with closing(make(gates, limit=2)) as collector:
         collector.submit("train", [0, 1, 2], 2, keys(0, 1, 2))
         gates.open(1)
         assert numbers(collector) == [1]
@@ -213,7 +217,8 @@ def test_groups_go_to_the_least_loaded_worker_and_its_load_ends_with_them() -> N
         assert [done[n].prompt for n in range(4)] == [PROMPTS[i] for i in (5, 1, 2, 0)]
         begun = [[number for what, number in of.events if what == "begun"] for of in gates]
         assert begun == [[0], [1, 2, 3]]
-        groups, cost = rollouts.collect("train", [3, 7], 2, keys(8, 9, round_=2))
+        rollouts.submit("train", [3, 7], 2, keys(8, 9, round_=2))
+        groups, cost = rollouts.gather("train", keys(8, 9, round_=2))
         assert [group.key[-1] for group in groups] == [8, 9]
         assert cost.value("time/score_s") > 0
         assert [of.events[-3][1] for of in gates] == [8, 9], "none of them had a load left"

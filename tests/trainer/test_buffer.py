@@ -21,12 +21,12 @@ from braid.cluster.loops import in_thread
 from braid.cluster.workers import Call, InProcessGroup, Place, Started
 from braid.models.base import Output
 from braid.report.metrics import Metrics
-from braid.rollout.collector import Collector, GroupMetadata, TrajectoryMetadata
+from braid.rollout.collector import Collector, GroupMetadata, Stream, TrajectoryMetadata
 from braid.rollout.rows import group_rows
 from braid.trainer.buffer import Buffer
 from braid.training.group import ModelGroup
 from braid.training.losses import value_loss_of
-from braid.training.rollout_buffer import RolloutBuffer, RowMetadata
+from braid.training.rollout_buffer import RolloutBuffer
 from braid.types import Group, Prompt, Row, Segment, ShapedReward, Status, Trajectory, Turn
 
 
@@ -78,12 +78,12 @@ def _collected(length: int) -> Iterator[tuple[Collector, list[GroupMetadata]]]:
     engine: Any = _Engine()
     scorer: Any = _Scorer()
     collector = Collector(
-        {"train": prompts, "eval": ()},
-        {"train": _Writer(length), "eval": _Writer(length)},
-        None,
+        {
+            "train": Stream(prompts, _Writer(length), shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0))),
+            "eval": Stream((), _Writer(length)),
+        },
         engine,
         scorer,
-        shape=lambda t: ShapedReward(10.0 * (t.reward or 0.0)),
     )
     collector.submit("train", [2, 0, 3], 3, [(0, 1, 7), (0, 1, 8), (0, 1, 9)])
     metadata: list[GroupMetadata] = []
@@ -189,7 +189,7 @@ class Threads(InProcessGroup[Any]):
 def test_an_error_in_a_call_without_a_result_reaches_the_caller() -> None:
     buffer = Buffer(Threads("rows", lambda _: RolloutBuffer(RECIPES["grpo"], None)))
     with pytest.raises(IndexError):
-        buffer.write_step_fields([RowMetadata(0, 5, 1, 1, 1, 1, 0, 0, 0, False, 0.0)], (0,))
+        buffer.whole.write_step_fields([(0, 5)], (0,))
 
 
 class _Model:
@@ -225,12 +225,13 @@ def _round_of(num_shards: int, recipe: Recipe) -> tuple[list[Row], dict[str, flo
     assert [row.trajectory for row in rows] == [0, 1, 3, 4, 6, 7]
     for call in buffer.start_infer(model, rows, "logprobs", "old_logprobs"):
         call.wait()
-    buffer.mark_successes(rows, [row.trajectory % 2 == 1 for row in rows])
-    metrics, _ = buffer.compute_advantages(0.0, RunningMoments())
-    buffer.write_step_fields(rows[1:], (3,))
-    buffer.train(model, rows, [0.1 * row.trajectory for row in rows], value_loss_of(recipe))
+    buffer.every.mark_successes(1.0)
+    metrics, _ = buffer.whole.compute_advantages(0.0, RunningMoments())
+    buffer.whole.write_step_fields([(row.shard, row.index) for row in rows[1:]], (3,))
+    weights = [0.1 * row.trajectory for row in rows]
+    ranks.scatter(_Model.train, buffer.for_ranks(model, rows, weights, value_loss_of(recipe)))
     trained = {key: value for of in ranks._groups for key, value in of._worker.trained.items()}
-    return buffer.whole(rows), metrics, trained
+    return buffer.copies(rows), metrics, trained
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from braid.training.backends.single.backend import SingleBackend
 from .conftest import LoadTiny
 
 WATCHED = {
-    Rollouts: ("wake", "collect", "sleep", "set_weights"),
+    Rollouts: ("wake", "gather", "sleep", "set_weights"),
     SingleBackend: ("to_host", "to_device"),
-    Buffer: ("start_infer", "train"),
+    Buffer: ("start_infer", "for_ranks"),
 }
 
 
@@ -61,11 +61,11 @@ def test_the_engine_frees_its_cache_before_models_return_and_wakes_after_they_le
     commands.train(
         load_tiny("run.max_rounds=2", "train.passes_per_round=2", "eval.before=false", "eval.every_rounds=1")
     )
-    sampling = ["to_host", "wake", "collect", "sleep", "to_device"]
-    round_ = [*sampling, "start_infer", "train", "set_weights", *sampling]  # the last for the evaluation
+    sampling = ["to_host", "wake", "gather", "sleep", "to_device"]
+    round_ = [*sampling, "start_infer", "for_ranks", "set_weights", *sampling]  # the last for the evaluation
     order = [name for name, _ in itertools.groupby(name for name, _ in seen)]
     assert order == ["sleep", "set_weights", *round_, *round_]
-    assert {name for name, num_bytes in seen if num_bytes} == {"collect"}
+    assert {name for name, num_bytes in seen if num_bytes} == {"gather"}
 
 
 class _Built(Exception):

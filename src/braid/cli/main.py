@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit as end:  # argparse has printed the reason
             return end.code if isinstance(end.code, int) else USAGE
         with forgiven("stdout", only_encoding=args.verb_name not in _RUNS):
-            code = guarded(lambda: args.run(args), args)
+            code = guarded(args.run, args)
     return code if argv is not None else _leave(code, args)
 
 
@@ -102,12 +102,12 @@ def _leave(code: int, args: argparse.Namespace) -> int:
     return code
 
 
-def guarded(action: Callable[[], int], args: argparse.Namespace) -> int:
-    """Run `action` and return its exit code. Errors are printed to stderr, with a traceback under --debug;
+def guarded(action: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run `action` on `args` and return its exit code. Errors are printed to stderr, with a traceback under --debug;
     SIGTERM and SIGHUP act like Ctrl-C; unexpected exceptions propagate."""
     with stop_signals(ends_process=True):
         try:
-            return action()
+            return action(args)
         except KeyboardInterrupt:
             return _say(INTERRUPTED, _BEFORE, args)
         except RunInterrupted as stop:
@@ -141,17 +141,17 @@ def _placed(error: ConfigError, args: argparse.Namespace) -> ConfigError:
 
 def _run(args: argparse.Namespace) -> int:
     """Train, fine-tune or evaluate."""
-    loaded, verb = _load(args)
+    loaded, plan = _load(args)
     from braid.trainer.cluster import launched
 
-    with launched(loaded, verb) as cluster:
+    with launched(loaded, plan) as cluster:
         from braid.trainer import commands  # heavy imports, which overlap with those of the workers
 
         if args.verb_name == "eval":
             run_dir = Path(args.config) if isdir(args.config) else None
-            outcome = commands.evaluate(loaded, cluster, run_dir=run_dir)
+            outcome = commands.evaluate(loaded, cluster, plan, run_dir=run_dir)
         else:
-            outcome = (commands.sft if verb == "sft" else commands.train)(loaded, cluster)
+            outcome = (commands.sft if plan.verb == "sft" else commands.train)(loaded, cluster, plan)
     if outcome.is_target_reached:
         return OK
     sys.stderr.write(f"braid: eval.target was not reached; see {outcome.run_dir / 'summary.json'}\n")
@@ -261,7 +261,7 @@ def _schema(args: argparse.Namespace) -> int:
     return OK
 
 
-def _load(args: argparse.Namespace) -> tuple[Loaded, Verb]:
+def _load(args: argparse.Namespace) -> tuple[Loaded, Plan]:
     """Load and check the config of a verb that runs something, and print its warnings. Also stores it in
     `args`, so that problems found later can be reported with their origin."""
     from braid.plan import resolve
@@ -272,9 +272,10 @@ def _load(args: argparse.Namespace) -> tuple[Loaded, Verb]:
     if read is not None and (read_as := _read_as(read)):
         sys.stderr.write(f"braid: {read_as}\n")
     os.environ.update(loaded.config.cluster.variables)  # before the import of torch, which reads some of them
-    for warning in resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings:
+    plan = resolve(loaded.config, verb=verb, origin_of=loaded.origin)
+    for warning in plan.warnings:
         sys.stderr.write(f"braid: warning: {warning}\n")
-    return loaded, verb
+    return loaded, plan
 
 
 def _read_as(read: Read) -> str:

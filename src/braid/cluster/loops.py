@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, wait
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -82,16 +83,17 @@ def call_until(call: Callable[[], object], deadline: float, watch: Callable[[], 
 _TICK_S = 0.05
 
 
-async def all_of(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently and return their results in order. If one fails, or the caller is
-    cancelled, the others are cancelled and awaited before the exception is raised."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An asyncio.TaskGroup that raises the exception of the first task that fails itself, not in a group."""
+    failure: BaseException | None = None
     try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as group:
+        failure = group.exceptions[0]
+    if failure is not None:  # here, where it does not get the group as its context
+        raise failure
 
 
 def _is_running() -> bool:

@@ -97,6 +97,20 @@ class Call:
     is_beside: bool = False
 
 
+class _Proxy:
+    def __init__(self, call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self._call = call
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(name, args, kwargs)
+
+
+def proxy(call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """An object whose methods are made by `call`, with the method's name and its arguments. To be typed as a
+    worker's class, so that callers see its methods, and type checkers their arguments and results."""
+    return _Proxy(call)
+
+
 class WorkerGroup(ABC, Generic[W]):
     """One worker per rank, all of one class. Calls to a process run one at a time, in the order in which they
     were made, except those of `start_beside`. References may take the place of arguments."""
@@ -112,7 +126,7 @@ class WorkerGroup(ABC, Generic[W]):
         self, method: Callable[Concatenate[W, ...], R], arguments: Sequence[tuple[Any, ...]]
     ) -> list[R]:
         """`call` with separate arguments for each rank."""
-        return self.start_each(method, arguments).wait()
+        return self._start(Call(range(self.size), method.__name__, arguments)).wait()
 
     def start(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """`call` without waiting."""
@@ -135,6 +149,20 @@ class WorkerGroup(ABC, Generic[W]):
     ) -> Pending[R]:
         """`start_on` in another thread of the worker's process, beside other calls."""
         return self._start(Call([rank], method.__name__, [args], kwargs, is_beside=True))
+
+    @property
+    def first(self) -> W:
+        """The first worker: its methods, with their arguments and results, called in its process."""
+        return proxy(lambda name, args, kwargs: self._start(Call([0], name, [args], kwargs)).wait()[0])
+
+    @property
+    def every(self) -> W:
+        """All workers, called in parallel. For methods whose result is the same on all, or None: the first
+        worker's is returned."""
+        ranks = range(self.size)
+        return proxy(
+            lambda name, args, kwargs: self._start(Call(ranks, name, [args] * len(ranks), kwargs)).wait()[0]
+        )
 
     @abstractmethod
     def _start(self, call: Call) -> Pending[Any]: ...

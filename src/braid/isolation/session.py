@@ -1,25 +1,21 @@
 """Python sessions: code that runs in a sandbox, call after call with the same variables.
 
-    python -m braid.isolation.session PARENT ISOLATION MEMORY_BYTES MAX_CHARACTERS
+    python -m braid.isolation.session CHANNEL PARENT ISOLATION MEMORY_BYTES MAX_CHARACTERS
 
-hosts one session at a time and watches its limits; SessionProcess is the client. Requests and replies are
-lines of JSON: `{"code", "timeout_s"}` is answered by `{"output"}`, `{"ended": reason}` when the code has
+hosts one session at a time and watches its limits; SessionProcess is the client (braid.processes). Requests
+and replies are JSON: `{"code", "timeout_s"}` is answered by `{"output"}`, `{"ended": reason}` when the code has
 ended the session, or `{"failed": reason}`; `{}` ends the session.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
-import subprocess
-import sys
 import time
 from functools import partial
 from typing import Any
 
-from braid.processes import descendants, end_with, kill
+from braid.processes import Channel, Child, connect, end_this_process
 
 from .sandbox import (
     START_LIMIT_S,
@@ -43,15 +39,8 @@ class SessionProcess:
 
     def __init__(self, isolation: Isolation, memory_bytes: int, max_characters: int) -> None:
         """A reply's text has at most about `max_characters` characters."""
-        settings = map(str, (os.getpid(), isolation, memory_bytes, max_characters))
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-B", "-m", __name__, *settings],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            start_new_session=True,
-        )
+        settings = (isolation, str(memory_bytes), str(max_characters))
+        self._child = Child(__name__, *settings, PYTHONDONTWRITEBYTECODE="1")
 
     async def run(self, code: str, timeout_s: float) -> tuple[str, str]:
         """Run code in the session, which is started by its first. Returns what it prints, and why the session
@@ -77,27 +66,15 @@ class SessionProcess:
             raise
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None, "opened with pipes"
-        assert stdout is not None, "opened with pipes"
         try:
-            stdin.write(json.dumps(request).encode() + b"\n")
-            stdin.flush()
-            return json.loads(stdout.readline())
-        except (OSError, ValueError) as error:
+            self._child.channel.send(json.dumps(request).encode())
+            return json.loads(self._child.channel.receive())
+        except (OSError, EOFError, ValueError) as error:
             raise SandboxError("its process has ended") from error
 
     def kill(self) -> None:
         """Kill the process and its session. Idempotent."""
-        if self._process.returncode is None:
-            started = descendants(self._process.pid)
-            self._process.kill()
-            kill(started)
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None, "opened with pipes"
-            with contextlib.suppress(OSError):  # of what it had not read
-                pipe.close()
+        self._child.kill()
 
 
 class _Host:
@@ -149,16 +126,16 @@ def _output(line: bytes | None) -> str | None:
     return output if isinstance(output, str) else None
 
 
-def main(parent: int, isolation: Any, memory_bytes: int, max_characters: int) -> None:
-    """Serve requests until standard input ends."""
-    end_with(parent)
+def main(channel: Channel, isolation: Any, memory_bytes: int, max_characters: int) -> None:
+    """Serve requests until the other end closes the connection."""
     adopt_orphans()
     host = _Host(isolation, memory_bytes, max_characters)
-    for line in sys.stdin.buffer:
-        sys.stdout.write(json.dumps(host.reply(json.loads(line))) + "\n")
-        sys.stdout.flush()
+    for request in channel.messages():
+        channel.send(json.dumps(host.reply(json.loads(request))).encode())
     host.reply({})
+    end_this_process()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    its_channel, (kind, most_bytes, most_characters) = connect()
+    main(its_channel, kind, int(most_bytes), int(most_characters))

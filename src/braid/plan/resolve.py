@@ -53,6 +53,20 @@ def resolve(
     if num_prompts is None:
         num_prompts = _known_prompts(config)
     plan = derive(config, num_prompts, verb, count_gpus() if num_gpus is None else num_gpus)
+    return _checked(plan, config, origin_of)
+
+
+def with_prompts(plan: Plan, config: RunConfig, num_prompts: int, origin_of: Callable[[str], str]) -> Plan:
+    """The `plan` of `config` once its training prompts are read. Raises ConfigError like `resolve`."""
+    if plan.num_prompts == num_prompts:
+        return plan
+    return _checked(
+        replace(plan, **_of_prompts(config, plan.recipe, num_prompts, plan.verb)), config, origin_of
+    )
+
+
+def _checked(plan: Plan, config: RunConfig, origin_of: Callable[[str], str]) -> Plan:
+    """The plan with its warnings. Raises ConfigError with all problems."""
     if problems := find_problems(config, plan):
         raise ConfigError([Problem(key, message, origin_of(key)) for key, message in problems])
     warnings = [Problem(key, message, origin_of(key)) for key, message in find_warnings(config, plan)]
@@ -95,8 +109,6 @@ def _without_off(given: Mapping[str, Any]) -> dict[str, Any]:
 def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int = 0) -> Plan:
     """Derive the plan without checks; the config need not be able to run."""
     rollout, train = config.rollout, config.train
-    of_critic = config.critic.train or train
-    critic_steps = of_critic.steps_per_pass * of_critic.passes_per_round
     has_gpus = num_gpus > 0 and config.run.device != "cpu"
     recipe = merge_recipe(config, has_gpus=has_gpus)
     steps_per_round = train.steps_per_pass * train.passes_per_round
@@ -104,7 +116,6 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     trajectories = rollout.prompts_per_round * rollout.group_size
     output, total = token_bounds(config, rollout.sampling)
     _, eval_total = token_bounds(config, config.eval_sampling)
-    rounds = _rounds(config, num_prompts) if verb == "train" else 0
     sizes = _sizes(config)
     size = sizes["policy"]
     num_parameters = None if size is None else size.parameters
@@ -114,7 +125,6 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     constant = recipe.aggregation_constant
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
         constant = float(output)
-    policy_rounds = None if rounds is None else _policy_rounds(config, recipe, rounds)
     old_logprobs = _old_logprobs(config, recipe, steps_per_round)
     has_critic = _has_critic(config, recipe)
     is_used: dict[Role, bool] = {
@@ -140,20 +150,10 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         needs_critic=has_critic,
         needs_reference=recipe.kl_coef > 0,
         needs_greedy=recipe.advantage.needs_greedy,
-        num_prompts=num_prompts,
+        **_of_prompts(config, recipe, num_prompts, verb),
         trajectories_per_round=trajectories,
         steps_per_round=steps_per_round,
         rows_per_step=rows_per_step,
-        planned_rounds=rounds,
-        planned_steps=None if policy_rounds is None else policy_rounds * steps_per_round,
-        planned_critic_steps=None if rounds is None else rounds * critic_steps,
-        planned_warmup_steps=(
-            None
-            if rounds is None or policy_rounds is None
-            else 0
-            if has_critic
-            else (rounds - policy_rounds) * critic_steps
-        ),
         sft_steps=0 if config.sft is None else config.sft.steps,
         max_output_tokens=output,
         max_trajectory_tokens=total,
@@ -173,6 +173,24 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         is_pipelined=verb == "train" and config.pipeline is not None,
         layout=lay_out(config, needs),
     )
+
+
+def _of_prompts(config: RunConfig, recipe: Recipe, num_prompts: int | None, verb: Verb) -> dict[str, Any]:
+    """The fields of a plan that depend on the number of training prompts."""
+    rounds = _rounds(config, num_prompts) if verb == "train" else 0
+    if rounds is None:
+        planned = dict.fromkeys(("rounds", "steps", "critic_steps", "warmup_steps"))
+    else:
+        critic = config.critic.train or config.train
+        critic_steps = critic.steps_per_pass * critic.passes_per_round
+        policy_rounds = _policy_rounds(config, recipe, rounds)
+        planned = {
+            "rounds": rounds,
+            "steps": policy_rounds * config.train.steps_per_pass * config.train.passes_per_round,
+            "critic_steps": rounds * critic_steps,
+            "warmup_steps": 0 if _has_critic(config, recipe) else (rounds - policy_rounds) * critic_steps,
+        }
+    return {"num_prompts": num_prompts} | {f"planned_{name}": number for name, number in planned.items()}
 
 
 def _sizes(config: RunConfig) -> dict[TrainingRole, ModelSize | None]:

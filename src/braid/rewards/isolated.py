@@ -1,26 +1,25 @@
-"""Scorers that parse a response as mathematics or run it as code: `python -m braid.rewards.isolated SCORER`.
+"""Scorers that parse a response as mathematics or run it as code, in child processes (braid.processes).
 
 They run in a separate process, because such a response can keep sympy busy for hours or exhaust memory, and
-because some of reasoning-gym's scorers `eval` it. The process has limits on time, memory and files. It reads
-pickled requests from the socket that is its standard input, and replies in JSON, so that no reply can execute
-code in the trainer. processes.py is the client.
+because some of reasoning-gym's scorers `eval` it. The process has limits on time, memory and files. The first request
+names the scorer; it reads the others as pickles, and replies in JSON, so that no reply can execute code in
+the trainer. processes.py is the client.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import pickle
 import re
 import resource
 import signal
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 from braid.generators import reasoning_gym
+from braid.processes import connect, end_this_process
 from braid.users import described
 
 from .answers import last_boxes, tagged_answer
@@ -150,11 +149,12 @@ SCORERS: dict[str, Callable[[], Callable[..., float]]] = {
 
 
 def main() -> None:
-    """Serve requests until the other end closes the socket."""
+    """Serve requests until the other end closes the connection."""
     logging.disable()
-    connection, name = Connection(0), sys.argv[1]
+    channel, _ = connect()
+    name = channel.receive().decode()
     score, error = _tried(SCORERS[name])
-    connection.send_bytes(json.dumps([None, error]).encode())
+    channel.send(json.dumps([None, error]).encode())
     if error is not None:
         return
     limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
@@ -163,13 +163,13 @@ def main() -> None:
     for kind, limit in limits.items():
         hard = resource.getrlimit(kind)[1]
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-    with suppress(EOFError):
-        while True:
-            timeout_s, arguments = connection.recv()
-            signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # the default action ends the process
-            reply = _tried(partial(score, *arguments))
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            connection.send_bytes(json.dumps(reply).encode())
+    for request in channel.messages():
+        timeout_s, arguments = pickle.loads(request)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # the default action ends the process
+        reply = _tried(partial(score, *arguments))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        channel.send(json.dumps(reply).encode())
+    end_this_process()
 
 
 def _tried(function: Callable[[], Any]) -> tuple[Any, str | None]:

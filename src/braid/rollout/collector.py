@@ -9,11 +9,11 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from braid.cluster.loops import Loop, all_of
+from braid.cluster.loops import Loop, task_group
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
 from braid.types import Group, Key, Lengths, Prompt, Row, ShapedReward, Spaces, Status, Trajectory
@@ -64,33 +64,62 @@ class GroupMetadata(NamedTuple):
         return Group(prompt, trajectories, greedy, self.key)
 
 
-class WeightLink(Protocol):
-    """Brings new weights to an engine that does not read the trainer's tensors."""
+class WeightReceiver(Protocol):
+    """Receives new weights for an engine that does not read the trainer's tensors: the engine itself, or a
+    weights.receiver.ModelReceiver."""
 
     @property
-    def names(self) -> Sequence[str]:
-        """Names by which the sender addresses the engine: one per engine process that holds weights."""
+    def receivers(self) -> Sequence[str]:
+        """Names by which the sender addresses it: one per process that holds weights."""
         ...
 
-    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:
+    def receive(self, version: int, ticket: Mapping[str, Any] | None) -> None:
         """Receive `version` from the sender of the ticket; None for a sender in this process. Raises
         EngineError if the data that arrives differs from the data that was sent."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Idempotent."""
+        ...
 
 
-class _Stream:
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How groups of one use are sampled: `driver` plays episodes of `prompts`, of at most `limit` prompts at
+    a time. `greedy` samples the greedy answer to each prompt, for recipes whose baseline is its reward.
+    `shape` computes the reward used for training; None for the reward itself."""
+
+    prompts: Sequence[Prompt]
+    driver: Driver
+    limit: int | None = None
+    greedy: Driver | None = None
+    shape: Callable[[Trajectory], ShapedReward] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Opponent:
+    """An engine that gets the weights of versions that are multiples of `every`; only the first ones if that
+    is 0."""
+
+    engine: NativeEngine
+    every: int
+
+    def is_due(self, version: int) -> bool:
+        """Whether it gets the weights of `version`."""
+        return version == 0 if self.every == 0 else version % self.every == 0
+
+
+class _Groups:
     """The groups of one use. `ended` are the finished tasks that have not been reported; `news` is set when
     a task has ended."""
 
-    def __init__(self, prompts: Sequence[Prompt], driver: Driver, limit: int | None) -> None:
-        self.prompts, self.driver = prompts, driver
-        self.places = nullcontext() if limit is None else asyncio.Semaphore(limit)
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.places = nullcontext() if stream.limit is None else asyncio.Semaphore(stream.limit)
         self.running: dict[Key, asyncio.Task[tuple[GroupMetadata, Metrics]]] = {}
         self.ended: dict[Key, asyncio.Task[tuple[GroupMetadata, Metrics]]] = {}
         self.news = asyncio.Event()
-        self.groups: dict[Key, Group] = {}
+        self.whole: dict[Key, Group] = {}
 
     def end(self, key: Key) -> None:
         task = self.running.pop(key)
@@ -105,35 +134,24 @@ class Collector:
 
     def __init__(  # noqa: PLR0913
         self,
-        prompts: Mapping[Use, Sequence[Prompt]],
-        drivers: Mapping[Use, Driver],
-        greedy: Driver | None,
+        streams: Mapping[Use, Stream],
         engine: Engine,
         scorer: Scorer,
         *,
-        shape: Callable[[Trajectory], ShapedReward] | None,
-        limits: Mapping[Use, int | None] = MappingProxyType({}),
-        link: WeightLink | None = None,
+        receiver: WeightReceiver | None = None,
         check: Callable[[int], None] | None = None,
         close_envs: Callable[[], Awaitable[None]] | None = None,
         in_background: bool = False,
-        opponent: NativeEngine | None = None,
-        opponent_every: int = 0,
+        opponent: Opponent | None = None,
         spaces: Spaces | None = None,
     ) -> None:
-        """`greedy` samples the greedy answer to each training prompt, for recipes whose baseline is its
-        reward. All drivers sample with `engine`. `shape` computes the reward used for training; None for the
-        reward itself. `limits` are the numbers of prompts that are sampled at a time. `link` receives new
-        weights; None if the engine reads the trainer's tensors. `check` is called with each new version.
-        `close_envs` ends what environments share. Sampling goes on `in_background`, or only while the caller
-        waits for groups. `opponent` gets the weights of versions that are multiples of `opponent_every`; only
-        the first ones if that is 0. `spaces` are a simulator's."""
-        self._streams: dict[Use, _Stream] = {
-            use: _Stream(prompts[use], drivers[use], limits.get(use)) for use in drivers
-        }
-        self._greedy, self._engine = greedy, engine
-        self._scorer, self._shape, self._link, self._check = scorer, shape, link, check
-        self._close_envs, self._opponent, self._opponent_every = close_envs, opponent, opponent_every
+        """All drivers sample with `engine`. `receiver` receives new weights; None if the engine reads the
+        trainer's tensors. `check` is called with each new version. `close_envs` ends what environments share.
+        Sampling goes on `in_background`, or only while the caller waits for groups. `spaces` are a
+        simulator's."""
+        self._groups: dict[Use, _Groups] = {use: _Groups(stream) for use, stream in streams.items()}
+        self._engine, self._scorer, self._receiver, self._check = engine, scorer, receiver, check
+        self._close_envs, self._opponent = close_envs, opponent
         self._opponent_version, self._spaces = 0, spaces
         self._loop = Loop(in_background=in_background)
 
@@ -142,25 +160,25 @@ class Collector:
         random numbers of each depend only on its key."""
 
         async def start() -> None:
-            stream = self._streams[use]
+            groups = self._groups[use]
             for place, key in zip(prompts, keys, strict=True):
-                assert key not in stream.running, f"group {key} is running"
-                group = self._group(use, stream.prompts[place], group_size, key)
-                stream.running[key] = task = asyncio.create_task(group)
-                task.add_done_callback(lambda _, key=key: stream.end(key))
+                assert key not in groups.running, f"group {key} is running"
+                group = self._group(groups, groups.stream.prompts[place], group_size, key)
+                groups.running[key] = task = asyncio.create_task(group)
+                task.add_done_callback(lambda _, key=key: groups.end(key))
 
         self._loop.run(start())
 
     def finished(self, use: Use) -> tuple[list[GroupMetadata], Metrics]:
         """Wait until groups are scored that have not been reported, unless none runs. Returns their metadata
         and the metrics of scoring. Raises the exception of a group that failed."""
-        return self._loop.run(self._finished(self._streams[use]))
+        return self._loop.run(self._finished(self._groups[use]))
 
-    async def _finished(self, stream: _Stream) -> tuple[list[GroupMetadata], Metrics]:
-        while stream.running and not stream.ended:
-            stream.news.clear()
-            await stream.news.wait()
-        ended, stream.ended = stream.ended, {}
+    async def _finished(self, groups: _Groups) -> tuple[list[GroupMetadata], Metrics]:
+        while groups.running and not groups.ended:
+            groups.news.clear()
+            await groups.news.wait()
+        ended, groups.ended = groups.ended, {}
         metrics = Metrics()
         metadata: list[GroupMetadata] = []
         for task in ended.values():
@@ -170,26 +188,27 @@ class Collector:
         return metadata, metrics
 
     async def _group(
-        self, use: Use, prompt: Prompt, group_size: int, key: Key
+        self, groups: _Groups, prompt: Prompt, group_size: int, key: Key
     ) -> tuple[GroupMetadata, Metrics]:
         """Sample, score and shape a group."""
-        stream = self._streams[use]
-        async with stream.places:
-            asked = [stream.driver.group(prompt, group_size, key)]
-            if use == "train" and self._greedy is not None:
-                asked.append(self._greedy.group(prompt, 1, key))
-            group, *greedy = await all_of(asked)
+        stream = groups.stream
+        greedy: asyncio.Task[Group] | None = None
+        async with groups.places, task_group() as tasks:
+            sampled = tasks.create_task(stream.driver.group(prompt, group_size, key))
+            if stream.greedy is not None:
+                greedy = tasks.create_task(stream.greedy.group(prompt, 1, key))
+        group = sampled.result()
         group.key = key
-        for answer in greedy:
-            (group.greedy,) = answer.trajectories
+        if greedy is not None:
+            (group.greedy,) = greedy.result().trajectories
         start = time.perf_counter()
         metrics = await self._scorer.score(group.sampled)
         metrics.add("time/score_s", time.perf_counter() - start)
-        if use == "train" and self._shape is not None:
+        if stream.shape is not None:
             for trajectory in group.sampled:
                 if trajectory.is_valid:
-                    trajectory.shaped = self._shape(trajectory)
-        stream.groups[key] = group
+                    trajectory.shaped = stream.shape(trajectory)
+        groups.whole[key] = group
         return metadata_of(group), metrics
 
     def cancel(self, use: Use, keys: Sequence[Key]) -> None:
@@ -197,48 +216,47 @@ class Collector:
         reported."""
 
         async def cancel() -> None:
-            stream = self._streams[use]
-            tasks = [stream.running[key] for key in keys if key in stream.running]
+            groups = self._groups[use]
+            tasks = [groups.running[key] for key in keys if key in groups.running]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for key in keys:
-                stream.ended.pop(key, None)
-                stream.groups.pop(key, None)
+                groups.ended.pop(key, None)
+                groups.whole.pop(key, None)
 
         self._loop.run(cancel())
 
     def rows(self, kept: Sequence[tuple[Key, int, int]]) -> list[Row]:
         """Training rows of groups, given as (key, place, first); see rows.group_rows."""
-        groups = self._streams["train"].groups
+        groups = self._groups["train"].whole
         return [row for key, place, first in kept for row in group_rows(groups[key], place, first)]
 
     def whole(self, use: Use, keys: Sequence[Key]) -> list[Group]:
         """Whole groups, with tokens and texts."""
-        return [self._streams[use].groups[key] for key in keys]
+        return [self._groups[use].whole[key] for key in keys]
 
     def forget(self, use: Use, keys: Sequence[Key]) -> None:
         """Drop finished groups."""
         for key in keys:
-            self._streams[use].groups.pop(key, None)
+            self._groups[use].whole.pop(key, None)
 
     def set_weights(
         self, version: int, when: NewWeights = "drain", ticket: Mapping[str, Any] | None = None
     ) -> None:
-        """See Engine.set_weights. The weights come through the link, from the sender of `ticket`; without a
-        link they are the trainer's own tensors."""
-        load = None if self._link is None else partial(self._link.take, version, ticket)
+        """See Engine.set_weights. The receiver gets the weights from the sender of `ticket`; without one they
+        are the trainer's own tensors."""
+        load = None if self._receiver is None else partial(self._receiver.receive, version, ticket)
         self._loop.run(self._engine.set_weights(version, when, load))
-        if version % (self._opponent_every or max(1, version + 1)) == 0:
-            self._set_opponent(version, when)
+        if self._opponent is not None and self._opponent.is_due(version):
+            self._set_opponent(self._opponent.engine, version, when)
         if self._check is not None:
             self._check(version)
 
-    def _set_opponent(self, version: int, when: NewWeights = "drain") -> None:
-        """Give the opponent the engine's weights."""
-        if self._opponent is not None:
-            self._opponent_version = version
-            self._loop.run(self._opponent.set_weights(version, when))
+    def _set_opponent(self, engine: NativeEngine, version: int, when: NewWeights = "drain") -> None:
+        """Give the opponent's engine the weights of the policy's."""
+        self._opponent_version = version
+        self._loop.run(engine.set_weights(version, when))
 
     def spaces(self) -> Spaces:
         """Those of the simulator."""
@@ -249,24 +267,25 @@ class Collector:
         """The opponent's weights and their version; None without one."""
         if self._opponent is None:
             return None
-        weights = {name: weight.detach().cpu() for name, weight in self._opponent.named_parameters()}
+        named = self._opponent.engine.named_parameters()
+        weights = {name: weight.detach().cpu() for name, weight in named}
         return {"version": self._opponent_version, "weights": weights}
 
     def load_opponent(self, state: Mapping[str, Any]) -> None:
         """Restore an `opponent_state`."""
         assert self._opponent is not None, "the run has no opponents"
-        self._set_opponent(state["version"])
-        for name, weight in self._opponent.named_parameters():
+        self._set_opponent(self._opponent.engine, state["version"])
+        for name, weight in self._opponent.engine.named_parameters():
             weight.copy_(state["weights"][name])
 
     def receivers(self) -> Sequence[str]:
-        """See WeightLink.names."""
-        assert self._link is not None, "the engine reads the trainer's own weights"
-        return self._link.names
+        """Names by which a sender addresses this worker's engine."""
+        assert self._receiver is not None, "the engine reads the trainer's own weights"
+        return self._receiver.receivers
 
     @property
     def _engines(self) -> list[Engine]:
-        return [self._engine, *([] if self._opponent is None else [self._opponent])]
+        return [self._engine, *([] if self._opponent is None else [self._opponent.engine])]
 
     def cache_bytes(self) -> int:
         return sum(engine.cache_bytes for engine in self._engines)
@@ -281,8 +300,8 @@ class Collector:
 
     def close(self) -> None:
         """Cancel all groups, and stop the engine, the environments, and the scorer's processes."""
-        for use, stream in self._streams.items():
-            self.cancel(use, list(stream.running))
+        for use, groups in self._groups.items():
+            self.cancel(use, list(groups.running))
 
         async def stop() -> None:
             for engine in self._engines:
@@ -291,8 +310,8 @@ class Collector:
                 await self._close_envs()
 
         self._loop.run(stop())
-        if self._link is not None:
-            self._link.close()
+        if self._receiver is not None:
+            self._receiver.close()
         self._scorer.close()
         self._loop.close()
 

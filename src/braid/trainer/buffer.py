@@ -6,19 +6,15 @@ The driver's cost grows with the number of rows, not with their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from braid.algorithms.rewards import RunningMoments
-from braid.cluster.workers import Joined, Pending, Ref, WorkerGroup
+from braid.cluster.workers import Joined, Pending, Ref, WorkerGroup, proxy
 from braid.models.base import Output
-from braid.training.backend import Loss, StepReport, TrainingBackend
+from braid.training.backend import Loss, TrainingBackend
 from braid.training.group import ModelGroup
-from braid.training.rollout_buffer import RolloutBuffer, RowMetadata
-from braid.types import Row
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from braid.training.rollout_buffer import RolloutBuffer
+from braid.types import Row, RowMetadata
 
 
 class Buffer:
@@ -26,6 +22,13 @@ class Buffer:
 
     def __init__(self, shards: WorkerGroup[RolloutBuffer]) -> None:
         self.shards = shards
+        self.whole: RolloutBuffer = proxy(self._over_all)
+        """The rows of all processes, in the first, for what depends on all rows."""
+
+    @property
+    def every(self) -> RolloutBuffer:
+        """The part of each process, for what is done row by row."""
+        return self.shards.every
 
     def open(self, pieces: Sequence[Ref]) -> list[RowMetadata]:
         """Store the rows of a round; each reference is to the list of rows of a rollout worker. Returns their
@@ -52,42 +55,14 @@ class Buffer:
             if of
         ]
 
-    def train(
+    def for_ranks(
         self, model: ModelGroup, rows: Sequence[RowMetadata], weights: Sequence[float], loss: Loss
-    ) -> StepReport:
-        """Take one optimizer step on `rows`; `weights` as in TrainingBackend.train."""
+    ) -> list[tuple[Any, ...]]:
+        """The arguments of TrainingBackend.train on each rank, for one optimizer step on `rows`."""
         shares, spare = self._shares(model, rows, is_bare=False)
-        arguments = [
-            (taken, [weights[i] for i in share], loss, spare) for taken, share in model.by_rank(shares)
-        ]
-        return model.ranks.scatter(TrainingBackend.train, arguments)[0]
+        return [(taken, [weights[i] for i in share], loss, spare) for taken, share in model.by_rank(shares)]
 
-    def copy_field(self, source: str, target: str) -> None:
-        """Copy field `source` to `target` in all rows."""
-        self.shards.call(RolloutBuffer.copy_field, source, target)
-
-    def write_policy_versions(self) -> None:
-        """See RolloutBuffer.write_policy_versions."""
-        self.shards.call(RolloutBuffer.write_policy_versions)
-
-    def mark_successes(self, rows: Sequence[RowMetadata], is_success: Sequence[bool]) -> None:
-        """Mark for each of all `rows` whether its reward is a success."""
-        of_shards: list[list[bool]] = [[] for _ in range(self.shards.size)]
-        for row, value in zip(rows, is_success, strict=True):
-            of_shards[row.shard].append(value)
-        self.shards.scatter(RolloutBuffer.mark_successes, [(of,) for of in of_shards])
-
-    def compute_advantages(
-        self, kl_coef: float, running: RunningMoments
-    ) -> tuple[dict[str, float], RunningMoments]:
-        """See RolloutBuffer.compute_advantages."""
-        return self._over_all(RolloutBuffer.compute_advantages, kl_coef, running)
-
-    def write_step_fields(self, rows: Sequence[RowMetadata], key: tuple[int, ...]) -> None:
-        """Write the fields of training.step_fields to the `rows` of one step."""
-        self._over_all(RolloutBuffer.write_step_fields, [(row.shard, row.index) for row in rows], key)
-
-    def whole(self, rows: Sequence[RowMetadata]) -> list[Row]:
+    def copies(self, rows: Sequence[RowMetadata]) -> list[Row]:
         """The rows with all arrays, for reports; copies them into this process."""
         found: dict[tuple[int, int], Row] = {}
         for shard, indices in enumerate(self._by_shard(rows)):
@@ -118,11 +93,9 @@ class Buffer:
             indices[row.shard].append(row.index)
         return indices
 
-    def _over_all(
-        self, method: Callable[Concatenate[RolloutBuffer, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
+    def _over_all(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the method in the first process with the rows of all."""
-        others = range(1, self.shards.size)
+        others, method = range(1, self.shards.size), getattr(RolloutBuffer, name)
         if not others:
             return self.shards.call(method, *args, **kwargs)[0]
         lent = [self.shards.start_on(shard, RolloutBuffer.lend).refs[0] for shard in others]

@@ -51,7 +51,7 @@ from .run import Run
 from .sampling import Sampling
 from .supervised import sampler_of, supervised_of, warm_up_config
 from .watch import LearningWatch
-from .weight_sync import WeightSync, send_options
+from .weight_sync import send_options
 
 if TYPE_CHECKING:
     from braid.config.env import SimulatorEnv
@@ -133,11 +133,11 @@ class _Workers:
         rollouts = self._rollouts(groups, run_dir)
         rollouts.sleep()
         if inputs is None and not is_local:
-            self._spaces = rollouts.spaces()
+            self._spaces = rollouts.workers.first.spaces()
         if inputs is None and self.supervised is not None:
             from .demonstrations import check_images
 
-            check_images(config, self.supervised.rows, rollouts.spaces())
+            check_images(config, self.supervised.rows, rollouts.workers.first.spaces())
         by_role = {
             "policy": policy or self._new_policy(),
             "critic": self._new_model("critic", plan.num_critic_steps),
@@ -199,14 +199,13 @@ class _Workers:
 
     def _rollouts(self, groups: Mapping[str, WorkerGroup[Any]], run_dir: Path) -> Rollouts:
         config, plan = self._cluster.config, self._spec.plan
-        weight_sync = None
+        prompts = self._reset_states() if self._spec.inputs is None else self._spec.inputs.prompts
+        rollouts = Rollouts(groups["rollout"], prompts, plan.engines_in_turns)
         if not isinstance(self._cluster, OneProcess):
             device = torch.device(config.run.device)  # resolved by the cluster: the driver may have no GPU
-            options = send_options(config, plan.layout, str(run_dir / "weights"), device)
-            merged = config.rollout.engine.is_served
-            weight_sync = WeightSync(groups["policy"], groups["rollout"], options, merged=merged)
-        prompts = self._reset_states() if self._spec.inputs is None else self._spec.inputs.prompts
-        return Rollouts(groups["rollout"], prompts, weight_sync, plan.engines_in_turns)
+            rollouts.policy, rollouts.merged = groups["policy"], config.rollout.engine.is_served
+            rollouts.sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
+        return rollouts
 
     def _new_policy(self) -> ModelGroup:
         plan = self._spec.plan

@@ -31,7 +31,7 @@ from braid.config.paths import with_absolute_paths
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, Problem
-from braid.plan import Verb, resolve
+from braid.plan import Plan
 from braid.plan.layout import Layout, RoleLayout, Worker
 from braid.plan.threads import num_sharing
 
@@ -59,13 +59,12 @@ _RANKS_READ = ("braid.training.worker", "braid.models.selfcheck", "braid.models.
 
 
 @contextmanager
-def launched(loaded: Loaded, verb: Verb) -> Iterator[RayCluster | None]:
+def launched(loaded: Loaded, plan: Plan) -> Iterator[RayCluster | None]:
     """Start the processes of a run on workers and stop them at the end of the block at the latest. Yields
     None for a run in one process. Raises ConfigError, before anything starts, if this machine cannot run
     it."""
     loaded = with_absolute_paths(loaded)
     config = loaded.config
-    plan = resolve(config, verb=verb, origin_of=loaded.origin)
     if plan.layout.mode == "in_process":
         yield None
         return

@@ -16,7 +16,6 @@ from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.envs.simulators.base import Simulator
 from braid.errors import ModelError
-from braid.models.base import TrainableModel
 from braid.models.causal_lm import CausalLM
 from braid.models.cpu import why_not_compiled
 from braid.models.roles import make_policy, make_robot_model
@@ -24,7 +23,7 @@ from braid.plan import Plan, longest_row
 from braid.plan.sizes import training_dtype
 from braid.rewards.scorer import build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
-from braid.rollout.collector import Collector, Use, WeightLink
+from braid.rollout.collector import Collector, Opponent, Stream, Use, WeightReceiver
 from braid.rollout.drivers.base import Driver
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import RolloutEngine, Sampling
@@ -34,13 +33,12 @@ from braid.rollout.engines.native.selfcheck import check_decoding
 from braid.rollout.engines.simulators import ActingPolicy, SimulatorEngine
 from braid.training.backends.single.backend import SingleBackend, autocast_dtype
 from braid.training.worker import device_of
-from braid.types import ShapedReward, Trajectory
+from braid.types import Prompt
 from braid.weights.fingerprint import check_synced
-from braid.weights.receiver import Receiver, open_receiver
-from braid.weights.wire import Ticket
+from braid.weights.receiver import ModelReceiver
 
 from .conversations import chat_format
-from .engines import EngineLink, LocalWeightLink, as_one, start_engines
+from .engines import PolicyReceiver, as_one, start_engines
 from .inputs import TextInputs
 from .services import reward_services
 from .weight_sync import send_options
@@ -65,7 +63,7 @@ def make_collector(
     of all but the first."""
     device, is_local = device_of(config), plan.layout.mode == "in_process"
     policy: Any = place.workers.get("policy")
-    check, link = None, None
+    check, receiver = None, None
     if inputs is None:
         if is_local:
             policy.keep_weights()
@@ -73,14 +71,15 @@ def make_collector(
         assert new_simulator is not None, "other environments have text inputs"
         simulator = new_simulator(place)
         model: Any = make_robot_model("policy", config, simulator.spaces, device)
-        link = NativeLink(f"rollout {place.rank}", model, config.cluster.call_timeout_s, device)
-        return simulator_collector(config, plan, base_dir, simulator, model, link)
+        receiver = ModelReceiver(f"rollout {place.rank}", model, config.cluster.call_timeout_s, device)
+        return simulator_collector(config, plan, base_dir, simulator, model, receiver)
     lm: Any = policy.model if is_local and "policy" in place.workers else None
     if config.rollout.engine.is_served:
         sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
         engines = start_engines(config, plan, inputs.tokenizer, sending, run_dir / "logs", first=place.rank)
-        engine: RolloutEngine = as_one(engines)
-        link = LocalWeightLink(place.workers, engine) if is_local else EngineLink(engines)
+        remote = as_one(engines)
+        engine: RolloutEngine = remote
+        receiver = PolicyReceiver(place.workers, remote) if is_local else remote
     elif is_local:
         bytes_to_come = None
         if plan.is_pipelined:  # others' first update comes after the cache has been allocated
@@ -97,10 +96,10 @@ def make_collector(
         lm = make_policy(config, device)
         lm.module.requires_grad_(False)
         engine = native_engine(config, inputs, lm)
-        link = NativeLink(f"rollout {place.rank}", lm, config.cluster.call_timeout_s, device)
+        receiver = ModelReceiver(f"rollout {place.rank}", lm, config.cluster.call_timeout_s, device)
     opponent = None
-    if config.env.opponents_every_rounds is not None:
-        opponent = native_engine(config, inputs, lm, owns_weights=True)
+    if (every := config.env.opponents_every_rounds) is not None:
+        opponent = Opponent(native_engine(config, inputs, lm, owns_weights=True), every)
     in_background = plan.is_pipelined or not is_local
     return text_collector(
         config,
@@ -108,7 +107,7 @@ def make_collector(
         base_dir,
         inputs,
         engine,
-        link=link,
+        receiver=receiver,
         check=check,
         in_background=in_background,
         opponent=opponent,
@@ -122,32 +121,6 @@ def _bytes_to_come(workers: Mapping[str, Any]) -> int:
 
 def _check_weights(lm: CausalLM, engine: NativeEngine, folder: Path, version: int) -> None:
     check_synced(lm.model.named_parameters(), engine.named_parameters(), version=version, folder=folder)
-
-
-class NativeLink:
-    """See WeightLink. Weights are received directly into the tensors that the native engine samples with, or
-    copies."""
-
-    def __init__(self, name: str, lm: TrainableModel, timeout_s: float, device: torch.device) -> None:
-        """`timeout_s` is the time limit per version."""
-        self.names = (name,)
-        self._lm, self._timeout_s, self._device = lm, timeout_s, device
-        self._receiver: Receiver | None = None
-
-    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:
-        """See WeightLink."""
-        assert ticket is not None, "the sender is in another process"
-        if self._receiver is None:
-            (name,) = self.names
-            self._receiver = open_receiver(
-                Ticket(**ticket), engine=name, timeout_s=self._timeout_s, device=self._device
-            )
-        self._receiver.receive_into(version, dict(self._lm.named_weights()))
-
-    def close(self) -> None:
-        """See WeightLink."""
-        if self._receiver is not None:
-            self._receiver.close()
 
 
 def native_engine(
@@ -210,10 +183,10 @@ def text_collector(  # noqa: PLR0913
     inputs: TextInputs,
     engine: RolloutEngine,
     *,
-    link: WeightLink | None = None,
+    receiver: WeightReceiver | None = None,
     check: Callable[[int], None] | None = None,
     in_background: bool = False,
-    opponent: NativeEngine | None = None,
+    opponent: Opponent | None = None,
 ) -> Collector:
     """A collector of text episodes sampled with `engine`; the others as in Collector."""
     env, rollout = config.text_env, config.rollout
@@ -229,17 +202,18 @@ def text_collector(  # noqa: PLR0913
             context,
             seed=config.run.seed,
             retries=rollout.retries,
-            opponent=opponent,
+            opponent=None if opponent is None else opponent.engine,
         )
 
     longest = plan.max_trajectory_tokens
     return Collector(
-        inputs.prompts,
-        {
-            "train": driver(rollout.sampling, longest),
-            "eval": driver(config.eval_sampling, plan.eval_max_trajectory_tokens),
-        },
-        driver(_greedy(rollout.sampling), longest) if plan.needs_greedy else None,
+        _streams(
+            config,
+            inputs.prompts,
+            train=driver(rollout.sampling, longest),
+            evaluation=driver(config.eval_sampling, plan.eval_max_trajectory_tokens),
+            greedy=driver(_greedy(rollout.sampling), longest) if plan.needs_greedy else None,
+        ),
         engine,
         build_scorer(
             config.reward,
@@ -247,14 +221,11 @@ def text_collector(  # noqa: PLR0913
             seed=config.run.seed,
             services=reward_services(config, engine, inputs, device_of(config)),
         ),
-        shape=_shape_of(config),
-        limits=_limits(config),
-        link=link,
+        receiver=receiver,
         check=check,
         close_envs=close_envs,
         in_background=in_background,
         opponent=opponent,
-        opponent_every=env.opponents_every_rounds or 0,
     )
 
 
@@ -264,16 +235,16 @@ def simulator_collector(
     base_dir: Path,
     simulator: Simulator,
     policy: ActingPolicy,
-    link: WeightLink | None = None,
+    receiver: WeightReceiver | None = None,
 ) -> Collector:
     """A collector of a simulator's episodes, sampled with the trained policy's own tensors, or with those
-    that `link` writes to."""
+    that `receiver` writes to."""
     env, rollout = config.simulator, config.rollout
     engine = SimulatorEngine(
         simulator,
         policy,
         retries=rollout.retries,
-        owns_weights=plan.is_pipelined and link is None,
+        owns_weights=plan.is_pipelined and receiver is None,
         num_stages=env.pipeline_stages,
         offloads=env.offload and env.processes > 0,
     )
@@ -288,9 +259,10 @@ def simulator_collector(
     steps, chunk = env.max_steps_per_rollout, config.model.num_action_chunks
     max_decisions = None if steps is None else steps // chunk
     return Collector(
-        env.reset_states(),
-        {
-            "train": driver(
+        _streams(
+            config,
+            env.reset_states(),
+            train=driver(
                 rollout.sampling,
                 video.num_episodes if video.train_every_rounds else 0,
                 film_every=video.train_every_rounds or 1,
@@ -298,21 +270,33 @@ def simulator_collector(
                 auto_reset=env.auto_reset,
                 shares_reset=env.fixed_reset_states,
             ),
-            "eval": driver(config.eval_sampling, video.num_episodes if video.save else 0),
-        },
-        driver(_greedy(rollout.sampling)) if plan.needs_greedy else None,
+            evaluation=driver(config.eval_sampling, video.num_episodes if video.save else 0),
+            greedy=driver(_greedy(rollout.sampling)) if plan.needs_greedy else None,
+        ),
         engine,
         build_scorer(config.reward, base_dir=base_dir),
-        shape=_shape_of(config),
-        limits=_limits(config),
-        link=link,
-        in_background=plan.is_pipelined or link is not None,
+        receiver=receiver,
+        in_background=plan.is_pipelined or receiver is not None,
         spaces=simulator.spaces,
     )
 
 
-def _limits(config: RunConfig) -> dict[Use, int | None]:
-    return {"train": config.rollout.request_batch, "eval": config.eval.batch_prompts}
+def _streams(
+    config: RunConfig,
+    prompts: Mapping[Use, Sequence[Prompt]],
+    *,
+    train: Driver,
+    evaluation: Driver,
+    greedy: Driver | None,
+) -> dict[Use, Stream]:
+    shape = None
+    if has_shaping(config.reward):
+        limit = config.rollout.sampling.max_new_tokens
+        shape = partial(shape_reward, config=config.reward, max_new_tokens=limit)
+    return {
+        "train": Stream(prompts["train"], train, config.rollout.request_batch, greedy, shape),
+        "eval": Stream(prompts["eval"], evaluation, config.eval.batch_prompts),
+    }
 
 
 def sampling_of(config: SamplingConfig, end_token_ids: Sequence[int]) -> Sampling:
@@ -325,10 +309,3 @@ def sampling_of(config: SamplingConfig, end_token_ids: Sequence[int]) -> Samplin
 def _greedy(sampling: SamplingConfig) -> SamplingConfig:
     """The same settings with greedy decoding."""
     return sampling.model_copy(update={"greedy": True})
-
-
-def _shape_of(config: RunConfig) -> Callable[[Trajectory], ShapedReward] | None:
-    if not has_shaping(config.reward):
-        return None
-    limit = config.rollout.sampling.max_new_tokens
-    return partial(shape_reward, config=config.reward, max_new_tokens=limit)

@@ -39,7 +39,7 @@ from braid.errors import (
     TargetMissed,
     WorkerError,
 )
-from braid.plan import Plan, Verb, resolve
+from braid.plan import Plan, Verb, resolve, with_prompts
 from braid.plan.threads import num_sharing, thread_counts
 from braid.report.names import declare
 from braid.report.reporter import Reporter, Status
@@ -82,32 +82,47 @@ _COUNTED = {"token": "action tokens", "action": "env steps", "chunk": "decisions
 number."""
 
 
-def train(loaded: Loaded, cluster: RayCluster | None = None, *, sinks: Sequence[Sink] = ()) -> Outcome:
+def train(
+    loaded: Loaded,
+    cluster: RayCluster | None = None,
+    plan: Plan | None = None,
+    *,
+    sinks: Sequence[Sink] = (),
+) -> Outcome:
     """`braid train`: reinforcement learning, after the supervised warm-up if the config has one. With
     run.eval_only, evaluate the config's model, or the checkpoint that run.resume names. Uses the processes of
-    `cluster` if they have been launched already. `sinks` receive the metrics beside the config's."""
+    `cluster` if they have been launched already, and the `plan` if it has been resolved. `sinks` receive the
+    metrics beside the config's."""
     loaded = with_absolute_paths(loaded)
     run = loaded.config.run
     if not run.eval_only:
-        return _run(loaded, "train", cluster, sinks)
+        return _run(loaded, plan or _plan_of(loaded, "train"), cluster, sinks)
     if run.resume == "none":
-        return _evaluate(loaded, cluster)
-    own = _store_of(loaded.config, Path(run.output_dir) / run.name)
-    return _evaluate(loaded, cluster, _trained_in(own, run.resume))
+        return _evaluate(loaded, plan, cluster)
+    store = _store_of(loaded.config, Path(run.output_dir) / run.name)
+    return _evaluate(loaded, plan, cluster, _trained_in(store, run.resume))
 
 
-def sft(loaded: Loaded, cluster: RayCluster | None = None) -> Outcome:
-    """`braid sft`: supervised learning only; `cluster` as in `train`."""
-    return _run(with_absolute_paths(loaded), "sft", cluster)
+def sft(loaded: Loaded, cluster: RayCluster | None = None, plan: Plan | None = None) -> Outcome:
+    """`braid sft`: supervised learning only; `cluster` and `plan` as in `train`."""
+    loaded = with_absolute_paths(loaded)
+    return _run(loaded, plan or _plan_of(loaded, "sft"), cluster)
 
 
-def evaluate(loaded: Loaded, cluster: RayCluster | None = None, *, run_dir: Path | None = None) -> Outcome:
+def evaluate(
+    loaded: Loaded,
+    cluster: RayCluster | None = None,
+    plan: Plan | None = None,
+    *,
+    run_dir: Path | None = None,
+) -> Outcome:
     """`braid eval`: evaluate the config's model, or the newest checkpoint of the run in `run_dir`; `cluster`
-    as in `train`.
+    and `plan` as in `train`.
 
     Writes a separate run folder, named after the run with the suffix `-eval`.
     """
-    return _evaluate(with_absolute_paths(loaded), cluster, None if run_dir is None else _trained_of(run_dir))
+    trained = None if run_dir is None else _trained_of(run_dir)
+    return _evaluate(with_absolute_paths(loaded), plan, cluster, trained)
 
 
 def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
@@ -123,7 +138,13 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
     return folder
 
 
-def _evaluate(loaded: Loaded, cluster: RayCluster | None, trained: Trained | None = None) -> Outcome:
+def _plan_of(loaded: Loaded, verb: Verb) -> Plan:
+    return resolve(loaded.config, verb=verb, origin_of=loaded.origin)
+
+
+def _evaluate(
+    loaded: Loaded, plan: Plan | None, cluster: RayCluster | None, trained: Trained | None = None
+) -> Outcome:
     """Evaluate the config's model, with the weights of a checkpoint if given."""
     if trained is not None:
         _refuse_other_model(loaded, trained)
@@ -132,7 +153,8 @@ def _evaluate(loaded: Loaded, cluster: RayCluster | None, trained: Trained | Non
     # An evaluation saves nothing, so it must not touch the run's checkpoint.dir.
     checkpoint = loaded.config.checkpoint.model_copy(update={"dir": None})
     config = loaded.config.model_copy(update={"run": run.model_copy(update=update), "checkpoint": checkpoint})
-    return _run(replace(loaded, config=config), "eval", cluster, trained=trained)
+    loaded = replace(loaded, config=config)
+    return _run(loaded, plan or _plan_of(loaded, "eval"), cluster, trained=trained)
 
 
 def _refuse_other_model(loaded: Loaded, trained: Trained) -> None:
@@ -183,29 +205,41 @@ def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
 
 def _run(
     loaded: Loaded,
-    verb: Verb,
+    plan: Plan,
     cluster: RayCluster | None = None,
     sinks: Sequence[Sink] = (),
     trained: Trained | None = None,
 ) -> Outcome:
-    """Run `verb` on the processes of `cluster`, if it is open. `trained` is what to evaluate, if not the
-    config's model."""
-    config = loaded.config
+    """Carry out `plan`, made before the data was read, on the processes of `cluster`, if it is open.
+    `trained` is what to evaluate, if not the config's model."""
+    config, verb = loaded.config, plan.verb
     keep_freed_memory()
     disable_progress_bar()
     if config.run.num_threads != "auto":
         torch.set_num_threads(config.run.num_threads)
     with environment(config.cluster.variables), stop_signals() as stop:
         inputs = read_inputs(loaded, verb)
-        num_prompts = len(inputs.train.prompts) if inputs and verb == "train" else None
-        plan = resolve(config, num_prompts, verb=verb, origin_of=loaded.origin)
+        if inputs and verb == "train":
+            plan = with_prompts(plan, config, len(inputs.train.prompts), loaded.origin)
         check_inputs(loaded, plan, inputs)
-        return _run_in_folder(RunSpec(loaded, plan, inputs, trained), cluster, stop, sinks)
+        done: Status = "finished"
+        with _in_folder(RunSpec(loaded, plan, inputs, trained), cluster, stop, sinks) as (attempts, begin):
+            reporter = attempts.reporter
+            try:
+                attempts.keep_trying(begin, config.run.resume)
+            except StopTraining:
+                done = "stopped"
+            missed = _missed(config, reporter, verb)
+            reporter.finish("not_learned" if missed and done == "finished" else done, missed)
+    return Outcome(reporter.run_dir.path, missed is None)
 
 
-def _run_in_folder(
+@contextmanager
+def _in_folder(
     spec: RunSpec, cluster: RayCluster | None, stop: StopSignals, sinks: Sequence[Sink]
-) -> Outcome:
+) -> Iterator[tuple[_Attempts, Callable[[], None]]]:
+    """Open the run's folder, its console and its reporter, which records how the block ends. Yields the
+    attempts of the run, and what starts to write its files."""
     loaded, plan, inputs = spec.loaded, spec.plan, spec.inputs
     config, verb = loaded.config, plan.verb
     run_dir = RunDir.open(
@@ -242,15 +276,7 @@ def _run_in_folder(
         else:
             console.counted = _COUNTED[config.robot_logprob_level]
         with _told(reporter, store):
-            attempts = _Attempts(spec, reporter, store, stop, cluster)
-            done: Status = "finished"
-            try:
-                attempts.keep_trying(begin, config.run.resume)
-            except StopTraining:
-                done = "stopped"
-            missed = _missed(config, reporter, verb)
-            reporter.finish("not_learned" if missed and done == "finished" else done, missed)
-    return Outcome(run_dir.path, missed is None)
+            yield _Attempts(spec, reporter, store, stop, cluster), begin
 
 
 def _stored(loaded: Loaded, name: str) -> Loaded:
@@ -383,7 +409,8 @@ class _Attempts:
                     if not has_begun:
                         begin()
                         has_begun = True
-                    self._run_stoppably(run)
+                    with self._stoppable():
+                        run.run()
                 return
             except (*PASSING, WorkerError) as error:
                 if restart > max_restarts or not _may_pass(error):
@@ -414,12 +441,13 @@ class _Attempts:
                 stack.callback(run.models.rollouts.close)
             yield run
 
-    def _run_stoppably(self, run: Run) -> None:
-        """Run the loop; after a signal it has run.stop_within_s seconds to stop, an evaluation none."""
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Wrap the loop: after a signal it has run.stop_within_s seconds to stop, an evaluation none."""
         grace_s = 0.0 if self.spec.plan.verb == "eval" else self.spec.loaded.config.run.stop_within_s
         with self.stop.graceful(grace_s):
             try:
-                run.run()
+                yield
             except (*PASSING, WorkerError) as error:
                 if not self.stop.is_requested:
                     raise

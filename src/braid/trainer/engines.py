@@ -101,43 +101,21 @@ def as_one(engines: Sequence[RemoteEngine]) -> RemoteEngine | Router:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLink:
-    """See collector.WeightLink. Weights are sent directly to the engines' processes."""
-
-    engines: Sequence[RemoteEngine]
-
-    @property
-    def names(self) -> Sequence[str]:
-        """See WeightLink."""
-        return [name for engine in self.engines for name in engine.receivers]
-
-    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:
-        """See WeightLink; all engines receive in parallel."""
-        assert ticket is not None, "the sender is in another process"
-        receiving = [engine.start_receiving(version, ticket) for engine in self.engines]
-        for engine, under_way in zip(self.engines, receiving, strict=True):
-            engine.finish_receiving(version, under_way)
-
-    def close(self) -> None:
-        """See WeightLink. Nothing to do: the collector closes the engines."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalWeightLink:
-    """See collector.WeightLink. Sends the weights of the policy among the `workers` of this process to
+class PolicyReceiver:
+    """See collector.WeightReceiver. Sends the weights of the policy among the `workers` of this process to
     engines in other ones."""
 
     workers: Mapping[str, Any]
     engine: RemoteEngine | Router
-    names: Sequence[str] = ()
+    receivers: Sequence[str] = ()
 
-    def take(self, version: int, ticket: Mapping[str, Any] | None) -> None:  # noqa: ARG002
-        """See WeightLink."""
+    def receive(self, version: int, ticket: Mapping[str, Any] | None) -> None:  # noqa: ARG002
+        """See WeightReceiver."""
         lm: CausalLM = self.workers["policy"].model
         self.engine.load_weights(version, lm.merged_weights() if lm.has_adapters else lm.named_weights())
 
     def close(self) -> None:
-        """See WeightLink. Nothing to do: the collector closes the engines."""
+        """See WeightReceiver. Nothing to do: the collector closes the engine."""
 
 
 def _model_folder(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +20,10 @@ from braid.models.base import Output
 from braid.plan import Plan
 from braid.report.metrics import Metrics
 from braid.training.advantages import are_trained
-from braid.training.backend import StepReport
+from braid.training.backend import StepReport, TrainingBackend
 from braid.training.group import ModelGroup
 from braid.training.losses import policy_loss, value_loss_of, with_value_loss
-from braid.training.rollout_buffer import RowMetadata
-from braid.types import is_at_least
+from braid.types import RowMetadata
 
 from .buffer import Buffer
 from .keys import BATCH_KEY, CHOICE_KEY
@@ -42,13 +42,6 @@ class Rows(NamedTuple):
     """Rows of a round, and the metrics of what was done with them."""
 
     rows: list[RowMetadata]
-    metrics: Metrics
-
-
-class Update(NamedTuple):
-    """The optimizer steps of a round: how many the policy took, and their metrics."""
-
-    num_steps: int
     metrics: Metrics
 
 
@@ -76,15 +69,14 @@ class Learner:
         with self._reports.timed("compute_advantages", metrics):
             if rows:
                 self._infer_fields(rows)
-                computed, moments = self._buffer.compute_advantages(
+                computed, moments = self._buffer.whole.compute_advantages(
                     self._kl_coef(kl_coef), self.reward_moments
                 )
                 self.reward_moments.load(moments.state())
                 for name, value in computed.items():
                     metrics.mean(name, value)
                 if recipe.supervised_coef > 0:
-                    success = self._config.eval.success_reward
-                    self._buffer.mark_successes(rows, [is_at_least(row.score, success) for row in rows])
+                    self._buffer.every.mark_successes(self._config.eval.success_reward)
             is_trained = are_trained(rows, recipe)
             trained = [row for row, is_so in zip(rows, is_trained, strict=True) if is_so]
             if recipe.mask_truncated or recipe.mask_long_failures is not None:
@@ -100,9 +92,9 @@ class Learner:
         if plan.old_logprobs == "recompute":
             asked.append((models.inference or models.policy, "logprobs", "old_logprobs"))
         elif plan.old_logprobs == "behavior":
-            buffer.copy_field("behavior_logprobs", "old_logprobs")
+            buffer.every.copy_field("behavior_logprobs", "old_logprobs")
         elif plan.old_logprobs == "interpolated":
-            buffer.write_policy_versions()
+            buffer.every.write_policy_versions()
         if plan.recipe.full_kl_in in ("reward", "advantage"):
             asked.append((models.policy, "kl", "kl"))
         elif models.reference is not None and plan.recipe.full_kl_in is None:
@@ -132,45 +124,51 @@ class Learner:
         logger.warning("round %d has nothing to train on: %s", counters.round, why)
         return num_empty
 
-    def update(self, rows: Sequence[RowMetadata], counters: Counters) -> Update:
-        """Take the round's optimizer steps: the critic's, then the policy's, each on separate mini-batches;
-        or those of a policy with a value head. Does nothing without rows."""
-        metrics, num_steps = Metrics(), 0
-        if not rows:
-            return Update(num_steps, metrics)
-        models = self._models
+    @contextmanager
+    def timed_update(self, rows: Sequence[RowMetadata]) -> Iterator[Metrics]:
+        """Yield the metrics of the round's optimizer steps on `rows`, of which there is at least one, and add
+        the time of the block and its rate."""
+        metrics = Metrics()
         with self._reports.timed("update", metrics):
-            is_warm_up = self._plan.learns_values and counters.round <= self._config.critic.warmup_rounds
-            if models.critic is not None or is_warm_up:
-                self._update_critic(models.critic or models.policy, rows, counters, metrics)
-            if not is_warm_up:
-                num_steps = self._update_policy(rows, counters, metrics)
+            yield metrics
         tokens = sum(len(row) for row in rows) * self._config.train.passes_per_round
         metrics.mean("train/tokens_per_s", tokens / metrics.value("time/update_s"))
-        return Update(num_steps, metrics)
 
-    def _update_critic(
-        self, critic: ModelGroup, rows: Sequence[RowMetadata], counters: Counters, metrics: Metrics
-    ) -> None:
-        recipe = self._plan.recipe
+    def is_critic_warm_up(self, round_: int) -> bool:
+        """Whether only values are learned in this round."""
+        return self._plan.learns_values and round_ <= self._config.critic.warmup_rounds
+
+    def update_critic(self, rows: Sequence[RowMetadata], counters: Counters, metrics: Metrics) -> None:
+        """Take the critic's steps of the round, on mini-batches of `rows`; during the warm-up of a policy
+        with a value head, those of its values. Does nothing for a policy without values."""
+        models, recipe = self._models, self._plan.recipe
+        if models.critic is None and not self.is_critic_warm_up(counters.round):
+            return
+        critic = models.critic or models.policy
         loss, level = value_loss_of(recipe), recipe.value_level
         for batch in self._batches(rows, counters.round, self._config.critic.train or self._config.train):
             counts = [
                 {"token": row.num_tokens, "action": row.num_actions, "turn": row.num_decisions}[level]
                 for row in batch
             ]
-            record(metrics, "critic", self._buffer.train(critic, batch, self._weights(batch, counts), loss))
+            arguments = self._buffer.for_ranks(critic, batch, self._weights(batch, counts), loss)
+            record(metrics, "critic", critic.ranks.scatter(TrainingBackend.train, arguments)[0])
 
-    def _update_policy(self, rows: Sequence[RowMetadata], counters: Counters, metrics: Metrics) -> int:
-        """Returns the number of steps."""
-        recipe, step = self._plan.recipe, counters.step
+    def update_policy(self, rows: Sequence[RowMetadata], counters: Counters, metrics: Metrics) -> int:
+        """Take the policy's steps of the round, on mini-batches of `rows`, with the value loss if it has a
+        value head. Returns their number: 0 during the warm-up of the critic."""
+        policy, recipe, step = self._models.policy, self._plan.recipe, counters.step
+        if self.is_critic_warm_up(counters.round):
+            return 0
         for batch in self._batches(rows, counters.round, self._config.train):
             counts = [row.num_decisions if recipe.counts_decisions else row.num_tokens for row in batch]
-            self._buffer.write_step_fields(batch, (self._config.run.seed, CHOICE_KEY, step))
+            places = [(row.shard, row.index) for row in batch]
+            self._buffer.whole.write_step_fields(places, (self._config.run.seed, CHOICE_KEY, step))
             loss = policy_loss(recipe, kl_coef=self._kl_coef(counters.kl_coef), version=counters.round)
             if self._plan.learns_values and self._models.critic is None:
                 loss = with_value_loss(loss, recipe)
-            report = self._buffer.train(self._models.policy, batch, self._weights(batch, counts), loss)
+            arguments = self._buffer.for_ranks(policy, batch, self._weights(batch, counts), loss)
+            report = policy.ranks.scatter(TrainingBackend.train, arguments)[0]
             record(metrics, "policy", report)
             if recipe.early_stop_ratio is not None:
                 metrics.add("policy/early_stopped_steps", int(report.is_stopped))
@@ -235,7 +233,7 @@ class Learner:
         if not (is_read or is_kept):
             return
         groups = self._models.rollouts.whole("train", [*selection.kept, *selection.dropped])
-        arrays = self._buffer.whole(rows)
+        arrays = self._buffer.copies(rows)
         if is_read:
             self._reports.reporter.store_samples(name, groups, arrays)
         if is_kept:

@@ -121,7 +121,7 @@ class Models:
         a bit-exact resume, and the files written."""
         whole: dict[str, object] = dict(state)
         has_opponent = self._config.env.opponents_every_rounds is not None
-        whole["opponent"] = self.rollouts.opponent_state() if has_opponent else None
+        whole["opponent"] = self.rollouts.workers.first.opponent_state() if has_opponent else None
         files: dict[str, dict[str, object]] = {}
         for role, model in self._saved().items():
             whole[role], written = model.save(folder / role)

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from braid.report.metrics import Metrics
-from braid.training.rollout_buffer import RowMetadata
+from braid.types import RowMetadata
 
 from .imitation import warm_up
 from .learner import Learner
@@ -46,32 +46,31 @@ class OnPolicy(Run):
             warm_up(self)
         while not progress.is_complete:
             progress.stop_if_asked()
-            if progress.counters.is_reported:
-                self._train_round()
+            if progress.counters.is_reported:  # else a resume goes on with the end of the round
+                with progress.given_up_when_late():
+                    progress.start_round()
+                    selection = self.sampling.rollout(progress.round)
+                    progress.check_time()
+                    with progress.stop.cuttable():
+                        rows, fetching = self.learner.fetch_rows(selection)
+                progress.metrics.merge(Metrics.merged(selection.metrics, fetching))
+                with progress.timed_update():
+                    with progress.stop.finishing():
+                        progress.end_update(*self.train(selection, rows))
+                    self.sync_weights()
             self.finish_round()
-
-    def _train_round(self) -> None:
-        """Run a round up to the sync of its new weights."""
-        progress = self.progress
-        with progress.given_up_when_late():
-            progress.start_round()
-            selection = self.sampling.rollout(progress.round)
-            progress.check_time()
-            with progress.stop.cuttable():
-                rows, fetching = self.learner.fetch_rows(selection)
-        progress.metrics.merge(Metrics.merged(selection.metrics, fetching))
-        with progress.timed_update():
-            with progress.stop.finishing():
-                progress.end_update(*self.train(selection, rows))
-            self.sync_weights()
 
     def train(self, selection: Selection, rows: Sequence[RowMetadata]) -> tuple[Counters, Metrics]:
         """Train on the groups of the round, whose `rows` were fetched. Returns the counters after it."""
         learner, sampler, before = self.learner, self.sampling.sampler, self.progress.counters
         trained, metrics = learner.compute_advantages(rows, before.kl_coef)
         empty_rounds = learner.count_empty(before, selection, trained)
-        num_steps, updating = learner.update(trained, before)
-        metrics = Metrics.merged(metrics, updating)
+        num_steps = 0
+        if trained:
+            with learner.timed_update(trained) as updating:
+                learner.update_critic(trained, before, updating)
+                num_steps = learner.update_policy(trained, before, updating)
+            metrics = Metrics.merged(metrics, updating)
         kl_coef, steering = learner.steer_kl(before.kl_coef, metrics, trained)
         reference_updates = self.models.update_reference(sampler.epoch, before.reference_updates)
         learner.store(before.round, selection, trained)

@@ -179,7 +179,7 @@ class Progress:
             with self.reports.timed("sync_weights", self.metrics):
                 models.sync_weights(self.round)
             if (opponent := state.get("opponent")) is not None:
-                models.rollouts.load_opponent(opponent)
+                models.rollouts.workers.every.load_opponent(opponent)
         self.reports.reporter.load(state["reporter"])  # last, since it removes the records of later rounds
         store.forget_after(step)
         self._say_resumed(folder, step)

@@ -10,21 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from braid.cluster.workers import Pending, Ref, WorkerGroup
+from braid.cluster.workers import Pending, Ref, WorkerGroup, wait_for_all
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, GroupMetadata, Use
 from braid.rollout.engine import NewWeights
-from braid.types import Group, Key, Prompt, Spaces
-
-
-class WeightSender(Protocol):
-    """Syncs the policy's weights to engines in other processes."""
-
-    def send(self, version: int, when: NewWeights) -> None:
-        """See Rollouts.set_weights."""
-        ...
+from braid.training.worker import Rank
+from braid.types import Group, Key, Prompt
+from braid.weights.sending import SendOptions
 
 
 @dataclass(slots=True)
@@ -40,14 +34,18 @@ class _Stream:
 
 @dataclass(slots=True)
 class Rollouts:
-    """Workers that run a Collector each. `weight_sync` syncs weights to them; None if they see the policy's
-    weights themselves."""
+    """Workers that run a Collector each. The `policy` in other processes sends its weights to them with the
+    options `sending`, adapters merged into them if `merged`; None if they see the weights themselves."""
 
     workers: WorkerGroup[Collector]
     prompts: Mapping[Use, Sequence[Prompt]]
-    weight_sync: WeightSender | None = None
     in_turns: Sequence[int] = ()
     """Ranks of the workers whose devices are also used for training."""
+    policy: WorkerGroup[Rank] | None = None
+    sending: SendOptions | None = None
+    merged: bool = False
+    _ticket: Mapping[str, Any] | None = None
+    """That of the sender, once it is open."""
     _streams: dict[Use, _Stream] = field(default_factory=lambda: {"train": _Stream(), "eval": _Stream()})
     _loads: Counter[int] = field(default_factory=Counter)
     """Number of tokens in the prompts of each worker's running groups, plus one for each."""
@@ -90,13 +88,10 @@ class Rollouts:
                 break
         return groups, metrics
 
-    def collect(
-        self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]
-    ) -> tuple[list[Group], Metrics]:
-        """Submit groups and wait for all of them. Returns them in the order of `keys`, as `finished` does. No
-        others of this use may run."""
+    def gather(self, use: Use, keys: Sequence[Key]) -> tuple[list[Group], Metrics]:
+        """Wait for all groups that were submitted. Returns them in the order of their `keys`, as `finished`
+        does. No others of this use may run."""
         metrics, groups = Metrics(), dict[Key, Group]()
-        self.submit(use, prompts, group_size, keys)
         while len(groups) < len(keys):
             more, cost = self.finished(use)
             metrics.merge(cost)
@@ -142,24 +137,16 @@ class Rollouts:
 
     def set_weights(self, version: int, when: NewWeights = "drain") -> None:
         """Sample with the policy's current weights from now on, as `version`; see Engine.set_weights."""
-        if self.weight_sync is None:
-            self.workers.call(Collector.set_weights, version, when)
-        else:
-            self.weight_sync.send(version, when)
-
-    def spaces(self) -> Spaces:
-        """Those of the workers' simulators."""
-        (spaces,) = self.workers.start_on(0, Collector.spaces).wait()
-        return spaces
-
-    def opponent_state(self) -> dict[str, Any] | None:
-        """See Collector.opponent_state; it is the same on all workers."""
-        (state,) = self.workers.start_on(0, Collector.opponent_state).wait()
-        return state
-
-    def load_opponent(self, state: Mapping[str, Any]) -> None:
-        """See Collector.load_opponent."""
-        self.workers.call(Collector.load_opponent, state)
+        if self.policy is None:
+            self.workers.every.set_weights(version, when)
+            return
+        if self._ticket is None:
+            assert self.sending is not None, "a policy in other processes has options"
+            names = [name for part in self.workers.call(Collector.receivers) for name in part]
+            self._ticket = self.policy.call(Rank.open_sender, names, self.sending)[0]
+        received = self.workers.start(Collector.set_weights, version, when, self._ticket)
+        sent = self.policy.start(Rank.send_weights, version, self.merged)
+        wait_for_all([(self.policy, sent), (self.workers, received)])
 
     def _load(self, use: Use, prompt: int) -> int:
         return len(self.prompts[use][prompt].token_ids) + 1

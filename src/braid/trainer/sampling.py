@@ -48,8 +48,9 @@ class Sampling:
         self.validity = Validity(config.rollout.max_invalid_fraction)
 
     def rollout(self, round_: int) -> Selection:
-        """Sample and score a round's groups: batches of prompts are drawn until rollout.filter is
-        satisfied."""
+        """Sample and score a round's groups, and shape the rewards of valid trajectories: batches of prompts
+        are drawn until rollout.filter is satisfied. The groups have no tokens, which stay on the workers.
+        Raises RolloutError if too many trajectories are invalid."""
         rollout = self.config.rollout
         selection = Selection(rollout.filter, rollout.prompts_per_round)
         sampled: list[Group] = []
@@ -57,28 +58,21 @@ class Sampling:
             self.rollouts.forget("train")
             self.models.start_sampling()
         while not selection.is_done:
-            groups = self._rollout_batch(round_, selection.num_batches, selection.metrics)
+            prompts = self.sampler.take(rollout.prompts_per_round)
+            first = selection.num_batches * len(prompts)
+            keys: list[Key] = [(TRAIN_KEY, round_, first + place) for place in range(len(prompts))]
+            with self.reports.timed("rollout", selection.metrics), self._stop.cuttable():
+                self.rollouts.submit("train", prompts, rollout.group_size, keys)
+                groups, scoring = self.rollouts.gather("train", keys)
+            selection.metrics.merge(scoring)
+            self.show_outputs(round_, groups)
+            selection.metrics.merge(self.check_round(round_, groups))
             selection.add(groups)
             sampled += groups
         with self._stop.cuttable():
             self.models.end_sampling()
         self.complete(selection, sampled, round_)
         return selection
-
-    def _rollout_batch(self, round_: int, batch: int, metrics: Metrics) -> list[Group]:
-        """Sample and score the groups of one batch of prompts, and shape the rewards of valid trajectories.
-        Returns the groups without tokens, which stay on the workers. Raises RolloutError if too many
-        trajectories are invalid."""
-        rollout = self.config.rollout
-        prompts = self.sampler.take(rollout.prompts_per_round)
-        numbers = range(batch * len(prompts), (batch + 1) * len(prompts))
-        keys = [(TRAIN_KEY, round_, number) for number in numbers]
-        with self.reports.timed("rollout", metrics), self._stop.cuttable():
-            groups, scoring = self.rollouts.collect("train", prompts, rollout.group_size, keys)
-        metrics.merge(scoring)
-        self.show_outputs(round_, groups)
-        metrics.merge(self.check_round(round_, groups))
-        return groups
 
     def collect_eval(self, prompts: Sequence[int], group_size: int) -> list[Group]:
         """Sample and score a group for each of the evaluation's `prompts`, in their order. Every evaluation
@@ -87,7 +81,8 @@ class Sampling:
             self.rollouts.forget("eval")
             self.models.start_sampling()
             keys: list[Key] = [(EVAL_KEY, 0, prompt) for prompt in prompts]
-            groups, _ = self.rollouts.collect("eval", prompts, group_size, keys)
+            self.rollouts.submit("eval", prompts, group_size, keys)
+            groups, _ = self.rollouts.gather("eval", keys)
             self.models.end_sampling()
         return groups
 

@@ -1,47 +1,19 @@
-"""Syncs weights from the policy's ranks to engines in other processes, once per round."""
+"""How the policy's ranks send weights to engines in other processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from os.path import isdir  # False for names that no file can have
-from typing import Any
 
 import torch
 
-from braid.cluster.workers import WorkerGroup, wait_for_all
 from braid.config.schema import RunConfig
 from braid.models.tokenizer import model_path
 from braid.plan.layout import Layout
 from braid.plan.parallel import served_engine
-from braid.rollout.collector import Collector
-from braid.rollout.engine import NewWeights
-from braid.training.worker import Rank
 from braid.weights.sending import SendOptions
 from braid.weights.transports import Meeting, choose_transport, on_existing
 
 _DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(slots=True)
-class WeightSync:
-    """Weight sync from `ranks` (with the policy) to `engines`. With `merged`, adapters are merged into the
-    weights that are sent. The connection is opened at the first sync."""
-
-    ranks: WorkerGroup[Rank]
-    engines: WorkerGroup[Collector]
-    options: SendOptions
-    merged: bool
-    _ticket: Mapping[str, Any] | None = None
-
-    def send(self, version: int, when: NewWeights) -> None:
-        """Sync the policy's current weights to all engines, as `version`."""
-        if self._ticket is None:
-            names = [name for of in self.engines.call(Collector.receivers) for name in of]
-            self._ticket = self.ranks.call(Rank.open_sender, names, self.options)[0]
-        taken = self.engines.start(Collector.set_weights, version, when, self._ticket)
-        sent = self.ranks.start(Rank.send_weights, version, self.merged)
-        wait_for_all([(self.ranks, sent), (self.engines, taken)])
 
 
 def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.device) -> SendOptions:

@@ -13,7 +13,7 @@ their rows without inputs and observations.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,31 +21,10 @@ from numpy.typing import NDArray
 from braid.algorithms.recipes import Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.models.base import Output
-from braid.types import Row
+from braid.types import Row, RowMetadata, is_at_least
 
 from .advantages import compute_advantages
 from .step_fields import write_step_fields
-
-
-@dataclass(slots=True)  # frozen ones are slow to send, and there is one for each row
-class RowMetadata:
-    """Row metadata without arrays: `index` is the row's index in the RolloutBuffer of process `shard`; the
-    others as in Row."""
-
-    shard: int
-    index: int
-    length: int
-    num_tokens: int
-    num_decisions: int
-    num_actions: int
-    group: int
-    trajectory: int
-    agent: int
-    is_truncated: bool
-    score: float
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class RolloutBuffer:
@@ -61,22 +40,7 @@ class RolloutBuffer:
         """Replace the rows of the last round. Rows are sorted by trajectory, so results do not depend on
         which worker made which; those of one trajectory stay in order."""
         self._rows = sorted((row for piece in pieces for row in piece), key=lambda row: row.trajectory)
-        return [
-            RowMetadata(
-                self._shard,
-                i,
-                len(row),
-                row.num_tokens,
-                row.num_decisions,
-                row.num_actions,
-                row.group,
-                row.trajectory,
-                row.agent,
-                row.is_truncated,
-                row.score,
-            )
-            for i, row in enumerate(self._rows)
-        ]
+        return [row.metadata(self._shard, i) for i, row in enumerate(self._rows)]
 
     def take(self, indices: Sequence[int], is_bare: bool) -> list[Row]:
         """The current rows; without fields if `is_bare`, since a forward pass does not read them."""
@@ -109,10 +73,11 @@ class RolloutBuffer:
         for row in self._rows:
             row.fields["policy_versions"] = row.policy_versions.astype(np.float32)
 
-    def mark_successes(self, is_success: Sequence[bool]) -> None:
-        """Write the field `is_success` of each row: 1 at all positions of a successful row, else 0."""
-        for row, value in zip(self._rows, is_success, strict=True):
-            row.fields["is_success"] = np.full(len(row), value, np.float32)
+    def mark_successes(self, least: float) -> None:
+        """Write the field `is_success` of each row: 1 at all positions of a row whose score is at least this,
+        else 0."""
+        for row in self._rows:
+            row.fields["is_success"] = np.full(len(row), is_at_least(row.score, least), np.float32)
 
     def lend(self) -> list[Row]:
         """The rows for the first process, without inputs and observations unless they are anchor states

@@ -6,7 +6,8 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,12 @@ _ALIGNMENT = 64
 _NUM_BUFFERS = 2
 _NUM_REFERENCES = 3
 """Reference count of a buffer that no tensor uses: by the list, the loop's variable and getrefcount."""
+
+
+class NamedWeights(Protocol):
+    """A model whose weights have names."""
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]: ...
 
 
 class Receiver(ABC):
@@ -190,3 +197,28 @@ class LinkedReceiver(Receiver):
         if self._link is not None:
             self._link.close()
             self._link = None
+
+
+class ModelReceiver:
+    """Receives versions directly into the tensors of a model in this process. Connects at the first."""
+
+    def __init__(self, name: str, model: NamedWeights, timeout_s: float, device: torch.device) -> None:
+        """A sender addresses it by `name`. `timeout_s` is the time limit per version."""
+        self.receivers = (name,)
+        self._model, self._timeout_s, self._device = model, timeout_s, device
+        self._receiver: Receiver | None = None
+
+    def receive(self, version: int, ticket: Mapping[str, Any] | None) -> None:
+        """Receive `version` from the sender of the ticket. Raises EngineError like Receiver.receive_into."""
+        assert ticket is not None, "the sender is in another process"
+        if self._receiver is None:
+            (name,) = self.receivers
+            self._receiver = open_receiver(
+                Ticket(**ticket), engine=name, timeout_s=self._timeout_s, device=self._device
+            )
+        self._receiver.receive_into(version, dict(self._model.named_weights()))
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+        if self._receiver is not None:
+            self._receiver.close()

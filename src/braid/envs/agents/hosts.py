@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from braid.children import Child, as_env_error
-from braid.errors import EnvError
+from braid.errors import BraidError, EnvError
 from braid.types import Action, Prompt
-from braid.users import is_the_users
+from braid.users import as_env_error, is_the_users
 
 from .base import Opening, Step
+from .processes import EnvProcess
 
 RunIn = Literal["inline", "thread", "process"]
 MakeEnv = Callable[[], Any]
@@ -60,7 +60,11 @@ class HostedEnv(ABC):
     async def start(self, task: Prompt, seed: int) -> Opening:
         """See AgentEnv. The environment is made here."""
         await self.ready(task)
-        opening = _checked(await self._call("start", task, seed), Opening, "start")
+        with _UsersErrors():
+            opening = self._call("start", task, seed)
+            if inspect.isawaitable(opening):
+                opening = await opening
+        opening = _checked(opening, Opening, "start")
         self._is_running = True
         return opening
 
@@ -69,7 +73,11 @@ class HostedEnv(ABC):
         on giving rewards."""
         if not self._is_running:
             raise EnvError("step() before the start or after the end of the episode")
-        step = _checked(await self._call("step", action), Step, "step")
+        with _UsersErrors():
+            step = self._call("step", action)
+            if inspect.isawaitable(step):
+                step = await step
+        step = _checked(step, Step, "step")
         self._is_running = not (step.is_done or step.is_truncated)
         return step
 
@@ -79,10 +87,22 @@ class HostedEnv(ABC):
         await self._close()
 
     @abstractmethod
-    async def _call(self, method: str, *arguments: Any) -> Any: ...
+    def _call(self, method: str, *arguments: Any) -> Any:
+        """The value of the environment's method, or what to await for it."""
 
     @abstractmethod
     async def _close(self) -> None: ...
+
+
+class _UsersErrors:
+    """Raises what the user's code raises in the block as EnvError. A class, since a context manager that is a
+    generator lets a StopIteration pass."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None and not isinstance(error, BraidError) and is_the_users(error):
+            raise as_env_error(error) from error
 
 
 def _checked(value: Any, kind: type, method: str) -> Any:
@@ -97,21 +117,18 @@ class InlineEnv(HostedEnv):
     def __init__(self, make: MakeEnv) -> None:
         self._make, self._env = make, None
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        try:
-            if method == "start":
-                self._env = self._make()
-            value = getattr(self._env, method)(*arguments)
-            return await value if inspect.isawaitable(value) else value
-        except BaseException as error:
-            if not is_the_users(error):
-                raise
-            raise as_env_error(error) from error
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if method == "start":
+            self._env = self._make()
+        return getattr(self._env, method)(*arguments)
 
     async def _close(self) -> None:
         if self._env is not None:
             try:
-                await self._call("close")
+                with _UsersErrors():
+                    value = self._call("close")
+                    if inspect.isawaitable(value):
+                        await value
             finally:
                 self._env = None
 
@@ -125,11 +142,11 @@ class ThreadEnv(HostedEnv):
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._last: Future[Any] | None = None
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
+    def _call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         if self._last is None:
             Thread(target=_serve, args=(self._jobs,), name="braid-env", daemon=True).start()
         self._last = self._put(method, *arguments)
-        return await asyncio.wrap_future(self._last)
+        return asyncio.wrap_future(self._last)
 
     def _put(self, method: str, *arguments: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -202,11 +219,11 @@ class ProcessPool:
 
     def __init__(self, make: Callable[[], Any], size: int) -> None:
         self._make, self._left = make, size
-        self._idle: list[Child] = []
+        self._idle: list[EnvProcess] = []
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._is_closed = False
 
-    async def take(self) -> Child:
+    async def take(self) -> EnvProcess:
         """Wait for a free process. Start it where there is none, or it has died."""
         if self._left:
             self._left -= 1
@@ -225,12 +242,12 @@ class ProcessPool:
                     child.forget_stderr()
                     return child
                 child.kill()
-            return await Child.started(self._make)
+            return await EnvProcess.started(self._make)
         except BaseException:
             self._free()
             raise
 
-    def give(self, child: Child) -> None:
+    def give(self, child: EnvProcess) -> None:
         """Return a process to the pool, for the next episode if it is still alive."""
         if child.is_alive and not self._is_closed:
             self._idle.append(child)
@@ -259,7 +276,7 @@ class ProcessEnv(HostedEnv):
 
     def __init__(self, pool: ProcessPool) -> None:
         self._pool = pool
-        self._child: Child | None = None
+        self._child: EnvProcess | None = None
         self._has_failed = False
 
     async def ready(self, task: Prompt | None = None) -> None:  # noqa: ARG002

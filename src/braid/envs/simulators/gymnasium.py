@@ -17,11 +17,10 @@ from gymnasium import spaces
 from gymnasium.wrappers import RescaleAction, TimeLimit
 from numpy.typing import NDArray
 
-from braid.children import as_env_error
 from braid.errors import EnvError, suggest
 from braid.functions import load_function
 from braid.types import ActionSpace, Spaces
-from braid.users import finite_number, is_the_users, truth
+from braid.users import as_env_error, finite_number, is_the_users, truth
 
 from .base import AS_IT_IS, EpisodeRules, Tick, as_array, refused
 from .rules import RuledEnv

@@ -1,31 +1,22 @@
 """Gymnasium environments in child processes: they step in parallel, and every call has a deadline.
 
-A process that misses a deadline is killed with all that it has started. Like the death of a process, this
-fails the slots of the call; episodes in other slots of the process fail at their next step. The next reset of
-one of its slots starts it again. A child process (`main`) holds a GymnasiumSimulator. It ends with its
-parent. Images come back in memory that both share, which the system frees with the last of both; everything
-else in messages.
+A process (braid.processes) that misses a deadline is killed with all that it has started. Like the death of
+a process, this fails the slots of the call; episodes in other slots of the process fail at their next step.
+The next reset of one of its slots starts it again. A child process (`main`) holds a GymnasiumSimulator.
+Images come back in memory that both share; everything else in messages.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import mmap
-import os
 import pickle
-import select
 import signal
-import socket
-import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,11 +25,12 @@ import numpy as np
 from gymnasium.vector.utils import CloudpickleWrapper
 from numpy.typing import NDArray
 
-from braid.children import as_env_error
 from braid.cores import num_threads
 from braid.errors import BraidError, ConfigError, EnvError, Problem
-from braid.processes import end, end_with, how_it_ended, kill_group, start_module
+from braid.processes import Channel, Child, connect, end_this_process
+from braid.processes.memory import SharedArrays
 from braid.types import Spaces
+from braid.users import as_env_error
 
 from .base import AS_IT_IS, EpisodeRules, Tick
 from .gymnasium import GymnasiumSimulator
@@ -47,7 +39,7 @@ from .vector import make_simulator
 logger = logging.getLogger(__name__)
 
 _LONGEST_S = 1e6
-"""Longest timeout that the system calls below accept."""
+"""Longest timeout that the timer of a process accepts."""
 _CLOSE_S = 10.0
 """Longest timeout of `close`, so that interrupting a run whose environment hangs does not take minutes."""
 _EXIT_S = 1.0
@@ -199,38 +191,34 @@ class _Process:
         self.images: Mapping[str, NDArray[np.uint8]] = {}
         self.resets_together = False
         self._env_id, self._environment, self._threads = env_id, environment, threads
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._number = self._first = 0  # of the last request, and of the start
         self._requests: dict[int, _Request] = {}
         self._end = ""
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None
+        return self._child is not None
 
     def start(self, timeout_s: float) -> None:
         """Start the process. The answer is its `spaces` and `resets_together`."""
-        ours, theirs = socket.socketpair()
-        # A process that stops in the middle of a message must not block this one for ever.
-        limit = struct.pack("ll", math.ceil(min(timeout_s, _LONGEST_S)), 0)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            ours.setsockopt(socket.SOL_SOCKET, option, limit)
-        self._connection = Connection(ours.detach())
-        self._memory = os.memfd_create("braid-images")
-        with theirs:
-            descriptors = [theirs.fileno(), self._memory]
-            self._process = start_module(__name__, descriptors, OMP_NUM_THREADS=str(self._threads))
-        self._handle = os.pidfd_open(self._process.pid)
-        self._events = select.poll()
-        for source in (self._connection, self._handle):
-            self._events.register(source, select.POLLIN)
+        self._memory = SharedArrays()
+        memory = self._memory.descriptor
+        self._child = Child(
+            __name__,
+            str(memory),
+            inherited=[memory],
+            stdout=None,
+            stderr=None,
+            OMP_NUM_THREADS=str(self._threads),
+        )
         self._requests = {}
         self._first = self.ask("start", self._env_id, len(self.slots), self._environment, timeout_s=timeout_s)
 
     def started(self) -> None:
         """Wait for the start. Raises like `answer`."""
         self.spaces, self.resets_together = self.answer(self._first)
-        self.images = _shared_images(self._memory, self.spaces, len(self.slots))
+        self.images = _images(self._memory, self.spaces, len(self.slots))
 
     def ask(self, method: str, *arguments: object, timeout_s: float) -> int:
         """Send a request, which has to be answered within `timeout_s` after those before it; returns its
@@ -239,8 +227,10 @@ class _Process:
         limit_s = min(timeout_s, _LONGEST_S)
         begin = max([time.monotonic(), *(request.deadline for request in self._requests.values())])
         self._requests[self._number] = _Request(method, limit_s, begin + limit_s)
-        with suppress(OSError):  # the answer will tell
-            self._connection.send_bytes(pickle.dumps((self._number, method, limit_s, arguments), 5))
+        assert self._child is not None, "`start` comes first"
+        with suppress(OSError, EOFError):  # the answer will tell
+            request = pickle.dumps((self._number, method, limit_s, arguments), 5)
+            self._child.channel.send(request, begin + limit_s)
         return self._number
 
     def copy_images(self, slots: Sequence[int], tick: Tick) -> None:
@@ -272,37 +262,28 @@ class _Process:
         return value
 
     def _receive(self, wanted: int, deadline: float) -> Any:
+        assert self._child is not None, "requests are those of a process"
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
-            ready = dict(self._events.poll(math.ceil(1e3 * left_s)))
-            if not ready:
-                raise TimeoutError
-            if self._connection.fileno() not in ready:
-                raise EOFError
-            number, value = pickle.loads(self._connection.recv_bytes())
+            number, value = pickle.loads(self._child.channel.receive(deadline))
             if number == wanted:  # an interrupted call leaves its answer behind
                 return value
 
     def _end_for(self, failure: Exception, request: _Request) -> str:
         """End the process; returns what happened to it."""
-        if isinstance(failure, TimeoutError | BlockingIOError):
+        if isinstance(failure, TimeoutError):
             self.end()
             key = "" if request.method == "close" else " (rollout.env_timeout_s)"
             return f"{request.method} took longer than {request.limit_s:g} s{key}"
-        return f"the process {how_it_ended(self.end(_EXIT_S))} during {request.method}"
+        return f"the process {self.end(_EXIT_S)} during {request.method}"
 
-    def end(self, wait_s: float = 0.0) -> int:
-        """Close the connection, at which the process exits, and after `wait_s` kill it and all that it has
-        started; returns its exit code."""
-        process, self._process, self._requests = self._process, None, {}
-        if process is None:
-            return 0
-        self._connection.close()
-        os.close(self._memory)
+    def end(self, wait_s: float = 0.0) -> str:
+        """End the process as Child.end does, if there is one; returns how it ended."""
+        child, self._child, self._requests = self._child, None, {}
+        if child is None:
+            return "has ended"
+        self._memory.close()
         self.images = {}
-        select.select([self._handle], [], [], wait_s)
-        os.close(self._handle)
-        return end(process)
+        return child.end(wait_s)
 
 
 def _pickled(env_id: str, kwargs: Mapping[str, Any], *arguments: object) -> bytes:
@@ -317,25 +298,17 @@ def _pickled(env_id: str, kwargs: Mapping[str, Any], *arguments: object) -> byte
         raise ConfigError([Problem("env.processes", why, "env")]) from error
 
 
-def _shared_images(memory: int, spaces: Spaces, num_envs: int) -> dict[str, NDArray[np.uint8]]:
-    """Arrays [E, ...] by name in shared memory, which the first call makes large enough."""
-    shapes = {name: (num_envs, *shape) for name, shape in spaces.images.items()}
-    if not shapes:
-        return {}
-    ends = np.cumsum([math.prod(shape) for shape in shapes.values()]).tolist()
-    os.ftruncate(memory, ends[-1])
-    whole = np.frombuffer(mmap.mmap(memory, ends[-1]), np.uint8)
-    parts = np.split(whole, ends[:-1])
-    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+def _images(memory: SharedArrays, spaces: Spaces, num_envs: int) -> dict[str, NDArray[np.uint8]]:
+    """Arrays [E, ...] by name."""
+    return memory.map({name: (num_envs, *shape) for name, shape in spaces.images.items()})
 
 
-def main(connection: Connection, memory: int, parent: int) -> None:
+def main(channel: Channel, memory: SharedArrays) -> None:
     """Serve the environments of one process until the parent closes the connection. Then kill what they have
     started, since the parent may be gone, and this process."""
-    end_with(parent)
     simulator: GymnasiumSimulator | None = None
     try:
-        while (request := _received(connection)) is not None:
+        for request in channel.messages():
             number, method, limit_s, arguments = pickle.loads(request)
             # The default action ends the process, even where an environment holds the GIL.
             signal.setitimer(signal.ITIMER_REAL, limit_s + _GRACE_S)
@@ -343,7 +316,7 @@ def main(connection: Connection, memory: int, parent: int) -> None:
             if simulator is None:
                 answer, simulator = _made(*arguments)
                 if simulator is not None:
-                    simulator.image_memory = _shared_images(memory, simulator.spaces, simulator.num_envs)
+                    simulator.image_memory = _images(memory, simulator.spaces, simulator.num_envs)
             elif method == "close":
                 answer = simulator.close()
             else:
@@ -353,19 +326,12 @@ def main(connection: Connection, memory: int, parent: int) -> None:
                 answer = replace(tick, observations=in_message)
             signal.setitimer(signal.ITIMER_REAL, 0)
             with suppress(ConnectionError):
-                connection.send_bytes(pickle.dumps((number, answer), 5))
+                channel.send(pickle.dumps((number, answer), 5))
     finally:
         if simulator is not None:
             simulator.close()
     sys.stdout.flush()
-    kill_group(os.getpgrp())
-
-
-def _received(connection: Connection) -> bytes | None:
-    try:
-        return connection.recv_bytes()
-    except (EOFError, ConnectionError):
-        return None
+    end_this_process()
 
 
 def _made(env_id: str, num_envs: int, environment: bytes) -> tuple[Any, GymnasiumSimulator | None]:
@@ -384,7 +350,5 @@ def _made(env_id: str, num_envs: int, environment: bytes) -> tuple[Any, Gymnasiu
 
 
 if __name__ == "__main__":
-    numbers = [int(number) for number in sys.argv[1:]]
-    for descriptor in numbers[:2]:
-        os.set_inheritable(descriptor, False)
-    main(Connection(numbers[0]), *numbers[1:])
+    channel, (descriptor,) = connect()
+    main(channel, SharedArrays(int(descriptor)))

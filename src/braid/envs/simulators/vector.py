@@ -16,9 +16,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.wrappers.vector import RescaleAction
 from numpy.typing import NDArray
 
-from braid.children import as_env_error
 from braid.errors import BraidError, ConfigError, EnvError
-from braid.users import is_the_users
+from braid.users import as_env_error, is_the_users
 
 from .base import AS_IT_IS, EpisodeRules, Tick, as_array, refused
 from .gymnasium import GymnasiumSimulator, check_finite, make_env, unit_bounds

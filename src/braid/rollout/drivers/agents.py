@@ -6,13 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from braid.cluster.loops import all_of
+from braid.cluster.loops import task_group
 from braid.config.env import Timeouts
 from braid.envs.agents.base import AgentEnv, EpisodeOver, Opening, Outcome, Seats, Step, ToolSchema
 from braid.errors import BraidError, ConfigError, EngineError, EnvError, Problem
@@ -24,8 +25,6 @@ from braid.types import Action, Group, Key, Message, Prompt, Trajectory, Truncat
 from braid.users import described, finite_number, is_the_users, message_of, shown
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +63,12 @@ class AgentDriver:
         """See Driver."""
         samples = range(group_size)
         env_seed = int(np.random.SeedSequence((self.seed, *key)).generate_state(1)[0])
-        trajectories = await all_of(
-            self._trajectory(prompt, i, (self.seed, *key, i), env_seed) for i in samples
-        )
+        async with task_group() as tasks:
+            sampled = [
+                tasks.create_task(self._trajectory(prompt, i, (self.seed, *key, i), env_seed))
+                for i in samples
+            ]
+        trajectories = [task.result() for task in sampled]
         if any(trajectory.agent_rewards for trajectory in trajectories):
             for trajectory in trajectories:
                 if trajectory.is_valid and not trajectory.agent_rewards:  # a limit ended run()
@@ -84,7 +86,10 @@ class AgentDriver:
                 try:
                     await env.ready(prompt)
                     async with asyncio.timeout(limit_s):
-                        await self._attempt(trajectory, conversation, env, env_seed, (*key, attempt))
+                        if env.agents:
+                            await self._run(trajectory, env, env_seed, (*key, attempt))
+                        else:
+                            await self._play(trajectory, env, env_seed, conversation)
                 finally:
                     await env.close()
             except _NoRoom as problem:
@@ -102,24 +107,6 @@ class AgentDriver:
             if trajectory.is_valid:
                 break
         return trajectory
-
-    async def _attempt(
-        self, trajectory: Trajectory, conversation: Conversation, env: _Guarded, env_seed: int, key: Key
-    ) -> None:
-        if env.agents:
-            await self._run(trajectory, env, env_seed, key)
-            return
-        opening = await env.start(trajectory.prompt, env_seed)
-        self._open(conversation, opening, trajectory)
-        stops = (*opening.stop_strings, *self.chat.stop_strings(opening.tools))
-        try:
-            await self._turns(trajectory, env, conversation, stops)
-        finally:
-            if self.limits.rewards_at_end and (turns := trajectory.turns):
-                total = exact_sum(turn.reward for turn in turns)
-                for turn in turns:
-                    turn.reward = 0.0
-                turns[-1].reward = total
 
     async def _run(self, trajectory: Trajectory, env: _Guarded, env_seed: int, key: Key) -> None:
         """Play an episode of several agents."""
@@ -161,37 +148,55 @@ class AgentDriver:
                 "data.max_prompt_tokens, or raise the context limit"
             )
 
-    async def _turns(
-        self, trajectory: Trajectory, env: _Guarded, conversation: Conversation, stops: Sequence[str]
+    async def _play(
+        self, trajectory: Trajectory, env: _Guarded, env_seed: int, conversation: Conversation
     ) -> None:
-        """Run turns until the episode is over or a limit is reached."""
+        """Play an episode of one agent: turns, until it is over or a limit is reached."""
+        opening = await env.start(trajectory.prompt, env_seed)
+        self._open(conversation, opening, trajectory)
         limits, tokenizer = self.limits, self.chat.tokenizer
-        sampling = replace(self.sampling, stop_strings=(*self.sampling.stop_strings, *stops))
-        while True:
-            sampled = await conversation.turn(sampling, limits.max_context_tokens)
-            if sampled is None:
-                await env.truncate(trajectory, "context")
-                return
-            turn, action = sampled
-            num_turns = len(trajectory.turns)
-            trajectory.text += whole_text(tokenizer, turn.output_ids)
-            has_room = conversation.num_tokens < limits.max_context_tokens
-            if action.stop_reason == "length" and not (limits.continues_cut_turns and has_room):
-                await env.truncate(trajectory, "turn_tokens" if has_room else "context")
-                return
-            step = await _timed(env, action, turn, trajectory)
-            if step.is_done or step.is_truncated or num_turns == limits.max_turns:
-                trajectory.text += "".join(message["content"] for message in step.messages)
-                if step.is_truncated and not step.is_done:
-                    trajectory.truncate("environment")
-                elif not step.is_done:
-                    await env.truncate(trajectory, "turns")
-                return
-            try:
-                (conversation.restart if step.forgets else conversation.read)(step.messages)
-            except Exception as error:
-                raise _failure(error) from error
-            trajectory.text += whole_text(tokenizer, conversation.unread)
+        stops = (*self.sampling.stop_strings, *opening.stop_strings, *self.chat.stop_strings(opening.tools))
+        sampling = replace(self.sampling, stop_strings=stops)
+        with _rewards_at_end(trajectory) if limits.rewards_at_end else nullcontext():
+            while sampled := await conversation.turn(sampling, limits.max_context_tokens):
+                turn, action = sampled
+                num_turns = len(trajectory.turns)
+                trajectory.text += whole_text(tokenizer, turn.output_ids)
+                has_room = conversation.num_tokens < limits.max_context_tokens
+                if action.stop_reason == "length" and not (limits.continues_cut_turns and has_room):
+                    await env.truncate(trajectory, "turn_tokens" if has_room else "context")
+                    return
+                start_s = time.perf_counter()
+                async with env.called("step", limits.timeouts.step_s):
+                    step = await env.env.step(action)
+                _check(step)
+                _count(step, action, turn, trajectory, time.perf_counter() - start_s)
+                if step.is_done or step.is_truncated or num_turns == limits.max_turns:
+                    trajectory.text += "".join(message["content"] for message in step.messages)
+                    if step.is_truncated and not step.is_done:
+                        trajectory.truncate("environment")
+                    elif not step.is_done:
+                        await env.truncate(trajectory, "turns")
+                    return
+                try:
+                    (conversation.restart if step.forgets else conversation.read)(step.messages)
+                except Exception as error:
+                    raise _failure(error) from error
+                trajectory.text += whole_text(tokenizer, conversation.unread)
+            await env.truncate(trajectory, "context")
+
+
+@contextmanager
+def _rewards_at_end(trajectory: Trajectory) -> Iterator[None]:
+    """However the block ends, give the rewards of all turns to the last."""
+    try:
+        yield
+    finally:
+        if turns := trajectory.turns:
+            total = exact_sum(turn.reward for turn in turns)
+            for turn in turns:
+                turn.reward = 0.0
+            turns[-1].reward = total
 
 
 def _share_out(trajectory: Trajectory, rewards: Mapping[str, float]) -> None:
@@ -297,14 +302,19 @@ class _Seat:
         return EpisodeOver("an agent has no turns or tokens left")
 
 
-async def _timed(env: _Guarded, action: Action, turn: Turn, trajectory: Trajectory) -> Step:
-    """Step the environment; records reward, times and metrics."""
-    start_s = time.perf_counter()
-    step = await env.step(action)
-    turn.reward, turn.env_s, turn.tool_s = step.reward, time.perf_counter() - start_s, step.tool_s
+def _check(step: object) -> None:
+    """Raise _EnvFailure for a value of step() that cannot be one."""
+    if not isinstance(step, Step):
+        raise _EnvFailure(f"step() returned {type(step).__name__}, not a Step")
+    if any(message["role"] == "assistant" for message in step.messages):
+        raise _EnvFailure("step() returned a message of the role assistant, in which only the policy speaks")
+
+
+def _count(step: Step, action: Action, turn: Turn, trajectory: Trajectory, seconds: float) -> None:
+    """Record the reward, times and metrics of a turn and the `step` after it, which took `seconds`."""
+    turn.reward, turn.env_s, turn.tool_s = step.reward, seconds, step.tool_s
     added = [("step_s", turn.env_s), ("tool_s", turn.tool_s), *step.metrics.items()]
     trajectory.count([*added, *action.call_counts()])
-    return step
 
 
 class _NoRoom(Exception):
@@ -316,12 +326,13 @@ class _EnvFailure(Exception):
 
 
 class _Guarded:
-    """An environment whose calls have deadlines, and whose exceptions are raised as _EnvFailure."""
+    """An environment `env`, whose calls have deadlines and raise their exceptions as _EnvFailure, in blocks
+    of `called`."""
 
     def __init__(self, new_env: Callable[[], AgentEnv], timeouts: Timeouts) -> None:
         self._timeouts = timeouts
         try:
-            self._env = new_env()
+            self.env: Any = new_env()
         except BaseException as error:
             if not is_the_users(error):
                 raise
@@ -329,7 +340,7 @@ class _Guarded:
 
     def _names(self, attribute: str) -> tuple[str, ...]:
         try:
-            names = getattr(self._env, attribute, ())
+            names = getattr(self.env, attribute, ())
             found = () if isinstance(names, str) else tuple(names)
         except Exception as error:  # of a property
             raise _failure(error) from error
@@ -350,8 +361,8 @@ class _Guarded:
         return self._names("opponents")
 
     async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
-        env: Any = self._env
-        outcome = await self._in_time(lambda: env.run(task, seed, seats), "run", None)
+        async with self.called("run", None):
+            outcome = await self.env.run(task, seed, seats)
         if not isinstance(outcome, Outcome):
             raise _EnvFailure(f"run() returned {type(outcome).__name__}, not an Outcome")
         if outcome.reward and outcome.rewards:
@@ -360,30 +371,23 @@ class _Guarded:
 
     async def ready(self, task: Prompt) -> None:
         """Wait for what an environment shares with others, such as processes; no deadline includes this."""
-        if ready := getattr(self._env, "ready", None):
-            await self._in_time(lambda: ready(task), "ready", None)
+        if ready := getattr(self.env, "ready", None):
+            async with self.called("ready", None):
+                await ready(task)
 
     async def start(self, task: Prompt, seed: int) -> Opening:
-        opening = await self._in_time(lambda: self._env.start(task, seed), "start", self._timeouts.start_s)
+        async with self.called("start", self._timeouts.start_s):
+            opening = await self.env.start(task, seed)
         if not isinstance(opening, Opening):
             raise _EnvFailure(f"start() returned {type(opening).__name__}, not an Opening")
         return opening
 
-    async def step(self, action: Action) -> Step:
-        step = await self._in_time(lambda: self._env.step(action), "step", self._timeouts.step_s)
-        if not isinstance(step, Step):
-            raise _EnvFailure(f"step() returned {type(step).__name__}, not a Step")
-        if any(message["role"] == "assistant" for message in step.messages):
-            raise _EnvFailure(
-                "step() returned a message of the role assistant, in which only the policy speaks"
-            )
-        return step
-
     async def truncate(self, trajectory: Trajectory, by: TruncatedBy) -> None:
         """End the trajectory by a limit, with the reward of the environment up to here, if it has one."""
         trajectory.truncate(by)
-        if reward := getattr(self._env, "final_reward", None):
-            value = await self._in_time(reward, "step", self._timeouts.step_s)
+        if reward := getattr(self.env, "final_reward", None):
+            async with self.called("step", self._timeouts.step_s):
+                value = await reward()
             try:
                 trajectory.turns[-1].reward += finite_number(value, "final_reward() returned")
             except ValueError as error:
@@ -392,15 +396,19 @@ class _Guarded:
     async def close(self) -> None:
         """Close the environment. A failure is logged: the episode is over."""
         try:
-            await self._in_time(lambda: self._env.close(), "close", self._timeouts.close_s)  # noqa: PLW0108  # it may lack one
+            async with self.called("close", self._timeouts.close_s):
+                await self.env.close()
         except _EnvFailure as failure:
             logger.warning("an environment could not be closed: %s", failure)
 
-    async def _in_time(self, call: Callable[[], Awaitable[T]], name: str, limit_s: float | None) -> T:
+    @asynccontextmanager
+    async def called(self, name: str, limit_s: float | None) -> AsyncIterator[None]:
+        """Wrap a call of the environment's method `name`, with this deadline. Raises its exceptions, and a
+        missed deadline, as _EnvFailure."""
         deadline = asyncio.timeout(limit_s)
         try:
             async with deadline:
-                return await call()
+                yield
         except ConfigError:
             raise
         except BaseException as error:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 
-from braid.cluster.loops import all_of
+from braid.cluster.loops import task_group
 from braid.errors import EnvError
 from braid.models.chat import ChatFormat
 from braid.rollout.engine import RolloutEngine, Sampling, seed_of
@@ -45,7 +45,9 @@ class ProgramDriver:
     async def group(self, prompt: Prompt, group_size: int, key: tuple[int, ...]) -> Group:
         """See Driver. All programs of a group have the same seed."""
         samples = range(group_size)
-        return Group(prompt, await all_of(self._trajectory(prompt, i, (self.seed, *key, i)) for i in samples))
+        async with task_group() as tasks:
+            sampled = [tasks.create_task(self._trajectory(prompt, i, (self.seed, *key, i))) for i in samples]
+        return Group(prompt, [task.result() for task in sampled])
 
     async def _trajectory(self, prompt: Prompt, sample: int, key: tuple[int, ...]) -> Trajectory:
         trajectory = Trajectory(prompt, sample)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
-from braid.cluster.loops import all_of
+from braid.cluster.loops import task_group
 from braid.rollout.engines.simulators import Episode, SimulatorEngine
 from braid.types import Group, Prompt, Trajectory
 
@@ -32,8 +32,9 @@ class SimulatorDriver:
 
     async def group(self, prompt: Prompt, group_size: int, key: tuple[int, ...]) -> Group:
         """See Driver; rewards are returns. Raises EngineError if the policy fails."""
-        samples = await all_of(self._sample(prompt, sample, key) for sample in range(group_size))
-        trajectories = [trajectory for episodes in samples for trajectory in episodes]
+        async with task_group() as tasks:
+            samples = [tasks.create_task(self._sample(prompt, i, key)) for i in range(group_size)]
+        trajectories = [trajectory for episodes in samples for trajectory in episodes.result()]
         for number, trajectory in enumerate(trajectories):
             trajectory.sample = number
         return Group(prompt, trajectories)

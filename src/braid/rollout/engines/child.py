@@ -7,16 +7,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import gettempdir
+from typing import IO
 
 from braid.cluster.reports import give_up
-from braid.processes import kill_group
-
-from .guard import FOLDER
+from braid.processes import FOLDER, Channel, Child, guarded, kill_group
 
 _END_S = 10.0
 """Time limit for a process to exit after it has been killed or has closed its pipe."""
@@ -25,45 +23,43 @@ LONGEST_FOLDER = 64
 """Longest path of the folder of an engine's sockets: a socket path may have at most 107 characters."""
 
 
-class Child:
-    """A child process that leads a separate process group, so that Ctrl-C reaches only the driver, and
-    the whole group can be killed at once."""
+class LoggedProcess:
+    """A child process that leads a separate process group, so that Ctrl-C reaches only the driver, and the
+    whole group can be killed at once. Its output is in `log`; `folder`, which has its temporary files, is
+    removed when it is stopped or this process has ended."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        log: Path,
-        environment: Mapping[str, str],
-        pass_fds: Sequence[int] = (),
-        folder: Path | None = None,
+        self, process: subprocess.Popen[bytes], log: Path, folder: Path | None, child: Child | None = None
     ) -> None:
-        """Start `command`. `environment` extends this process's environment. Output is appended to `log`. The
-        child must not outlive this process (guard.end_group): with `pass_fds` the command itself detects its
-        death by the inherited descriptors, otherwise it runs under a guard process. `folder` has the child's
-        temporary files, and is removed when the child is stopped."""
-        self.log, self._folder = log, folder
-        if folder is not None:
-            environment = {**environment, FOLDER: str(folder)}
-            if len(str(folder)) < LONGEST_FOLDER:
-                kept = os.environ.get(
-                    "TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}"
-                )
-                environment = {"TORCHINDUCTOR_CACHE_DIR": kept, **environment, "TMPDIR": str(folder)}
-        guard = [] if pass_fds else [sys.executable, "-m", "braid.rollout.engines.guard"]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.touch(mode=0o600)  # an engine's log may contain secrets from its environment
-        with log.open("ab") as out:
-            self._process = subprocess.Popen(
-                [*guard, *command],
-                pass_fds=pass_fds,
-                stdin=subprocess.PIPE if guard else subprocess.DEVNULL,
+        """`child`, if the process is one of these, is kept until the end."""
+        self.log, self._folder, self._process, self._child = log, folder, process, child
+        self._is_ended = False
+
+    @classmethod
+    def of_module(
+        cls, module: str, *, log: Path, environment: Mapping[str, str], folder: Path | None
+    ) -> tuple[LoggedProcess, Channel]:
+        """Start a module of braid, and return also the connection to it. `environment` extends this
+        process's."""
+        with _appended(log) as out:
+            child = Child(module, stdout=out, stderr=subprocess.STDOUT, **_with_folder(environment, folder))
+        return cls(child.process, log, folder, child), child.channel
+
+    @classmethod
+    def of_command(
+        cls, command: Sequence[str], *, log: Path, environment: Mapping[str, str], folder: Path | None = None
+    ) -> LoggedProcess:
+        """Start a command, guarded. `environment` extends this process's."""
+        with _appended(log) as out:
+            process = subprocess.Popen(
+                guarded(command),
+                stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env={**os.environ, **_with_folder(environment, folder)},
                 start_new_session=True,
             )
-        self._is_ended = False
+        return cls(process, log, folder)
 
     def watch(self, name: str) -> None:
         """From now on, fail the run if the process exits unexpectedly, even while it is idle. `name` is the
@@ -111,5 +107,19 @@ class Child:
         kill_group(self._process.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+
+
+def _appended(log: Path) -> IO[bytes]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.touch(mode=0o600)  # an engine's log may contain secrets from its environment
+    return log.open("ab")
+
+
+def _with_folder(environment: Mapping[str, str], folder: Path | None) -> Mapping[str, str]:
+    """The environment of a process whose temporary files are in `folder`."""
+    if folder is None:
+        return environment
+    if len(str(folder)) < LONGEST_FOLDER:
+        kept = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_{os.getuid()}")
+        environment = {"TORCHINDUCTOR_CACHE_DIR": kept, **environment, "TMPDIR": str(folder)}
+    return {**environment, FOLDER: str(folder)}

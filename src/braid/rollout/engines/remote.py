@@ -172,6 +172,10 @@ class RemoteEngine(SyncedEngine):
             self._sender = open_sender(self.receivers, self.sending)
         send_to([self], self._sender, version, weights)
 
+    def receive(self, version: int, ticket: Mapping[str, Any] | None) -> None:
+        """See collector.WeightReceiver."""
+        receive_by([self], version, ticket)
+
     def start_receiving(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:
         """Start to receive `version` from a sender in any process (weights.open_sender with `receivers`). The
         engine has no usable weights until `finish_receiving`. Raises EngineError while requests run."""
@@ -240,6 +244,15 @@ async def set_weights_of(
         for engine in engines:
             if version != engine.version:
                 raise EngineError(f"{engine.name} has version {engine.version} of the weights, not {version}")
+
+
+def receive_by(engines: Sequence[RemoteEngine], version: int, ticket: Mapping[str, Any] | None) -> None:
+    """Have all `engines` receive `version` in parallel from a sender in another process. Raises
+    EngineError."""
+    assert ticket is not None, "the sender is in another process"
+    receiving = [engine.start_receiving(version, ticket) for engine in engines]
+    for engine, under_way in zip(engines, receiving, strict=True):
+        engine.finish_receiving(version, under_way)
 
 
 def send_to(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from braid.rollout.engine import Completion, NewWeights, Request
 from braid.weights.sender import open_sender
 from braid.weights.sending import Sender
 
-from .remote import RemoteEngine, send_to, set_weights_of
+from .remote import RemoteEngine, receive_by, send_to, set_weights_of
 
 
 @dataclass(slots=True)
@@ -80,9 +81,17 @@ class Router:
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See SyncedEngine; the weights are read once and sent to all engines in parallel."""
         if self._sender is None:
-            receivers = [name for engine in self.engines for name in engine.receivers]
-            self._sender = open_sender(receivers, self.engines[0].sending)
+            self._sender = open_sender(self.receivers, self.engines[0].sending)
         send_to(self.engines, self._sender, version, weights)
+
+    @property
+    def receivers(self) -> Sequence[str]:
+        """See collector.WeightReceiver."""
+        return [name for engine in self.engines for name in engine.receivers]
+
+    def receive(self, version: int, ticket: Mapping[str, Any] | None) -> None:
+        """See collector.WeightReceiver; all engines receive in parallel."""
+        receive_by(self.engines, version, ticket)
 
     def sleep(self) -> None:
         """See SyncedEngine."""

@@ -119,7 +119,7 @@ class Backend(Kind):
 
     def unused_in(
         self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
-    ) -> Iterator[tuple[str, str]]:  # noqa: ARG002
+    ) -> Iterator[tuple[str, str]]:
         """(reason, keys) of settings without effect, as patterns of plan.unused."""
         yield from self.unused_settings(f"{at}.backend")
         if self.frees_gradients:

@@ -12,7 +12,7 @@ import httpx2
 
 from braid.errors import EngineError
 from braid.rollout.engine import Request
-from braid.rollout.engines.child import Child
+from braid.rollout.engines.child import LoggedProcess
 from braid.rollout.engines.remote import Answer
 from braid.weights.sending import SendOptions
 
@@ -46,44 +46,44 @@ class SglangEngine(SglangServer):
             port = free.getsockname()[1]
         address = ["--host", _HOST, "--port", str(port)]
         command = [sys.executable, "-m", "sglang.launch_server", *arguments, *address]
-        self._child = Child(command, log=log, environment={}, folder=folder)
+        self._process = LoggedProcess.of_command(command, log=log, environment={}, folder=folder)
         url = f"http://{_HOST}:{port}"
         try:
             self._wait_until_up(name, url, start_timeout_s)
         except BaseException:
-            self._child.end()
+            self._process.end()
             raise
         super().__init__(url, name=name, max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
-        self._child.watch(name)
+        self._process.watch(name)
 
     async def _ask(self, request: Request, version: int) -> Answer:
         """See RemoteEngine. If the server has exited, the error says how."""
         try:
             return await super()._ask(request, version)
         except EngineError as error:
-            if self._is_closed or self._child.is_running:
+            if self._is_closed or self._process.is_running:
                 raise
-            raise EngineError(f"{self.name} exited {self._child.how_it_ended()}") from error
+            raise EngineError(f"{self.name} exited {self._process.how_it_ended()}") from error
 
     def close(self) -> None:
         """See RolloutEngine. Stops the server and its child processes."""
         super().close()
-        self._child.end()
+        self._process.end()
 
     def _wait_until_up(self, name: str, url: str, start_timeout_s: float) -> None:
         deadline = time.monotonic() + start_timeout_s
         with httpx2.Client(base_url=url, timeout=min(_ASK_S, start_timeout_s), trust_env=False) as client:
             while not _is_healthy(client):
-                if not self._child.is_running:
-                    raise EngineError(f"{name} exited during startup {self._child.how_it_ended()}")
+                if not self._process.is_running:
+                    raise EngineError(f"{name} exited during startup {self._process.how_it_ended()}")
                 if time.monotonic() > deadline:
                     raise EngineError(
                         f"{name} did not start within {start_timeout_s:g} s; raise cluster.start_timeout_s "
-                        f"if it needs more time. {self._child.last_words()}"
+                        f"if it needs more time. {self._process.last_words()}"
                     )
                 time.sleep(_POLL_S)
-        if not self._child.is_running:  # another process answers on its port
-            raise EngineError(f"{name} exited during startup {self._child.how_it_ended()}")
+        if not self._process.is_running:  # another process answers on its port
+            raise EngineError(f"{name} exited during startup {self._process.how_it_ended()}")
 
 
 def _is_healthy(client: httpx2.Client) -> bool:

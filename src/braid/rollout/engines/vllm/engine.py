@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import socket
-import sys
+import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from braid.errors import EngineError
 from braid.rollout.engine import Request, check_request, seed_of
-from braid.rollout.engines.child import LONGEST_FOLDER, Child
+from braid.rollout.engines.child import LONGEST_FOLDER, LoggedProcess
 from braid.rollout.engines.remote import Answer, Part, RemoteEngine
 from braid.weights.sending import SendOptions
 
@@ -55,12 +53,15 @@ class VllmEngine(RemoteEngine):
         self._pending: dict[str, Future[Answer]] = {}
         self._calls: dict[int, Future[Any]] = {}
         self._outbox: list[tuple[Any, ...]] = []
-        self._sending = threading.Lock()
         self._is_up: Future[None] = Future()
         self._heard_s = time.monotonic()
         self._start_timeout_s = start_timeout_s
-        self._child, self._connection = _start(log, environment, folder)
-        self._connection.send((self._arguments, detokenizes))
+        if folder is not None and len(str(folder)) < LONGEST_FOLDER:
+            environment = {**environment, "VLLM_RPC_BASE_PATH": str(folder)}
+        self._process, self._channel = LoggedProcess.of_module(
+            "braid.rollout.engines.vllm.process", log=log, environment=environment, folder=folder
+        )
+        self._channel.send(pickle.dumps((self._arguments, detokenizes)))
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
 
     def _check(self, request: Request) -> None:
@@ -118,7 +119,8 @@ class VllmEngine(RemoteEngine):
         self._failure = None
         self._fail(f"{self.name} is closed; create a new one")
         super().close()
-        self._child.end()
+        self._process.end()
+        self._channel.close()
 
     def wait_until_up(self) -> None:
         """Wait until the process is up. Raises EngineError if it is not up in time, or has exited."""
@@ -129,9 +131,9 @@ class VllmEngine(RemoteEngine):
         except FutureTimeoutError:
             self._fail(
                 f"{self.name} did not start within {self._start_timeout_s:g} s; raise "
-                f"cluster.start_timeout_s if it needs more time. {self._child.last_words()}"
+                f"cluster.start_timeout_s if it needs more time. {self._process.last_words()}"
             )
-            self._child.end()
+            self._process.end()
             raise EngineError(self._failure) from None
 
     def _call(self, method: str, *args: Any) -> Any:
@@ -171,33 +173,32 @@ class VllmEngine(RemoteEngine):
         if self._failure is not None:
             raise EngineError(self._failure)
         try:
-            with self._sending:
-                self._connection.send(message)
+            self._channel.send(pickle.dumps(message))
         except OSError:
-            self._fail(f"{self.name} has exited. {self._child.last_words()}")
+            self._fail(f"{self.name} has exited. {self._process.last_words()}")
             raise EngineError(self._failure) from None
 
     def _read(self) -> None:
         """Process the child's messages until it exits, or stops responding while requests are pending."""
         try:
             while self._failure is None:
-                if self._connection.poll(1.0):
-                    message = self._connection.recv()
+                if self._channel.poll(1.0):
+                    message = pickle.loads(self._channel.receive())
                     self._heard_s = time.monotonic()
                     getattr(self, f"_on_{message[0]}")(*message[1:])
                 elif self._pending and time.monotonic() - self._heard_s > self._timeout_s:
                     self._fail(
                         f"{self.name} has not responded for {self._timeout_s:g} s with {len(self._pending)} "
                         "pending requests; raise cluster.call_timeout_s if it needs more time. "
-                        f"{self._child.last_words()}"
+                        f"{self._process.last_words()}"
                     )
-                    self._child.end()
+                    self._process.end()
         except (EOFError, OSError):
             if self._failure is None:
-                self._fail(f"{self.name} exited {self._child.how_it_ended()}")
+                self._fail(f"{self.name} exited {self._process.how_it_ended()}")
 
     def _on_ready(self) -> None:
-        self._child.watch(self.name)
+        self._process.watch(self.name)
         self._is_up.set_result(None)
 
     def _on_alive(self) -> None:
@@ -216,7 +217,7 @@ class VllmEngine(RemoteEngine):
         _settle(self._calls.pop(number, None), EngineError(f"{self.name}: {why}"))
 
     def _on_dead(self, why: str) -> None:
-        self._fail(f"{self.name} failed: {why}. {self._child.last_words()}")
+        self._fail(f"{self.name} failed: {why}. {self._process.last_words()}")
 
     def _fail(self, why: str) -> None:
         """Mark the engine as failed, and fail everything that waits with the reason."""
@@ -224,18 +225,6 @@ class VllmEngine(RemoteEngine):
             self._failure = why
         for future in (self._is_up, *list(self._pending.values()), *list(self._calls.values())):
             _settle(future, EngineError(self._failure))
-
-
-def _start(log: Path, environment: Mapping[str, str], folder: Path | None) -> tuple[Child, Connection]:
-    """Start the process. Returns it with this end of the pipe."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        number = theirs.fileno()
-        command = [sys.executable, "-m", "braid.rollout.engines.vllm.process", str(number)]
-        if folder is not None and len(str(folder)) < LONGEST_FOLDER:
-            environment = {**environment, "VLLM_RPC_BASE_PATH": str(folder)}
-        child = Child(command, log=log, environment=environment, pass_fds=[number], folder=folder)
-    return child, Connection(ours.detach())
 
 
 def _settle(future: Future[Any] | None, result: Any) -> None:

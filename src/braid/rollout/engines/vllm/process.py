@@ -1,8 +1,7 @@
-"""The child process that runs vLLM: receives requests through a pipe, and returns tokens and log-probs.
+"""The child process that runs vLLM: receives requests (braid.processes), and returns tokens and log-probs.
 
 Between two engine steps all messages that have arrived are processed in order, so that requests that arrived
-together are scheduled together. The process exits when its parent does, for any reason, and kills vLLM's
-processes.
+together are scheduled together. The process ends with its parent, and vLLM's processes with it.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -41,8 +39,8 @@ from vllm.v1.engine import FinishReason  # noqa: TID251
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: TID251
 
 from braid.errors import EngineError
+from braid.processes import Channel, connect, end_this_process
 from braid.rollout.engine import Sampling
-from braid.rollout.engines.guard import end_group
 from braid.weights.receiver import open_receiver
 from braid.weights.wire import Ticket
 
@@ -152,16 +150,16 @@ def _all_parts(layer: Any, parameter: str) -> list[Any]:
 class EngineProcess:
     """vLLM's engine and its request loop."""
 
-    def __init__(self, connection: Connection, arguments: Mapping[str, Any], detokenizes: bool) -> None:
+    def __init__(self, channel: Channel, arguments: Mapping[str, Any], detokenizes: bool) -> None:
         """`arguments` are those of EngineArgs; with `detokenizes`, all answers are decoded to text."""
-        self._connection, self._detokenizes = connection, detokenizes
+        self._channel, self._detokenizes = channel, detokenizes
         self._arrived: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self._engine = make_engine(arguments)
         self._told_s = 0.0
 
     def run(self) -> None:
-        """Serve requests until the pipe is closed."""
+        """Serve requests until the connection is closed."""
         self._tell("ready")
         while True:
             for message in self._messages(waits=not self._engine.has_unfinished_requests()):
@@ -237,15 +235,13 @@ class EngineProcess:
                 yield self._arrived.get_nowait()
 
     def _read(self) -> None:
-        try:
-            while True:
-                self._arrived.put(self._connection.recv())
-        except (EOFError, OSError):
-            end_group()
+        for message in self._channel.messages():
+            self._arrived.put(pickle.loads(message))
+        end_this_process()
 
     def _tell(self, *message: Any) -> None:
         self._told_s = time.monotonic()
-        self._connection.send(message)
+        self._channel.send(pickle.dumps(message))
 
 
 def make_engine(arguments: Mapping[str, Any]) -> LLMEngine:
@@ -290,17 +286,16 @@ def sampling_params(sampling: Sampling, seed: int, detokenizes: bool) -> Samplin
     )
 
 
-def main(descriptor: str) -> None:
-    """Serve requests on the pipe with this file descriptor. The first message has the arguments of
-    EngineProcess."""
-    connection = Connection(int(descriptor))
+def main() -> None:
+    """Serve the requests of the parent. The first message has the arguments of EngineProcess."""
+    channel, _ = connect()
     try:
-        EngineProcess(connection, *connection.recv()).run()
+        EngineProcess(channel, *pickle.loads(channel.receive())).run()
     except Exception as error:  # the log has the rest
         _log.exception("the engine failed")
-        connection.send(("dead", f"{type(error).__name__}: {error}"))
+        channel.send(pickle.dumps(("dead", f"{type(error).__name__}: {error}")))
         raise SystemExit(1) from error
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

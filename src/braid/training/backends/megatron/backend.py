@@ -147,7 +147,8 @@ class MegatronBackend(RankBackend):
         running: Running,
     ) -> None:
         def scheduled(batch: PackedBatch, outputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
-            return self._loss_of(loss, running, batch, outputs), _no_tokens(), None
+            share, diagnostics = loss.compute(outputs, batch)
+            return self._counted(share, diagnostics, batch, running), _no_tokens(), None
 
         self._run(list(batches), loss.outputs, scheduled, forward_only=False)
 

@@ -209,13 +209,13 @@ class SingleBackend:
             with self._synced(is_last=number == num_passes):
                 with self._autocast():
                     outputs = self._forward(batch, loss.outputs)
-                self._go_back(self._loss_of(loss, running, batch, outputs))
+                share, diagnostics = loss.compute(outputs, batch)
+                self._go_back(self._counted(share, diagnostics, batch, running))
 
-    def _loss_of(
-        self, loss: Loss, running: Running, batch: PackedBatch, outputs: dict[str, Tensor]
+    def _counted(
+        self, share: Tensor, diagnostics: Diagnostics, batch: PackedBatch, running: Running
     ) -> Tensor:
-        """The scaled loss of a micro-batch, which is counted in `running`."""
-        share, diagnostics = loss.compute(outputs, batch)
+        """The scaled loss of a micro-batch, whose `share` of the step's loss is counted in `running`."""
         if batch is self._spare:
             share = share * 0.0
         elif self._counts_rows:

@@ -1,8 +1,9 @@
 """Processes of this machine, from /proc (Linux): their children, and how to kill them.
 
-    python processes.py PARENT COMMAND...
+    python system.py PARENT COMMAND...
 
-runs a command that is killed, with what it has started, when the process PARENT ends for any reason.
+runs a command that is killed, with what it has started, when the process PARENT ends for any reason. Standard
+library only, since it runs without any other import path.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +19,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
+FOLDER = "BRAID_PROCESS_FOLDER"
+"""Environment variable with a folder that is removed with the process."""
 _LIMIT_S = 5.0
 """Time for killed processes to disappear."""
 
@@ -96,23 +99,6 @@ def guarded(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def start_module(
-    module: str, descriptors: Sequence[int], stdout: Any = None, stderr: Any = None, **env: str
-) -> subprocess.Popen[bytes]:
-    """Run a Python module in a new process and session, with this process's import path. Its arguments are
-    the `descriptors`, which it inherits, and this process's id; `env` is added to the environment."""
-    path = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-X", "faulthandler", "-m", module, *map(str, (*descriptors, os.getpid()))],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
-        pass_fds=descriptors,
-        env={**os.environ, "PYTHONPATH": path, **env},
-        start_new_session=True,
-    )
-
-
 def end(process: subprocess.Popen[bytes]) -> int:
     """Kill the process, its group and all that it has started; returns its exit code."""
     started = descendants(process.pid)
@@ -128,17 +114,23 @@ def how_it_ended(code: int) -> str:
     return f"was killed by {signal.Signals(-code).name} ({signal.strsignal(-code)})"
 
 
+def end_this_process() -> None:
+    """Kill this process, its descendants and its process group, after removing its FOLDER."""
+    if folder := os.environ.get(FOLDER):
+        shutil.rmtree(folder, ignore_errors=True)
+    kill(descendants(os.getpid()))
+    kill_group(os.getpgrp())
+
+
 def end_with(parent: int) -> None:
-    """Kill this process, its descendants and its process group when its parent, with this process id, has
-    ended."""
+    """`end_this_process` when its parent, with this process id, has ended."""
 
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(parent)
             if os.getppid() == parent:
                 select.select([handle], [], [])
-        kill(descendants(os.getpid()))
-        kill_group(os.getpgrp())
+        end_this_process()
 
     threading.Thread(target=watch, daemon=True).start()
 
