@@ -10,9 +10,9 @@ from tests.rounding import assert_as_accurate, assert_near
 from torch import nn
 
 from braid.models import linear as module
-from braid.models.cpu import why_not_compiled
-from braid.models.cpu.products import weight_gradient
 from braid.models.linear import Linear, linear, uses_onednn
+from braid_kernels import why_not_compiled
+from braid_kernels.products import weight_gradient
 
 needs_onednn = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of PyTorch lacks oneDNN"

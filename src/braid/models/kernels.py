@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from braid.errors import ModelError
+from braid_kernels import why_not_compiled
 
 from .attention import AttentionKernel, LayerCall, PackedAttention, causal_attention, eager_attention
 from .batch import PackedBatch
-from .cpu import why_not_compiled
 
 AttentionKind = Literal["auto", "sdpa", "flash_attention_2", "compiled", "eager"]
 
@@ -74,7 +74,7 @@ def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) 
 
 def compiled_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention by braid's own machine code, on a CPU."""
-    from .cpu.attention import compiled_attention  # imports Numba, which takes half a second
+    from braid_kernels.attention import compiled_attention  # imports Numba, which takes half a second
 
     return compiled_attention(call, query, key, value)
 

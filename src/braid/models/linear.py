@@ -43,7 +43,7 @@ def cpu_products() -> str:
 
 class Linear(nn.Linear):
     """nn.Linear with the products of `cpu_products`. With `compiles` and oneDNN, gradients of weights are
-    those of cpu.products, which was measured at 1.2 to 1.4 times oneDNN's rate."""
+    those of braid_kernels, which was measured at 1.2 to 1.4 times oneDNN's rate."""
 
     compiles = False
 
@@ -112,7 +112,10 @@ def _gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 def _compiled_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """The same, where the columns of x fill the kernel's panels."""
-    from .cpu.products import fits_panels, weight_gradient  # imports Numba, which takes half a second
+    from braid_kernels.products import (  # imports Numba, which takes half a second
+        fits_panels,
+        weight_gradient,
+    )
 
     return weight_gradient(grad, x) if fits_panels(x.shape[1]) else _gradient(grad, x)
 

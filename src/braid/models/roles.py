@@ -17,11 +17,11 @@ from braid.config.schema import RunConfig
 from braid.plan import longest_row
 from braid.plan.sizes import is_worth_compiling, policy_size
 from braid.types import Spaces
+from braid_kernels import why_not_compiled
 
 from .adapter_reference import AdapterReference
 from .base import TrainableModel
 from .causal_lm import CausalLM
-from .cpu import why_not_compiled
 from .loading import load_policy
 from .mlp import MlpPolicy, MlpValue
 from .value import ValueModel

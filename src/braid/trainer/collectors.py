@@ -19,7 +19,6 @@ from braid.envs.simulators.base import Simulator
 from braid.errors import ModelError
 from braid.models.base import TrainableModel
 from braid.models.causal_lm import CausalLM
-from braid.models.cpu import why_not_compiled
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
 from braid.plan.sizes import can_compile, engine_dtype, may_compile, training_dtype
@@ -41,6 +40,7 @@ from braid.types import ShapedReward, Trajectory
 from braid.weights.fingerprint import check_synced
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.wire import Ticket
+from braid_kernels import why_not_compiled
 
 from .conversations import chat_format, env_maker, external_key, program_of
 from .engines import EngineLink, LocalWeightLink, as_one, start_engines

@@ -58,12 +58,11 @@ class Decoder:
         self._attention, self._layers = DecodeAttention, None
         self.prefill_kernel: AttentionKernel = causal_attention
         if is_compiled and device.type == "cpu":
-            from braid.models.cpu.attention import (
+            from braid_kernels.attention import (
                 compiled_attention,
             )  # imports Numba, which takes half a second
-
-            from .compiled import CompiledAttention
-            from .layers import FusedLayers, can_fuse
+            from braid_kernels.decoding import CompiledAttention
+            from braid_kernels.layers import FusedLayers, can_fuse
 
             self._attention, self.prefill_kernel = CompiledAttention, compiled_attention
             self._layers = FusedLayers(lm) if can_fuse(lm) else None

@@ -15,14 +15,14 @@ from braid.errors import ModelError
 from braid.models import selfcheck as models_selfcheck
 from braid.models.attention import LayerCall
 from braid.models.causal_lm import CausalLM
-from braid.models.cpu.calls import Calls
-from braid.models.cpu.products import PackedProduct
 from braid.models.fused import fuse
 from braid.rollout.engines.native.cache import Block, Bucket, DecodeAttention, KVCache, Need, Prompt
-from braid.rollout.engines.native.compiled import CompiledAttention
 from braid.rollout.engines.native.decoder import Decoder
-from braid.rollout.engines.native.layers import can_fuse
 from braid.rollout.engines.native.selfcheck import check_decoding
+from braid_kernels.calls import Calls
+from braid_kernels.decoding import CompiledAttention
+from braid_kernels.layers import can_fuse
+from braid_kernels.products import PackedProduct
 
 TinyLM = Callable[..., CausalLM]
 

@@ -22,11 +22,11 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from braid.models.attention import LayerCall
-from braid.models.cpu.calls import Calls, floats_at, ints_at, result_of
-from braid.models.cpu.machine_code import c_function
-from braid.models.cpu.vectors import ORDERED, exp
+from braid.rollout.engines.native.cache import Block, Bucket, DecodeAttention, Prompt
 
-from .cache import Block, Bucket, DecodeAttention, Prompt
+from .calls import Calls, floats_at, ints_at, result_of
+from .machine_code import c_function
+from .vectors import ORDERED, exp
 
 _FLOAT = np.float32
 _intrinsic: Any = intrinsic
