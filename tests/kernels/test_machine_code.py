@@ -30,7 +30,7 @@ x = np.zeros(1, np.float32)
 ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)(x.ctypes.data)
 print(x[0], kernel.cache_hits)
 """
-WHY_NOT = "from braid_kernels import why_not_compiled; print(why_not_compiled())"
+WHY_NOT = "from braid_kernels import kernels_for; print(kernels_for().why_not)"
 
 
 @pytest.fixture

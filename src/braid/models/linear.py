@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from braid.plan.machine import cpu_info
 
+from .cpu_kernels import cpu_kernels
+
 _log = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 2**15
@@ -111,13 +113,9 @@ def _gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _compiled_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """The same, where the columns of x fill the kernel's panels."""
-    from braid_kernels.products import (  # imports Numba, which takes half a second
-        fits_panels,
-        weight_gradient,
-    )
-
-    return weight_gradient(grad, x) if fits_panels(x.shape[1]) else _gradient(grad, x)
+    """The same by a compiled kernel, where there is one for this shape."""
+    product = cpu_kernels().weight_gradient(grad, x)
+    return _gradient(grad, x) if product is None else product
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -19,6 +19,7 @@ from braid.envs.simulators.base import Simulator
 from braid.errors import ModelError
 from braid.models.base import TrainableModel
 from braid.models.causal_lm import CausalLM
+from braid.models.cpu_kernels import cpu_kernels
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
 from braid.plan.sizes import can_compile, engine_dtype, may_compile, training_dtype
@@ -40,7 +41,6 @@ from braid.types import ShapedReward, Trajectory
 from braid.weights.fingerprint import check_synced
 from braid.weights.receiver import Receiver, open_receiver
 from braid.weights.wire import Ticket
-from braid_kernels import why_not_compiled
 
 from .conversations import chat_format, env_maker, external_key, program_of
 from .engines import EngineLink, LocalWeightLink, as_one, start_engines
@@ -197,7 +197,7 @@ def _compiles(config: RunConfig, size: int, *, has_gpus: bool) -> bool:
     if not can_compile(config, size, has_gpus=has_gpus):
         return False
     is_long = may_compile(config, size, has_gpus=has_gpus)
-    why_not = why_not_compiled() if is_long else "rounds are too short for that (rollout.native.compile)"
+    why_not = cpu_kernels().why_not if is_long else "rounds are too short for that (rollout.native.compile)"
     if why_not and config.rollout.native.compile == "always":
         raise ModelError(f"rollout.native.compile=always, but {why_not}; or set rollout.native.compile=auto")
     _log.info("decode steps are %s", f"not compiled: {why_not}" if why_not else "compiled by Numba")
