@@ -16,7 +16,8 @@ from torch import Tensor
 
 from braid.types import RewardStatistics
 
-from .advantages.formulas import STD_EPSILON, grouped
+from .advantages.groups import grouped
+from .advantages.grpo import STD_EPSILON
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from braid.algorithms.advantages.formulas import reward_std
+from braid.algorithms.advantages.groups import reward_std
 from braid.config.rollout import FilterConfig
 from braid.report.metrics import Metrics
 from braid.types import Group, exact_sum, is_at_least
