@@ -37,7 +37,10 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         if train.sequence_parallel > 1 and train.backend in ("single", "megatron"):
             is_megatron = train.backend == "megatron"
             instead = "train.megatron.context_parallel" if is_megatron else f"{key}.backend=fsdp2"
-            why = f"sequence parallelism over {train.sequence_parallel} devices needs backend fsdp, fsdp2 or deepspeed"
+            why = (
+                f"sequence parallelism over {train.sequence_parallel} devices needs backend fsdp, fsdp2 or "
+                "deepspeed"
+            )
             yield f"{key}.sequence_parallel", f"{why}, not {train.backend}; set it to 1 and use {instead}"
     backend, fsdp = config.train.backend, config.train.fsdp
     if config.model.mlp is not None or config.model.vla is not None:
@@ -71,7 +74,10 @@ def machine_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         return
     memory = memory_bytes()
     if plan.round_bytes is not None and plan.round_bytes[0] > memory:
-        why = f"a round of {plan.trajectories_per_round:,} trajectories takes at least {plan.round_bytes[0] / 2**30:.3g} GiB"
+        why = (
+            f"a round of {plan.trajectories_per_round:,} trajectories takes at least "
+            f"{plan.round_bytes[0] / 2**30:.3g} GiB"
+        )
         fix = "lower it or rollout.group_size, and raise run.max_rounds"
         yield (
             "rollout.prompts_per_round",

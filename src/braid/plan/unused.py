@@ -170,7 +170,8 @@ def _evaluation(_: RunConfig, __: Plan) -> _Unused:
         "algorithm.* reference.* critic.{path,train.*,warmup_rounds,normalize_values} "
         "checkpoint.{every_rounds,every_s,at_end,keep} eval.{every_rounds,before,at_end} "
         "data.train[].* data.{shuffle,seed,mix} "
-        "train.{optimizer.*,steps_per_pass,passes_per_round,shuffle,max_grad_norm,micro_batch_rows,micro_batch_tokens} "
+        "train.{optimizer.*,steps_per_pass,passes_per_round,shuffle,max_grad_norm} "
+        "train.{micro_batch_rows,micro_batch_tokens} "
         "train.{infer_batch_rows,infer_batch_tokens,grad_scaler.*,gradient_checkpointing} sft.*",
     )
 
