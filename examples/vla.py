@@ -47,8 +47,9 @@ OPENVLA: dict[str, Any] = {
 }  # fmt: skip
 """config.json. Published models have two vision towers, 256 bins, and 7 billion weights."""
 _GEMMA: dict[str, Any] = {
-    "model_type": "gemma", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.15, "pad_token_id": 0,
+    "model_type": "gemma", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.15,
+    "pad_token_id": 0,
 }  # fmt: skip
 _SIGLIP: dict[str, Any] = {
     "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,

@@ -17,6 +17,7 @@ from braid.functions import give, given, is_given, load_function
 from braid.sections import Section
 
 K = TypeVar("K", bound="Kind")
+F = TypeVar("F", bound="CallsFunction")
 
 
 class Kind(Section):
@@ -67,6 +68,18 @@ class Kind(Section):
         family = next(base for base in type(self).__mro__ if base.__dict__.get("config_key"))
         settings = self.model_dump(exclude_unset=True, exclude={"kind"})
         return _load_again, (family, self.kind, settings, self._base_dir, given(self.kind))
+
+
+class CallsFunction(Kind):
+    """A kind whose formula is a user's function."""
+
+    _function: Callable[..., Any] = PrivateAttr()
+
+    @classmethod
+    def calling(cls: type[F], function: Callable[..., Any]) -> F:
+        kind = cls()
+        kind._function = function
+        return kind
 
 
 def _load_again(

@@ -43,7 +43,10 @@ def read_launcher(path: Path) -> Written:
             variables[name] = value
             words = words[2 if words[0] in ("export", "readonly") else 1 :]
         if any(word.startswith(("--config-name", "--config-path")) for word in words):
-            why = "the script launches a config file (--config-name); pass that file, and the script's overrides after it"
+            why = (
+                "the script launches a config file (--config-name); pass that file, and the script's "
+                "overrides after it"
+            )
             raise ConfigError([Problem("config", why, origin)])
         for word in words:
             if not _OVERRIDE.match(word):
@@ -56,7 +59,10 @@ def read_launcher(path: Path) -> Written:
             used = {name for pair in _VARIABLE.findall(word) for name in pair if name} & doubtful
             if depth or used or "$(" in text or "`" in text:
                 what = f"${', $'.join(sorted(used))}" if used else "it"
-                why = f"{what} depends on what the script does when it runs; set it on the command line: {key}=VALUE"
+                why = (
+                    f"{what} depends on what the script does when it runs; set it on the command line: "
+                    f"{key}=VALUE"
+                )
                 written.problems.append(Problem(key, why, origin))
                 continue
             apply_override(written, text)

@@ -110,12 +110,12 @@ _METHODS = {"identity": ("none", "none"), "mean": ("own", "none"), "mean_std": (
 
 
 def _statistics(_: Any, source: Source) -> Any:
-    own = _GROUPINGS.get(source["reward_normalization.grouping"] or "batch", "none")
+    grouping = _GROUPINGS.get(source["reward_normalization.grouping"] or "batch", "none")
     kinds = _METHODS.get(source["reward_normalization.method"] or "identity", ("none", "none"))
-    given = [source[f"reward_normalization.norm_{what}_type"] for what in ("mean", "std")]
-    if any(given):
-        kinds = tuple({"group": "own", "batch": "batch", None: "none"}[kind] for kind in given)
-    mean, std = (own if kind == "own" else kind for kind in kinds)
+    norm_types = [source[f"reward_normalization.norm_{what}_type"] for what in ("mean", "std")]
+    if any(norm_types):
+        kinds = tuple({"group": "own", "batch": "batch", None: "none"}[kind] for kind in norm_types)
+    mean, std = (grouping if kind == "own" else kind for kind in kinds)
     if source["adv_estimator"] == "gigpo":
         if mean == "group" and std in ("group", "none"):
             return algorithm(
@@ -125,12 +125,12 @@ def _statistics(_: Any, source: Source) -> Any:
             f"use method=mean or mean_std: gigpo compares with the group's own statistics, not mean={mean}, "
             f"std={std}"
         )
-    if std != "none" and mean != own and (mean == "none" or std == own):
+    if std != "none" and mean != grouping and (mean == "none" or std == grouping):
         return unsupported(
             f"use the same statistics for mean and deviation, not mean={mean}, std={std}: ROLL sets rewards "
             "whose standard deviation is 0 to 0, whatever the mean"
         )
-    is_lone = own == "group" and (source["train_env_manager.group_size"] or 1) == 1
+    is_lone = grouping == "group" and (source["train_env_manager.group_size"] or 1) == 1
     if is_lone and std != "none" and mean != "group":
         return unsupported(
             "use grouping=batch, or a group_size above 1: with a standard deviation, ROLL sets the reward "

@@ -76,10 +76,10 @@ def _of_training(note: str) -> Convert:
 
 
 def _interleave(value: dict[str, float] | None, source: Source) -> Became:
-    if len(given := value or {}) <= 1:
+    if len(probabilities := value or {}) <= 1:
         return implied("one domain")
-    trained, names = _scored(source), dict.fromkeys((*given, *facts.domains(source)))
-    shares = {name: float(given.get(name, 0.0)) if name in trained else 0.0 for name in names}
+    trained, names = _scored(source), dict.fromkeys((*probabilities, *facts.domains(source)))
+    shares = {name: float(probabilities.get(name, 0.0)) if name in trained else 0.0 for name in names}
     mix = [{"sources": _sources(source, name), "share": share} for name, share in shares.items()]
     if "math_rule" not in shares:
         mix.append({"sources": [REST], "share": 0.0})
@@ -88,8 +88,8 @@ def _interleave(value: dict[str, float] | None, source: Source) -> Became:
 
 def _worker(source: Source, domain: str) -> str:
     """Class name of a domain's reward worker."""
-    given = source[f"rewards.{domain}.worker_cls"]
-    return given.rpartition(".")[2] if given else _WORKERS.get(domain, "")
+    path = source[f"rewards.{domain}.worker_cls"]
+    return path.rpartition(".")[2] if path else _WORKERS.get(domain, "")
 
 
 def _scored(source: Source) -> list[str]:

@@ -84,8 +84,8 @@ def engine_sizes(source: Source) -> dict[str, int]:
     """Native sizes of the engines. num_gpus_per_worker counts if the engine's own key is absent."""
     config, per_worker = f"actor_infer.{CONFIG}", source["actor_infer.num_gpus_per_worker"]
     pipeline = source[f"{config}.pipeline_parallel_size"] or source[f"{config}.pp_size"] or 1
-    own = source[f"{config}.tensor_parallel_size"] or source[f"{config}.tp_size"]
-    tensor = own or max(1, per_worker // pipeline)
+    tensor = source[f"{config}.tensor_parallel_size"] or source[f"{config}.tp_size"]
+    tensor = tensor or max(1, per_worker // pipeline)
     replicas = max(1, len(devices(source, "actor_infer")) // (tensor * pipeline))
     return {"tensor_parallel": tensor, "pipeline_parallel": pipeline, "replicas": replicas}
 
@@ -163,12 +163,12 @@ def largest_divisor(number: int, most: int) -> int:
 def max_new_tokens(source: Source) -> int:
     """Maximum response length in tokens: what the prompt leaves of sequence_length, or less if
     generating_args limit it further."""
-    prompt, own = source["prompt_length"], source["actor_infer.generating_args.max_new_tokens"]
+    prompt, most = source["prompt_length"], source["actor_infer.generating_args.max_new_tokens"]
     if is_agentic(source):
         limits = (value for name, value in source.values.items() if name.endswith(".max_tokens_per_step"))
-        return min(of for of in (own, *limits, context(source)) if of)
+        return min(limit for limit in (most, *limits, context(source)) if limit)
     whole = source["sequence_length"] or prompt + (source["response_length"] or 1)
-    return max(1, min(own or whole, whole - prompt))
+    return max(1, min(most or whole, whole - prompt))
 
 
 def eval_max_new_tokens(source: Source) -> int:
@@ -247,12 +247,15 @@ def query_filters(source: Source) -> list[dict[str, float]]:
     out = []
     for domain in domains(source):
         where = f"rewards.{domain}.query_filter_config"
-        given, kind = source[f"{where}.filter_args"] or {}, source[f"{where}.type"]
+        thresholds, kind = source[f"{where}.filter_args"] or {}, source[f"{where}.type"]
         bounds = {}
         if kind == "mean_filter":
-            bounds = {"min_mean": given.get("threshold_down"), "max_mean": given.get("threshold_up")}
-        elif kind == "std_filter" and given.get("std_threshold", -1) >= 0:
-            bounds = {"min_std": given["std_threshold"]}
+            bounds = {
+                "min_mean": thresholds.get("threshold_down"),
+                "max_mean": thresholds.get("threshold_up"),
+            }
+        elif kind == "std_filter" and thresholds.get("std_threshold", -1) >= 0:
+            bounds = {"min_std": thresholds["std_threshold"]}
         out.append({name: bound for name, bound in bounds.items() if bound is not None})
     return out
 
@@ -264,8 +267,8 @@ def validates(source: Source) -> bool:
 def column_of(source: Source, role: str) -> str | None:
     """The prompt column; for evaluation, the one of training by default."""
     roles = dict.fromkeys((role, "actor_train"))
-    names = (f"{of}.data_args.{key}" for of in roles for key in ("messages", "prompt"))
-    return next((found for name in names if (found := source[name])), None)
+    names = (f"{each}.data_args.{key}" for each in roles for key in ("messages", "prompt"))
+    return next((column for name in names if (column := source[name])), None)
 
 
 ONE_PROCESS = unless(is_one_process, "the run has a single process (--backend single)")

@@ -220,8 +220,8 @@ def _kl(_: Any, source: Source) -> Became:
     coef, estimator = source[_KL_COEFS[where]], _KL_PENALTIES[source["kl_penalty"]]
     if where == "loss":
         estimator = "k3"
-    elif where == "advantage" and (own := source["reference.opd_kl_coef"]) is not None:
-        coef = own
+    elif where == "advantage" and (opd_coef := source["reference.opd_kl_coef"]) is not None:
+        coef = opd_coef
     clamp = 10.0 if estimator == "k3" else "off"
     return algorithm(kl_coef=float(coef), kl_in=where, kl_estimator=estimator, kl_clamp=clamp)
 
@@ -271,10 +271,10 @@ _FILTER: dict[str, tuple[Takes, Any]] = {
 }  # fmt: skip
 """Keys of a filter -> allowed values, ROLL's default."""
 _FILTERS = Takes(
-    f"a list of filters with {', '.join(f'{name} ({of.words})' for name, (of, _) in _FILTER.items())}",
+    f"a list of filters with {', '.join(f'{name} ({values.words})' for name, (values, _) in _FILTER.items())}",
     lambda v: (
         takes("[{any}]").accepts(v)
-        and all(key in _FILTER and _FILTER[key][0].accepts(of[key]) for of in v for key in of)
+        and all(key in _FILTER and _FILTER[key][0].accepts(each[key]) for each in v for key in each)
     ),
 )
 
@@ -286,12 +286,14 @@ def _corrections(_: Any, source: Source) -> Became:
     if source[f"{weight}.enabled"]:
         level, high = _LEVELS[source[f"{weight}.weight_type"]], source[f"{weight}.upper_bound"]
         made.append({"level": level, "mode": "truncate", "low": 0.0, "high": high})
-    for given in source["train_infer_correction.filters"] or []:
-        of = {name: given.get(name, default) for name, (_, default) in _FILTER.items()}
+    for written in source["train_infer_correction.filters"] or []:
+        keys = {name: written.get(name, default) for name, (_, default) in _FILTER.items()}
         for name, measure in (("ratio", "ratio"), ("diff", "difference")):
-            if of["enabled"] and of[f"{name}_enabled"]:
-                bounds = {"low": of[f"{name}_low"], "high": of[f"{name}_high"]}
-                made.append({"level": _LEVELS[of["agg_type"]], "mode": "mask", "measure": measure, **bounds})
+            if keys["enabled"] and keys[f"{name}_enabled"]:
+                bounds = {"low": keys[f"{name}_low"], "high": keys[f"{name}_high"]}
+                made.append(
+                    {"level": _LEVELS[keys["agg_type"]], "mode": "mask", "measure": measure, **bounds}
+                )
     return algorithm(corrections=made, old_logprobs="recompute") if made else implied("no correction")
 
 
@@ -302,7 +304,7 @@ def _difficulty_mask(value: bool, source: Source) -> Became:
     if not any(filters := facts.query_filters(source)):
         bounds = {"min_mean": low, "max_mean": high, "then": "mask"}
         return Became({f"rollout.filter.{name}": bound for name, bound in bounds.items()})
-    if all(of.get("min_mean", -inf) >= low and of.get("max_mean", inf) <= high for of in filters):
+    if all(each.get("min_mean", -inf) >= low and each.get("max_mean", inf) <= high for each in filters):
         return implied("the query filter drops all groups that it masks")
     raise ValueError(
         f"masks groups (mean reward <= {low:g}, or >= {high:g}) that the query filter keeps, but braid has a "

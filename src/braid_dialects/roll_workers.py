@@ -137,8 +137,8 @@ def _recompute(value: str | None, source: Source) -> Became:
 
 def _engine_sizes(value: int, source: Source) -> Became:
     sizes = facts.engine_sizes(source)
-    own = {f"rollout.engine.{name}": sizes[name] for name in ("tensor_parallel", "replicas")}
-    return Became(dict.fromkeys(source.native, value) | own)
+    both = {f"rollout.engine.{name}": sizes[name] for name in ("tensor_parallel", "replicas")}
+    return Became(dict.fromkeys(source.native, value) | both)
 
 
 _AUTOCAST = {"fp32": "none", "bf16": "bf16", "fp16": _scaled, None: "auto"}
@@ -292,7 +292,7 @@ _ACTOR_TRAIN = section("actor_train")(
     to("model_args.attn_implementation", "model.attention",
        {"sdpa": "sdpa", "fa2": "flash_attention_2", "auto": "auto", None: "auto"}),
     to("model_args.lora_target", "model.lora.targets", "text?",
-       lambda v, _: implied("all weights are trained") if v is None else [of.strip() for of in v.split(",")]),
+       lambda v, _: implied("all weights are trained") if v is None else [name.strip() for name in v.split(",")]),
     to("model_args.lora_rank", "model.lora.rank", "count?", _IS_LORA, null_as(8), default=8),
     to("model_args.lora_alpha", "model.lora.alpha", "positive?", _IS_LORA,
        lambda v, s: v or 2 * (s[".lora_rank"] or 8), default=None),

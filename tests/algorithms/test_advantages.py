@@ -5,15 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braid.algorithms.advantages.formulas import (
-    best_of_group,
-    discounted_returns,
-    gae,
-    group_advantages,
-    leave_one_out_advantages,
-    likelihood_advantages,
-    whiten,
-)
+from braid.algorithms.advantages.gae import gae
+from braid.algorithms.advantages.grpo import group_advantages
+from braid.algorithms.advantages.maxrl import likelihood_advantages
+from braid.algorithms.advantages.raft import best_of_group
+from braid.algorithms.advantages.reinforce import discounted_returns
+from braid.algorithms.advantages.rloo import leave_one_out_advantages
+from braid.algorithms.advantages.whitening import whiten
 
 finite = st.floats(-100, 100, width=32)
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from braid.algorithms.advantages.formulas import (
-    baseline_advantages,
-    best_of_group,
-    discounted_returns,
-    gae,
-    group_advantages,
-    leave_one_out_advantages,
-    likelihood_advantages,
-    whiten,
-)
+from braid.algorithms.advantages.gae import gae
+from braid.algorithms.advantages.grpo import group_advantages
+from braid.algorithms.advantages.maxrl import likelihood_advantages
+from braid.algorithms.advantages.raft import best_of_group
+from braid.algorithms.advantages.reinforce import discounted_returns
+from braid.algorithms.advantages.remax import baseline_advantages
+from braid.algorithms.advantages.rloo import leave_one_out_advantages
+from braid.algorithms.advantages.whitening import whiten
 from braid.algorithms.kl import steered_coefficient
 from braid.algorithms.rewards import RunningMoments, reward_statistics
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from braid.algorithms.advantages.formulas import gae, group_advantages, whiten
+from braid.algorithms.advantages.gae import gae
+from braid.algorithms.advantages.grpo import group_advantages
+from braid.algorithms.advantages.whitening import whiten
 
 CLOSE = {"atol": 1e-6, "rtol": 0}  # expectations are given to six digits
 

@@ -15,13 +15,11 @@ import torch
 from tests.formulas import changed
 from torch import Tensor
 
-from braid.algorithms.advantages.formulas import (
-    baseline_advantages,
-    best_of_group,
-    group_advantages,
-    leave_one_out_advantages,
-    likelihood_advantages,
-)
+from braid.algorithms.advantages.grpo import group_advantages
+from braid.algorithms.advantages.maxrl import likelihood_advantages
+from braid.algorithms.advantages.raft import best_of_group
+from braid.algorithms.advantages.remax import baseline_advantages
+from braid.algorithms.advantages.rloo import leave_one_out_advantages
 from braid.algorithms.recipes import RECIPES, Recipe
 from braid.algorithms.rewards import RunningMoments
 from braid.models.batch import PackedBatch

@@ -12,7 +12,8 @@ import torch
 from tests.formulas import policy_gradient, ppo_clip
 from torch import Tensor
 
-from braid.algorithms.advantages.formulas import gae, group_advantages
+from braid.algorithms.advantages.gae import gae
+from braid.algorithms.advantages.grpo import group_advantages
 from braid.algorithms.aggregate import aggregate, row_weights
 from braid.algorithms.kl import kl_estimate
 from braid.algorithms.surrogate import importance_ratio

@@ -6,12 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from tests.rounding import assert_as_accurate, assert_near
+from tests.rounding import assert_as_accurate
 from torch import nn
 
 from braid.models import linear as module
-from braid.models.cpu import why_not_compiled
-from braid.models.cpu.products import weight_gradient
 from braid.models.linear import Linear, linear, uses_onednn
 
 needs_onednn = pytest.mark.skipif(
@@ -59,21 +57,6 @@ def test_outputs_and_gradients_are_as_accurate_as_those_of_the_default(
         assert_as_accurate(*values, name)
     with torch.no_grad():
         assert torch.equal(ours(x), results[0][0])
-
-
-@pytest.mark.skipif(why_not_compiled() is not None, reason="needs Linux")
-def test_a_compiled_gradient_has_the_same_bits_with_any_number_of_threads() -> None:
-    grad, x = torch.randn(600, 400), torch.randn(600, 192)
-    threads, found = torch.get_num_threads(), list[torch.Tensor]()
-    try:
-        for num in (1, 2, 5):
-            torch.set_num_threads(num)
-            found.append(weight_gradient(grad, x))
-    finally:
-        torch.set_num_threads(threads)
-    assert_near(found[0].double(), grad.double().T @ x.double(), 2e-5)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
 
 
 @needs_onednn

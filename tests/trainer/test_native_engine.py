@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,11 +13,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+import braid_kernels
 from braid.config.load import load_config
 from braid.errors import ModelError
-from braid.models import cpu
+from braid.models.kernels import check_attention
 from braid.models.roles import make_policy
 from braid.plan import sizes
+from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.cache import DecodeAttention
 from braid.trainer import commands
 from braid.trainer.collectors import native_engine
@@ -105,19 +111,59 @@ def test_decoding_is_compiled_where_a_round_samples_enough(
     assert f"decode steps are {said}" in caplog.text if said else "decode steps" not in caplog.text
 
 
+def _without_package(patch: pytest.MonkeyPatch) -> str:
+    patch.setitem(sys.modules, "braid_kernels", None)
+    return "the package braid_kernels is not installed; install braid-rl anew"
+
+
+def _without_numba(patch: pytest.MonkeyPatch) -> str:
+    patch.setattr(braid_kernels, "find_spec", lambda name: None)
+    return "the package numba is not installed"
+
+
+@pytest.mark.parametrize("without", [_without_package, _without_numba])
 def test_a_machine_that_cannot_compile_samples_without_or_says_why(
-    monkeypatch: pytest.MonkeyPatch,
+    without: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "find_spec", lambda name: None)
+    reason = without(monkeypatch)
     inputs = cast("Any", SimpleNamespace(decode=str))
     for mode in ("auto", "always"):
         config = load_config(None, [*BASE, LONG, f"rollout.engine.compile={mode}"]).config
         lm = make_policy(config, torch.device("cpu"))
         if mode == "auto":
             assert native_engine(config, inputs, lm)._decoder._attention is DecodeAttention
+            assert lm.attention == "auto"
         else:
-            with pytest.raises(ModelError, match="compile=always, but the package numba is not installed"):
+            with pytest.raises(ModelError, match=f"compile=always, but {reason}"):
                 native_engine(config, inputs, lm)
+    with pytest.raises(ModelError, match=f"model.attention=compiled .*, but {reason}"):
+        check_attention("compiled", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("without", [_without_package, _without_numba])
+def test_the_engine_samples_the_same_without_kernels(
+    without: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each completion's tokens, with log-probs that differ by rounding."""
+    config = load_config(None, BASE).config
+    requests = [Request((5, 6, 7, last), Sampling(12), (0, last), (1,)) for last in (8, 8, 9)]
+
+    def completions(*, compile: bool) -> list[Completion]:
+        engine = NativeEngine(make_policy(config, torch.device("cpu")), decode=str, compile=compile)
+
+        async def gather() -> list[Completion]:
+            return await asyncio.gather(*map(engine.generate, requests))
+
+        return asyncio.run(gather())
+
+    compiled = completions(compile=True)
+    without(monkeypatch)
+    for plain, fast, absent in zip(
+        completions(compile=False), compiled, completions(compile=True), strict=True
+    ):
+        assert plain.token_ids == fast.token_ids == absent.token_ids
+        assert plain.logprobs == absent.logprobs != fast.logprobs
+        assert fast.logprobs == pytest.approx(plain.logprobs, abs=2e-5)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.test_api import config, even
 from torch import Tensor
 
 import braid
-from braid.algorithms.advantages.formulas import leave_one_out_advantages
+from braid.algorithms.advantages.rloo import leave_one_out_advantages
 from braid.errors import ConfigError
 from braid.functions import load_function
 from braid.trainer import commands

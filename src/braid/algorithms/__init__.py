@@ -10,10 +10,14 @@ from typing import Any
 
 _MODULES = {
     "advantages": ("ADVANTAGES", "Advantage"),
-    "advantages.formulas": (
-        "baseline_advantages", "best_of_group", "discounted_returns", "gae", "group_advantages", "leave_one_out_advantages",
-        "likelihood_advantages", "whiten",
-    ),
+    "advantages.gae": ("gae",),
+    "advantages.grpo": ("group_advantages",),
+    "advantages.maxrl": ("likelihood_advantages",),
+    "advantages.raft": ("best_of_group",),
+    "advantages.reinforce": ("discounted_returns",),
+    "advantages.remax": ("baseline_advantages",),
+    "advantages.rloo": ("leave_one_out_advantages",),
+    "advantages.whitening": ("whiten",),
     "aggregate": ("row_weights",),
     "corrections": ("correction_factor", "proximal_logprobs", "sampling_weight"),
     "kl": ("clamped", "kl_estimate", "steered_coefficient"),
@@ -22,7 +26,7 @@ _MODULES = {
     "rewards": ("RunningMoments", "reward_statistics"),
     "segments": ("Segments",),
     "surrogate": ("Tokens", "importance_ratio"),
-}  # fmt: skip
+}
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from braid.types import RewardStatistics
 
-from .advantages.formulas import STD_EPSILON, grouped
+from .advantages.groups import grouped
+from .advantages.grpo import STD_EPSILON
 
 
 @dataclass(slots=True)
@@ -66,8 +67,8 @@ def reward_statistics(
 ) -> tuple[Float[Tensor, "B"], Float[Tensor, "B"]]:
     """(center, scale) of each row, float64; the normalised reward is (r - center) / scale.
 
-        none      0; 1                           group     mean; std + 1e-6 of the row's group (source: source)
-        batch     the same of all rows           running   the same of all rounds so far, this one included
+        none      0; 1                    group     mean; std + 1e-6 of the row's group (source: source)
+        batch     the same of all rows    running   the same of all rounds so far, this one included
 
     Standard deviations are unbiased. If one is exactly 0 (a single row, or equal rewards), the scale is 1.
     `running` must already contain this round's rewards. `mean` and `std` can be chosen independently: `group`

@@ -79,5 +79,8 @@ def _problem_of(loss: PolicyLoss) -> str:
     if not per_token.requires_grad:
         return "its loss has no gradient; compute it from tokens.logprobs or tokens.ratio without detach()"
     if undeclared := sorted(diagnostics.keys() - loss.metrics.keys()):
-        return f"it returned the diagnostic {undeclared[0]!r}, which it does not declare; add it to `metrics`, with its meaning"
+        return (
+            f"it returned the diagnostic {undeclared[0]!r}, which it does not declare; add it to `metrics`, "
+            "with its meaning"
+        )
     return ""

@@ -58,7 +58,10 @@ class CheckpointStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             held = lock(self.folder / ".lock")
         except BlockingIOError:
-            message = f"another run is writing checkpoints to {self.folder}; wait for it to finish, or choose another folder"
+            message = (
+                f"another run is writing checkpoints to {self.folder}; wait for it to finish, or choose "
+                "another folder"
+            )
             raise ConfigError([Problem("checkpoint.dir", message, "file system")]) from None
         except OSError as error:
             message = f"cannot use the folder {self.folder} for checkpoints: {error.strerror}"

@@ -43,7 +43,8 @@ OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
 _HELP = """\
 braid trains language models, agents and policies with reinforcement learning.
 A run is described by one YAML file; key=value on the command line overrides any key of it.
-RLinf, ROLL and SkyRL configs run unchanged, with overrides in their own keys; braid.KEY=VALUE sets a native key.
+RLinf, ROLL and SkyRL configs run unchanged, with overrides in their own keys; braid.KEY=VALUE sets a
+native key.
 
 usage: braid COMMAND CONFIG.yaml [key=value ...]
 
@@ -51,7 +52,7 @@ commands:
 {commands}
 
 getting started:
-  braid train examples/quickstart.yaml                        train a small model on arithmetic: minutes on a CPU
+  braid train examples/quickstart.yaml                        train a small model on arithmetic
   braid show examples/quickstart.yaml rollout.group_size=16   see the effect of a change before running it
   braid train examples/quickstart.yaml run.resume=latest      resume after an interruption
 
@@ -103,8 +104,8 @@ def _leave(code: int, args: argparse.Namespace) -> int:
 
 
 def guarded(action: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
-    """Run `action` on `args` and return its exit code. Errors are printed to stderr, with a traceback under --debug;
-    SIGTERM and SIGHUP act like Ctrl-C; unexpected exceptions propagate."""
+    """Run `action` on `args` and return its exit code. Errors are printed to stderr, with a traceback under
+    --debug; SIGTERM and SIGHUP act like Ctrl-C; unexpected exceptions propagate."""
     with stop_signals(ends_process=True):
         try:
             return action(args)

@@ -226,7 +226,10 @@ def _join(address: str) -> None:
         ray.shutdown()
         why = " ".join(str(error.__cause__ or error).split())
         if "Version mismatch" in why:
-            advice = f"the cluster needs the same versions as this machine: Ray {ray.__version__}, Python {sys.version.split()[0]}"
+            advice = (
+                f"the cluster needs the same versions as this machine: Ray {ray.__version__}, Python "
+                f"{sys.version.split()[0]}"
+            )
         else:
             advice = f"this machine must be part of the cluster: run `ray start --address={bootstrap}` here"
         raise _cannot_join(address, f"{why}; {advice}") from error

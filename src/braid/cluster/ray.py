@@ -153,7 +153,10 @@ class _Host:
         node = ray.util.get_node_ip_address()
         if log is not None:
             if not log.parent.is_dir():
-                message = f"the machine {node} has no {log.parent}; choose a folder on a file system shared by all machines of the run"
+                message = (
+                    f"the machine {node} has no {log.parent}; choose a folder on a file system shared by all "
+                    "machines of the run"
+                )
                 raise ConfigError([Problem("run.output_dir", message)])
             # For the last collectives, when one times out.
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{log.with_suffix('')}.nccl.")

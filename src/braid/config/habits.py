@@ -48,9 +48,11 @@ HABITS = {
     "loss_type": "algorithm.recipe, or algorithm.policy_loss and algorithm.aggregation",
     "scale_rewards": "algorithm.advantage.normalize_by_std",
     "mask_truncated_completions": "algorithm.mask_truncated",
-    "per_device_train_batch_size": "train.micro_batch_rows, or rollout.prompts_per_round for the prompts of a round",
+    "per_device_train_batch_size": "train.micro_batch_rows, or rollout.prompts_per_round for the prompts of "
+    "a round",
     "per_device_eval_batch_size": "eval.batch_prompts",
-    "gradient_accumulation_steps": "train.steps_per_pass: micro-batches are formed by train.micro_batch_tokens",
+    "gradient_accumulation_steps": "train.steps_per_pass: micro-batches are formed by "
+    "train.micro_batch_tokens",
     "learning_rate": "train.optimizer.lr",
     "lr_scheduler_type": "train.optimizer.schedule.decay",
     "warmup_ratio": "train.optimizer.schedule.warmup_fraction",

@@ -171,7 +171,10 @@ def load_config(
     for text in (*overrides, *(f"{key}={value}" for key, value in chosen.items() if value is not None)):
         apply_override(written, text, KINDS)
     if not written.tree and file is not None:
-        why = "the file is empty, or has only comments; a config has at least a model, as in examples/quickstart.yaml"
+        why = (
+            "the file is empty, or has only comments; a config has at least a model, as in "
+            "examples/quickstart.yaml"
+        )
         raise ConfigError([Problem("config", why, file.name)])
     written.tree = interpolate(written, with_defaults)
     return validate(written, file)
@@ -272,7 +275,10 @@ def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[st
     for path, text in pending:
         value, problem = None, None
         if path in malformed:
-            problem = f"{text!r} is not a valid interpolation: {malformed[path]}; write ${{key}}, or \\${{ for a literal ${{"
+            problem = (
+                f"{text!r} is not a valid interpolation: {malformed[path]}; write ${{key}}, or "
+                f"\\${{ for a literal ${{"
+            )
         else:
             try:
                 value = _resolve(context, path)
@@ -353,7 +359,10 @@ def _interpolation_message(error: Exception, text: str, tree: Mapping[str, Any])
         return f"{text} is a circular reference; remove one of its links"
     if "Environment variable" in first:
         variable = quoted[-1]
-        return f"{text}: the environment variable {variable} is not set; set it, or give a default: ${{oc.env:{variable},default}}"
+        return (
+            f"{text}: the environment variable {variable} is not set; set it, or give a default: "
+            f"${{oc.env:{variable},default}}"
+        )
     if isinstance(error, InterpolationKeyError):
         known = [path_text(path) for path, _ in leaves(tree)]
         return f"{text}: unknown key {quoted[0]!r}{suggest(quoted[0], known)}"

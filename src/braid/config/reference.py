@@ -16,16 +16,18 @@ from .shape import allowed, is_list, kind_of, sections_of
 _HEAD = """\
 # Config reference
 
-All config keys. This page is generated from the schema by `braid schema --markdown`. For completion in editors, start a
-config file with `# yaml-language-server: $schema=../docs/schema.json` ([schema.json](schema.json)).
+All config keys. This page is generated from the schema by `braid schema --markdown`. For completion in
+editors, start a config file with `# yaml-language-server: $schema=../docs/schema.json`
+([schema.json](schema.json)).
 
-* `braid show CONFIG.yaml` prints the resolved config with the origin of each value, and the plan derived from it.
-* `key=value` on the command line overrides one key: `run.seed=1`, `data.train.0.size=5`, `eval.pass_at=[1,4]`. The value
-  is YAML; a mapping or list replaces the whole value.
+* `braid show CONFIG.yaml` prints the resolved config with the origin of each value, and the plan derived from
+  it.
+* `key=value` on the command line overrides one key: `run.seed=1`, `data.train.0.size=5`,
+  `eval.pass_at=[1,4]`. The value is YAML; a mapping or list replaces the whole value.
 * Interpolations: other keys, including their defaults (`${rollout.group_size}`), environment variables
-  (`${oc.env:HOME}`), arithmetic (`${mul:${rollout.group_size},2}`; also add, sub, div, int_div, min and max), negation
-  (`${not:${eval.before}}`) and the time (`${now:%Y%m%d_%H%M}`). Quote them inside `{ }` and `[ ]`. `???` marks a value
-  that must be set on the command line.
+  (`${oc.env:HOME}`), arithmetic (`${mul:${rollout.group_size},2}`; also add, sub, div, int_div, min and max),
+  negation (`${not:${eval.before}}`) and the time (`${now:%Y%m%d_%H%M}`). Quote them inside `{ }` and `[ ]`.
+  `???` marks a value that must be set on the command line.
 * YAML 1.2 rules apply: only `true` and `false` are booleans, and `1e-6` is a number.
 * Unknown keys are errors. A key that has no effect in a run causes a warning.
 """

@@ -26,7 +26,10 @@ MAX_VALUES = 20_000  # keys and values in a file, with aliases expanded
 MAX_BYTES = 2**20  # of a file
 MAX_DIGITS, MAX_HEX_DIGITS = 308, 255  # of an integer: larger ones do not fit in a float
 _TOO_DEEP = f"more than {MAX_DEPTH} levels of nested mappings and lists"
-_ESCAPES = r"""between double quotes a backslash begins an escape: write it twice, "\\d", or use single quotes: '\d'"""
+_ESCAPES = (
+    r'between double quotes a backslash begins an escape: write it twice, "\\d", '
+    r"or use single quotes: '\d'"
+)
 KeyPath = tuple[str | int, ...]
 """Components of a key path: ("data", "train", 0)."""
 
@@ -113,7 +116,10 @@ def place(tree: dict[str, Any], path: KeyPath, value: Any) -> str | None:
         elif isinstance(at, list) and isinstance(key, int) and key <= len(at):
             at += [None] * (key == len(at))
         elif isinstance(at, list):
-            return f"{path_text(path[:i])} is a list of length {len(at)}; {key!r} is not an index from 0 to {len(at)}"
+            return (
+                f"{path_text(path[:i])} is a list of length {len(at)}; {key!r} is not an index from 0 to "
+                f"{len(at)}"
+            )
         else:
             return f"{path_text(path[:i])} is {at!r}, which has no keys"
         if is_last or at[key] is None:

@@ -2,7 +2,8 @@
 
     meta/info.json      features, frames per second
     meta/tasks.jsonl    instructions by number (tasks.parquet in version 3)
-    data/**/*.parquet   a row per frame: observation.state, observation.images.NAME, action, episode_index, task_index
+    data/**/*.parquet   a row per frame: observation.state, observation.images.NAME, action, episode_index,
+                        task_index
     videos/**/*.mp4     images that are not in the parquet files, of an episode, or of several in version 3
     meta/episodes/**    the place of each episode in the videos of version 3
 

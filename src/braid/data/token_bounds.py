@@ -55,7 +55,8 @@ def _bound(tokenizer_json: str, num_special: int) -> TokenBound | None:
         part.get("add_prefix_space") or part.get("prepend_scheme", "never") != "never" for part in keeps
     )
     if has_prefix and any(len(token["content"]) < 2 for token in described["added_tokens"]):
-        return None  # the text after each added token gets a prefix, which the token's own bytes must make up for
+        # the text after each added token gets a prefix, which the token's own bytes must make up for
+        return None
     has_all = "ByteLevel" in kinds and model["vocab"].keys() >= set(ByteLevel.alphabet())
     if not has_all and model.get("unk_token") is None:  # unknown characters have no token
         return None

@@ -3,8 +3,8 @@
     python -m braid.isolation.session CHANNEL PARENT ISOLATION MEMORY_BYTES MAX_CHARACTERS
 
 hosts one session at a time and watches its limits; SessionProcess is the client (braid.processes). Requests
-and replies are JSON: `{"code", "timeout_s"}` is answered by `{"output"}`, `{"ended": reason}` when the code has
-ended the session, or `{"failed": reason}`; `{}` ends the session.
+and replies are JSON: `{"code", "timeout_s"}` is answered by `{"output"}`, `{"ended": reason}` when the code
+has ended the session, or `{"failed": reason}`; `{}` ends the session.
 """
 
 from __future__ import annotations

@@ -63,13 +63,13 @@ class ChatFormat:
         results of tools are in a tag. `tool_format` None: that of the template. `thinking`: keep that of
         earlier turns, or do as the template does. `replies` to the policy: messages, or text within its
         answer."""
-        own: Any = tokenizer.chat_template if use_template else None
-        if isinstance(own, dict):
-            own = own.get("tool_use", own.get("default"))
+        template: Any = tokenizer.chat_template if use_template else None
+        if isinstance(template, dict):
+            template = template.get("tool_use", template.get("default"))
         self.tokenizer, self._ends = tokenizer, tuple(end_token_ids)
-        self._template: str = own or ""
-        self.is_plain = not own
-        self._tool_format: ToolFormat | None = tool_format or detect_format(own)
+        self._template: str = template or ""
+        self.is_plain = not template
+        self._tool_format: ToolFormat | None = tool_format or detect_format(template)
         self.thinking: Thinking = thinking
         self.replies_are_text = replies == "text"
         self._kwargs = dict(template_kwargs or {})
@@ -171,7 +171,7 @@ class ChatFormat:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         first: Any = messages[: answers[0]]
         prompt, ids, mask = self.opening(first, tools), list[int](), list[bool]()
-        found, past = list[tuple[list[int], list[int], list[bool]]](), list[Answer]()
+        examples, past = list[tuple[list[int], list[int], list[bool]]](), list[Answer]()
         for i, following in zip(answers, [*answers[1:], len(messages)], strict=True):
             replies: Any = messages[i + 1 : following]
             written = self._written(messages[: i + 1], replies, tools)
@@ -185,13 +185,13 @@ class ChatFormat:
             else:
                 whole, history = self.conversation(first, past, tools), [*prompt, *ids]
                 if whole[: len(history)] != history:
-                    found.append((prompt, ids, mask))
+                    examples.append((prompt, ids, mask))
                     prompt, ids, mask = whole, [], []
                     continue
                 read = whole[len(history) :]
             ids += read
             mask += [False] * len(read)
-        return [example for example in (*found, (prompt, ids, mask)) if any(example[2])]
+        return [example for example in (*examples, (prompt, ids, mask)) if any(example[2])]
 
     def _written(
         self, messages: Sequence[Mapping[str, Any]], replies: Sequence[Any], tools: Sequence[ToolSchema]
@@ -252,8 +252,8 @@ class ChatFormat:
         answer, reasoning, to_tools = self._split(prefill + raw)
         calls: tuple[ToolCall, ...] = ()
         if self._tool_format == "harmony":
-            found = (parse_calls(message, tools, self._tool_format, new_id)[1] for message in to_tools)
-            calls = tuple(call for calls in found for call in calls)
+            parsed = (parse_calls(message, tools, self._tool_format, new_id)[1] for message in to_tools)
+            calls = tuple(call for calls in parsed for call in calls)
         elif self._tool_format is not None:
             answer, calls = parse_calls(answer, tools, self._tool_format, new_id)
         return Action(self._around_answer.sub("", answer), reasoning, calls, stop_reason, raw, prefill)

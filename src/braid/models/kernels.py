@@ -14,7 +14,7 @@ from braid.errors import ModelError
 
 from .attention import AttentionKernel, LayerCall, PackedAttention, causal_attention, eager_attention
 from .batch import PackedBatch
-from .cpu import why_not_compiled
+from .cpu_kernels import cpu_kernels
 
 AttentionKind = Literal["auto", "sdpa", "flash_attention_2", "compiled", "eager"]
 
@@ -31,7 +31,7 @@ def check_attention(kind: AttentionKind, device: torch.device) -> None:
     """Raise ModelError if this machine cannot run the kernel."""
     if kind == "compiled":
         why_not = (
-            why_not_compiled()
+            cpu_kernels().why_not
             if device.type == "cpu"
             else f"this run is on {device.type}, and they are for CPUs"
         )
@@ -74,9 +74,7 @@ def flash_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) 
 
 def compiled_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal attention by braid's own machine code, on a CPU."""
-    from .cpu.attention import compiled_attention  # imports Numba, which takes half a second
-
-    return compiled_attention(call, query, key, value)
+    return cpu_kernels().attention(call, query, key, value)
 
 
 _KERNELS: dict[AttentionKind, AttentionKernel | None] = {

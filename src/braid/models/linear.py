@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from braid.plan.machine import cpu_info
 
+from .cpu_kernels import cpu_kernels
+
 _log = logging.getLogger(__name__)
 
 LEAST_WEIGHTS = 2**15
@@ -43,7 +45,7 @@ def cpu_products() -> str:
 
 class Linear(nn.Linear):
     """nn.Linear with the products of `cpu_products`. With `compiles` and oneDNN, gradients of weights are
-    those of cpu.products, which was measured at 1.2 to 1.4 times oneDNN's rate."""
+    those of braid_kernels, which was measured at 1.2 to 1.4 times oneDNN's rate."""
 
     compiles = False
 
@@ -111,10 +113,9 @@ def _gradient(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _compiled_gradient(grad: Tensor, x: Tensor) -> Tensor:
-    """The same, where the columns of x fill the kernel's panels."""
-    from .cpu.products import fits_panels, weight_gradient  # imports Numba, which takes half a second
-
-    return weight_gradient(grad, x) if fits_panels(x.shape[1]) else _gradient(grad, x)
+    """The same by a compiled kernel, where there is one for this shape."""
+    product = cpu_kernels().weight_gradient(grad, x)
+    return _gradient(grad, x) if product is None else product
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

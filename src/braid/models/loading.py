@@ -113,9 +113,9 @@ def _pretrained(config: ModelConfig, key: str, device: torch.device, *, is_hollo
         place = {"": device} if config.low_memory_load else None
         load = AutoModelForCausalLM.from_pretrained
         return read_model(path, key, "causal language model", load, device_map=place, **options)
-    own = read(path, key, "causal language model", AutoConfig.from_pretrained, **remote)
+    model_config = read(path, key, "causal language model", AutoConfig.from_pretrained, **remote)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(own, **options)
+        model = AutoModelForCausalLM.from_config(model_config, **options)
     model.tie_weights()
     return model
 

@@ -20,7 +20,7 @@ from braid.types import Spaces
 from .adapter_reference import AdapterReference
 from .base import TrainableModel
 from .causal_lm import CausalLM
-from .cpu import why_not_compiled
+from .cpu_kernels import cpu_kernels
 from .loading import load_policy
 from .value import ValueModel
 
@@ -110,7 +110,7 @@ def _with_kernels(config: RunConfig, device: torch.device) -> ModelConfig:
     if size is None:
         why_not: str | None = "the model's size is not known before it is loaded (model.attention)"
     elif is_worth_compiling(config, size.parameters):
-        why_not = why_not_compiled()
+        why_not = cpu_kernels().why_not
     else:
         why_not = "rounds are too short for that (model.attention)"
     _log.info("attention in training is %s", f"not compiled: {why_not}" if why_not else "compiled by Numba")

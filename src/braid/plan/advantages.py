@@ -24,7 +24,10 @@ def advantage_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
         why = "algorithm.reward_mean=group subtracts the group's mean, so with group_size=1 every reward is 0"
         yield "rollout.group_size", f"{why}; raise it to 2 or more, or set algorithm.reward_mean=batch"
     if advantage.needs_greedy and rollout.sampling.greedy:
-        why = f"{name} compares sampled answers with the greedy one, so sampling must not be greedy; set it to false"
+        why = (
+            f"{name} compares sampled answers with the greedy one, so sampling must not be greedy; set it to "
+            "false"
+        )
         yield "rollout.sampling.greedy", why
     if advantage.needs_greedy and recipe.whiten_rewards:
         why = f"{name} subtracts the reward of the greedy answer, which has no tokens to whiten over"

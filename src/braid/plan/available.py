@@ -29,8 +29,11 @@ def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
             yield f"{key}.sequence_parallel", f"{why}; set it to 1"
         elif train.sequence_parallel > 1 and not backend.splits_sequences:
             instead = backend.instead_of_sequence_parallel.format(key)
-            why = f"sequence parallelism over {train.sequence_parallel} devices needs backend fsdp, fsdp2 or deepspeed"
-            yield f"{key}.sequence_parallel", f"{why}, not {backend.kind}; set it to 1 and use {instead}"
+            why = f"sequence parallelism over {train.sequence_parallel} devices needs backend"
+            yield (
+                f"{key}.sequence_parallel",
+                f"{why} fsdp, fsdp2 or deepspeed, not {backend.kind}; set it to 1 and use {instead}",
+            )
         if is_robot and not backend.trains_robots:
             why = f"{backend.kind} trains language models only"
             yield f"{key}.backend", f"{why}; for a robot policy set it to fsdp2, fsdp or deepspeed"
@@ -51,7 +54,8 @@ def machine_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         return
     memory = memory_bytes()
     if plan.round_bytes is not None and plan.round_bytes[0] > memory:
-        why = f"a round of {plan.trajectories_per_round:,} trajectories takes at least {plan.round_bytes[0] / 2**30:.3g} GiB"
+        needed = f"{plan.round_bytes[0] / 2**30:.3g} GiB"
+        why = f"a round of {plan.trajectories_per_round:,} trajectories takes at least {needed}"
         fix = "lower it or rollout.group_size, and raise run.max_rounds"
         yield (
             "rollout.prompts_per_round",

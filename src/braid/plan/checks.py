@@ -240,7 +240,10 @@ def _pipeline(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield "pipeline", f"{why}; separate the roles in cluster.placement, or set pipeline=null"
     for role in TRAINING_ROLES:
         if (of := layout.role(role)) and of.offload:
-            why = "moves models to host memory during sampling, but with a pipeline engines sample during training"
+            why = (
+                "moves models to host memory during sampling, but with a pipeline engines sample during "
+                "training"
+            )
             yield f"{section_of(config, role)}.offload", f"{why}; remove it, or set pipeline=null"
 
 
@@ -367,7 +370,10 @@ def _suspicious_ranks(config: RunConfig, of: RoleLayout) -> Iterator[Finding]:
         )
     for name in ("tensor", "sequence", "context"):
         if any(len({of.workers[rank].node for rank in group}) > 1 for group in of.groups.get(name, ())):
-            why = f"{name}-parallel ranks of the {role} communicate in every layer, but are on different machines"
+            why = (
+                f"{name}-parallel ranks of the {role} communicate in every layer, but are on different "
+                "machines"
+            )
             yield "cluster.placement", why
 
 

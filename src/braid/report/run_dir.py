@@ -1,6 +1,7 @@
 """The run folder: its selection, its layout, and rewinding it to a checkpoint's round.
 
-    config.yaml  plan.json  metrics.jsonl  summary.json  samples/  video/  batches/  checkpoints/  exports/  tensorboard/
+    config.yaml  plan.json  metrics.jsonl  summary.json
+    samples/  video/  batches/  checkpoints/  exports/  tensorboard/
 
 docs/run_directory.md describes each file for other tools. braid.checkpoint writes the checkpoints,
 sinks.jsonl writes metrics.jsonl.
@@ -57,7 +58,10 @@ class RunDir:
             self.samples.mkdir(parents=True, exist_ok=True)
             self._release = weakref.finalize(self, os.close, lock(path / ".lock"))
         except BlockingIOError:
-            message = f"the run in {path} is in use by another process; wait for it to finish, or choose another name"
+            message = (
+                f"the run in {path} is in use by another process; wait for it to finish, or choose another "
+                "name"
+            )
             raise RunGoesOn([Problem("run.name", message, "file system")]) from None
         except OSError as error:
             raise _problem(

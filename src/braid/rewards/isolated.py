@@ -1,8 +1,8 @@
 """Scorers that parse a response as mathematics or run it as code, in child processes (braid.processes).
 
 They run in a separate process, because such a response can keep sympy busy for hours or exhaust memory, and
-because some of reasoning-gym's scorers `eval` it. The process has limits on time, memory and files. The first request
-names the scorer; it reads the others as pickles, and replies in JSON, so that no reply can execute code in
+because some of reasoning-gym's scorers `eval` it. The process has limits on time, memory and files. The first
+request names the scorer; it reads the others as pickles, and replies in JSON, so that no reply can execute code in
 the trainer. processes.py is the client.
 """
 

@@ -223,9 +223,15 @@ class HttpChat:
 def _secret(variable: str, *, key: str) -> str:
     secret = os.environ.get(variable, "").strip()
     if not secret:
-        problem = f"the environment variable {variable} is not set; set it to the server's API key, or remove api_key_env"
+        problem = (
+            f"the environment variable {variable} is not set; set it to the server's API key, or remove "
+            "api_key_env"
+        )
     elif not secret.isascii() or not secret.isprintable() or " " in secret:
-        problem = f"the environment variable {variable} is not a valid API key: it contains spaces or non-ASCII characters"
+        problem = (
+            f"the environment variable {variable} is not a valid API key: it contains spaces or non-ASCII "
+            "characters"
+        )
     else:
         return secret
     raise ConfigError([Problem(f"{key}.api_key_env", problem, "config")])

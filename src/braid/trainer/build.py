@@ -1,6 +1,7 @@
 """Builds a run from its plan, in one process or on workers alike: `cluster` decides where things are.
 
-env        the simulators, in one process or if they are placed apart from rollout; otherwise rollout workers have them
+env        the simulators, in one process or if they are placed apart from rollout; otherwise rollout workers
+           have them
 policy     the role's model; likewise critic, reference and inference
 rollout    engine, environments and scorer
 rows       the rollout buffer

@@ -17,7 +17,7 @@ from braid.config.schema import RunConfig
 from braid.envs.simulators.base import Simulator
 from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
-from braid.models.cpu import why_not_compiled
+from braid.models.cpu_kernels import cpu_kernels
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
 from braid.plan.sizes import training_dtype
@@ -131,8 +131,8 @@ def native_engine(
     owns_weights: bool = False,
     bytes_to_come: Callable[[], int] | None = None,
 ) -> NativeEngine:
-    """An engine in this process, sampling with `lm` in the dtype of `Engine.dtype_in`; with `owns_weights` with a copy
-    of its weights. `bytes_to_come` as in NativeEngine. Raises ModelError if it decodes this architecture
+    """An engine in this process, sampling with `lm` in the dtype of `Engine.dtype_in`; with `owns_weights`
+    with a copy of its weights. `bytes_to_come` as in NativeEngine. Raises ModelError if it decodes this architecture
     incorrectly."""
     kind, autocast = config.rollout.engine, None
     assert isinstance(kind, Native), "others have processes of their own"
@@ -169,7 +169,7 @@ def _compiles(kind: Native, config: RunConfig, size: int, *, has_gpus: bool) -> 
     if not kind.can_compile(config, size, has_gpus=has_gpus):
         return False
     is_long = kind.may_compile(config, size, has_gpus=has_gpus)
-    why_not = why_not_compiled() if is_long else "rounds are too short for that (rollout.engine.compile)"
+    why_not = cpu_kernels().why_not if is_long else "rounds are too short for that (rollout.engine.compile)"
     if why_not and kind.compile == "always":
         raise ModelError(f"rollout.engine.compile=always, but {why_not}; or set rollout.engine.compile=auto")
     _log.info("decode steps are %s", f"not compiled: {why_not}" if why_not else "compiled by Numba")

@@ -109,8 +109,13 @@ Decision = Submit | Train | Sync | Drop | Finish
 def start_of(version: int) -> dict[str, Any]:
     """The `state` of a pipeline without groups, whose weights are `version`."""
     return {
-        "version": version, "next": [version + 1, 0], "num_extra": 0, "num_replaced": 0, "draws": [], "counts": {},
-    }  # fmt: skip
+        "version": version,
+        "next": [version + 1, 0],
+        "num_extra": 0,
+        "num_replaced": 0,
+        "draws": [],
+        "counts": {},
+    }
 
 
 class _Result(NamedTuple):

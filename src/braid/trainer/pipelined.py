@@ -1,9 +1,9 @@
 """The pipelined loop: sampling goes on while the policy is trained.
 
-    stage   runs in                 consumes                        waits for
-    sample  the rollout workers     prompts that Submit names       a slot of groups_in_flight, and max_lag
-    update  a thread                the oldest finished groups      prompts_per_round of them, and the last sync
-    sync    this thread             the new weights                 the update, and running turns, with `finish`
+    stage   runs in               consumes                      waits for
+    sample  the rollout workers   prompts that Submit names     a slot of groups_in_flight, and max_lag
+    update  a thread              the oldest finished groups    prompts_per_round of them, and the last sync
+    sync    this thread           the new weights               the update, and running turns, with `finish`
 
 pipeline.py decides on the order and bounds the lag; this file executes its decisions. Invariants:
 

@@ -247,7 +247,8 @@ class Progress:
         models = self._checkpoints.models
         if state["progress"] != self._saved:
             if not models.answer(_ANSWER_S):
-                models.rollouts.close()  # ranks that wait for one of its workers then fail, within 5 s on another machine
+                # ranks that wait for one of its workers then fail, within 5 s on another machine
+                models.rollouts.close()
             if models.answer(_ANSWER_S):
                 self._save(state)
             else:

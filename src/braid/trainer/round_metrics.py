@@ -8,7 +8,7 @@ from typing import get_args
 
 import numpy as np
 
-from braid.algorithms.advantages.formulas import reward_std
+from braid.algorithms.advantages.groups import reward_std
 from braid.config.schema import RunConfig
 from braid.report.metrics import Metrics
 from braid.types import Group, Status, Trajectory

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from braid.algorithms.advantages.formulas import reward_std
+from braid.algorithms.advantages.groups import reward_std
 from braid.config.rollout import FilterConfig
 from braid.report.metrics import Metrics
 from braid.types import Group, exact_sum, is_at_least
@@ -35,7 +35,7 @@ def reason_to_drop(group: Group, config: FilterConfig) -> Reason | None:
         return "invalid"
     if group.greedy is not None and not group.greedy.is_valid:
         return "baseline"
-    stds = [reward_std(of) for of in group.compared_rewards if len(of) > 1]
+    stds = [reward_std(rewards) for rewards in group.compared_rewards if len(rewards) > 1]
     if config.min_std is not None and stds and is_at_least(config.min_std, max(stds)):
         return "min_std"
     mean = exact_sum(t.training_reward for t in group.valid) / len(group.valid)
@@ -110,5 +110,5 @@ class Selection:
             "max_mean": f"have a mean reward >= rollout.filter.max_mean={config.max_mean}",
             "surplus": "were surplus in a full round",
         }
-        told = [f"{count} {words[reason]}" for reason, count in self.reasons.most_common()]
-        return f"of {len(self.kept) - self.num_replaced + len(self.dropped)} groups " + ", ".join(told)
+        reasons = [f"{count} {words[reason]}" for reason, count in self.reasons.most_common()]
+        return f"of {len(self.kept) - self.num_replaced + len(self.dropped)} groups " + ", ".join(reasons)

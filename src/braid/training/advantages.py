@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from braid.algorithms.advantages.formulas import whiten
 from braid.algorithms.advantages.round import Round, flat, groups_of, totals_of, trajectories_of, write_field
+from braid.algorithms.advantages.whitening import whiten
 from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.recipes import Recipe
 from braid.algorithms.rewards import RunningMoments, reward_statistics

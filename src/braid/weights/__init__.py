@@ -8,8 +8,8 @@ each engine's process, which opens a receiver with it. Then, once per round and 
 time:
 
     options = SendOptions(transport="shared_memory", bucket_bytes=2**27, timeout_s=600)
-    sender = open_sender(("rollout 0", "rollout 1"), options)         # on rank 0 of the trainer
-    join_send(sender, version, backend.iter_weights())                # on every rank; `sender` is None on the others
+    sender = open_sender(("rollout 0", "rollout 1"), options)    # on rank 0 of the trainer
+    join_send(sender, version, backend.iter_weights())    # on every rank; `sender` is None on the others
 
     receiver = open_receiver(ticket, engine="rollout 0", timeout_s=...)
     engine.load_weights(version, receiver.receive(version))          # (name, tensor) pairs, or

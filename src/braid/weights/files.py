@@ -83,11 +83,11 @@ class FileSender:
         receipt, buckets, places = Receipt(version), list[list[Any]](), dict[str, str]()
         for number, bucket in enumerate(buckets_of(weights, self._options.bucket_bytes, self._options.dtype)):
             file = f"bucket_{number:05d}.safetensors"
-            found = _store(folder / file, bucket)
-            for spec, value in found:
+            stored = _store(folder / file, bucket)
+            for spec, value in stored:
                 receipt.add(spec, value)
                 places[spec.name] = file
-            buckets.append([[s.name, s.dtype, s.shape, value] for s, value in found])
+            buckets.append([[s.name, s.dtype, s.shape, value] for s, value in stored])
         index = {"metadata": {"total_size": receipt.num_bytes}, "weight_map": places}
         record = {"sender": self._secret, "version": version, "buckets": buckets}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -96,13 +96,13 @@ class FileSender:
 
     def _remove_older(self, version: int) -> None:
         newest = folder_of(self._folder, version)
-        own = (path for path in self._folder.glob("version_*") if path.name[8:].isdigit() and path != newest)
-        for path in sorted(own)[: -(_KEPT - 1)]:
+        versions = (path for path in self._folder.glob("version_*") if path.name[8:].isdigit())
+        for path in sorted(path for path in versions if path != newest)[: -(_KEPT - 1)]:
             shutil.rmtree(path, ignore_errors=True)
 
 
 class FileReceiver(Receiver):
-    """See receiver.Receiver."""
+    """Reads weights from the folder that the sender writes."""
 
     def __init__(self, ticket: Ticket, *, engine: str, timeout_s: float) -> None:
         super().__init__(engine)

@@ -38,7 +38,7 @@ def fingerprint(tensor: Tensor) -> str:
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[str]:
-    """Those of several tensors, for which the host waits for a GPU once."""
+    """`fingerprint` of several tensors; the host waits for a GPU once."""
     heads, hashed = list[str](), list[Tensor]()
     for tensor in tensors:
         heads.append(f"{tensor.dtype} {tuple(tensor.shape)}")
@@ -101,8 +101,8 @@ def check_synced(trainer: Weights, engine: Weights, *, version: int, folder: Pat
     if not wrong:
         return
     files = [
-        save_tensors(folder / f"version_{version}_{who}.safetensors", of)
-        for who, of in (("trainer", ours), ("engine", theirs))
+        save_tensors(folder / f"version_{version}_{who}.safetensors", tensors)
+        for who, tensors in (("trainer", ours), ("engine", theirs))
     ]
     raise TrainingError(
         f"after syncing version {version} the engine's weights differ from the trainer's: {len(wrong)} of "

@@ -64,7 +64,7 @@ class RingSender(Link):
 
 
 class RingReceiver(Link):
-    """See Link."""
+    """The receiving side of a ring of slots in shared memory."""
 
     def __init__(self, slots: Tensor, wire: Wire) -> None:
         self._slots, self._wire, self.device = slots, wire, slots.device

@@ -154,16 +154,16 @@ class LinkedSender:
         broke."""
         if not isinstance(error, EngineError):
             return error
-        told = [str(error)]
+        messages = [str(error)]
         readable(self._wires.values(), _LAST_WORDS_S)
         for wire in self._wires.values():
             try:
                 wire.look_ahead(time.monotonic() + 0.1, "receiving weights")
             except EngineError as said:
-                if not any(wire.peer in text for text in told):
-                    told.insert(0, str(said))
+                if not any(wire.peer in text for text in messages):
+                    messages.insert(0, str(said))
         return EngineError(
-            f"syncing version {version} by {self._options.transport} failed: {'; '.join(told)}"
+            f"syncing version {version} by {self._options.transport} failed: {'; '.join(messages)}"
         )
 
     def _unlink(self) -> None:

@@ -241,10 +241,10 @@ class Listener:
             if self._socket in ready:
                 with suppress(OSError):  # the peer has disconnected again
                     self._strangers.append(_Stranger(self._socket.accept()[0]))
-            engines += [engine for of in self._strangers if (engine := of.hear(self.secret)) is not None]
+            engines += [engine for each in self._strangers if (engine := each.hear(self.secret)) is not None]
             for old in self._strangers[:-_MAX_STRANGERS]:
                 old.close()
-            self._strangers = [of for of in self._strangers if of.fileno() >= 0]
+            self._strangers = [each for each in self._strangers if each.fileno() >= 0]
             if engines:
                 until = 0.0
             if not ready and time.monotonic() >= until:
@@ -321,7 +321,7 @@ def own_end(wires: Iterable[Wire]) -> str:
 def readable(sockets: Iterable[T], seconds: float) -> list[T]:
     """The sockets with data, a new connection or end of file to read, after waiting at most `seconds` for the
     first. Uses poll, because select is limited to small file descriptors."""
-    poll, by_number = select.poll(), {of.fileno(): of for of in sockets}
+    poll, by_number = select.poll(), {each.fileno(): each for each in sockets}
     for number in by_number:
         poll.register(number, select.POLLIN)
     return [by_number[number] for number, _ in poll.poll(seconds * 1000)]

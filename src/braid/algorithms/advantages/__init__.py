@@ -1,6 +1,7 @@
-"""Advantages: from the rewards of a round to an advantage of each position, one file a kind.
+"""Advantages: from the rewards of a round to an advantage of each position, one file a kind, which has its
+formula as a function of tensors.
 
-formulas.py has the formulas as functions of tensors, round.py the round that a kind reads.
+round.py has the round that a kind reads; groups.py, discounting.py and whitening.py what formulas share.
 """
 
 from collections.abc import Mapping

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from pydantic import PrivateAttr
+from braid.kinds import CallsFunction
 
 from .base import Advantage, Round, Tensor
 
 
-class FunctionAdvantage(Advantage):
+class FunctionAdvantage(CallsFunction, Advantage):
     """A function of the rewards [N] (float64) and the groups [N] of a round's trajectories that returns the
     advantage of each [N], which all of its tokens have."""
-
-    _function: Callable[[Tensor, Tensor], Any] = PrivateAttr()
-
-    @classmethod
-    def calling(cls, function: Callable[[Tensor, Tensor], Any]) -> FunctionAdvantage:
-        advantage = cls()
-        advantage._function = function
-        return advantage
 
     def of_rewards(self, rewards: Tensor, groups: Tensor) -> Any:
         """What the function returns."""

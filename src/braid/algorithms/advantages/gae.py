@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
+from jaxtyping import Bool, Float
 from pydantic import Field
 
 from braid.types import AdvantageLevel, Bootstrap
@@ -13,7 +15,7 @@ from .base import Advantage, Round, Tensor, ValueLevel
 
 class Gae(Advantage):
     """Generalized advantage estimation over positions; or over turns or actions, with the sum of their
-    rewards and the value of their first position (formulas.gae)."""
+    rewards and the value of their first position."""
 
     needs_values = True
 
@@ -44,8 +46,6 @@ class Gae(Advantage):
     def compute(self, round_: Round) -> Tensor:
         """Also writes `returns` into the rows."""
         import torch
-
-        from .formulas import gae
 
         values = round_.field("values")
         is_open = [
@@ -79,3 +79,45 @@ class Gae(Advantage):
         variance = returns.var()
         explained = float(1.0 - (returns - values).var() / variance) if variance > 0 else float("nan")
         return {"critic/explained_variance": explained}
+
+
+def gae(
+    rewards: Float[Tensor, "T"],
+    values: Float[Tensor, "T"],
+    mask: Bool[Tensor, "T"],
+    lengths: Sequence[int],
+    bootstrap: Float[Tensor, "B"],
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[Float[Tensor, "T"], Float[Tensor, "T"]]:
+    """Generalized advantage estimation (arXiv 1506.02438): (advantages, returns), both 0 outside the mask.
+
+    Over the policy positions k = 1..K of a row:
+
+        delta_k = r_k + gamma V_{k+1} - V_k
+        A_k     = delta_k + gamma lam A_{k+1}        A_{K+1} = 0
+        R_k     = A_k + V_k
+
+    V_k is the value of the state before position k; V_{K+1} is the row's bootstrap value, that of the state
+    after its last position (0 if terminal). Environment tokens between turns are skipped: the last token of a
+    turn is followed by the first of the next, and `rewards` and `values` are not read outside the mask.
+
+    Takes about log2(longest row) operations on [T]. ROLL and SkyRL run over the padded width, including the
+    values at padding and environment tokens. RLinf puts the reward of a text on the last padded position, so
+    its discount depends on the padding.
+    """
+    import torch
+
+    from .discounting import discounted_suffix_sums, is_last_of_row, rows_of_positions
+
+    row = rows_of_positions(lengths, mask)[mask]
+    reward, value, is_last = rewards[mask].double(), values[mask].double(), is_last_of_row(row)
+    next_value = torch.where(is_last, bootstrap.double()[row], value.roll(-1))
+    delta = reward + gamma * next_value - value
+    advantage = discounted_suffix_sums(delta, gamma * lam * (~is_last).double(), max(lengths, default=0))
+
+    advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
+    advantages[mask] = advantage.to(values.dtype)
+    returns[mask] = (advantage + value).to(values.dtype)
+    return advantages, returns

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, model_validator
 
 from .base import Advantage, Round, Tensor
+from .grpo import group_advantages
+from .reinforce import discounted_returns
 
 
 class Gigpo(Advantage):
@@ -44,8 +46,6 @@ class Gigpo(Advantage):
 
     def compute(self, round_: Round) -> Tensor:
         import torch
-
-        from .formulas import discounted_returns, group_advantages
 
         turns, by_std = round_.turns(), self.normalize_by_std
         everywhere = torch.ones(len(turns.rewards), dtype=torch.bool)

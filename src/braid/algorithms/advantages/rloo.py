@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
+from jaxtyping import Float, Int
+
 from .base import Advantage, Round, Tensor
 
 
 class Rloo(Advantage):
     """The reward minus the mean reward of the other trajectories of the group
-    (formulas.leave_one_out_advantages)."""
+    ."""
 
     compares_group = True
 
@@ -21,6 +23,18 @@ class Rloo(Advantage):
         return True
 
     def compute(self, round_: Round) -> Tensor:
-        from .formulas import leave_one_out_advantages
-
         return round_.spread(leave_one_out_advantages(round_.totals, round_.groups))
+
+
+def leave_one_out_advantages(rewards: Float[Tensor, "B"], groups: Int[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """rloo (arXiv 2402.14740): the reward minus the mean reward of the other rows in the group.
+
+        A_b = r_b - sum_{j in g, j != b} r_j / (n - 1) = (r_b - mean_g(r)) n / (n - 1)
+
+    The baseline is independent of the row's own response, so the gradient is unbiased. A group of one gets 0.
+    SkyRL: the same. Not in RLinf and ROLL.
+    """
+    from .groups import grouped
+
+    statistics = grouped(rewards, groups)
+    return (statistics.centered * statistics.count / (statistics.count - 1).clamp(min=1)).to(rewards.dtype)

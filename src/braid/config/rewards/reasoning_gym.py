@@ -34,7 +34,8 @@ class ReasoningGymReward(RewardPart):
         def read(prompt: Prompt) -> None:
             if "reasoning_gym" not in prompt.fields:
                 raise RewardError(
-                    f"source {prompt.source!r} is not procedural; list only procedural sources in {key}.sources"
+                    f"source {prompt.source!r} is not procedural; "
+                    f"list only procedural sources in {key}.sources"
                 )
 
         return read

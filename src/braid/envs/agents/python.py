@@ -19,8 +19,8 @@ SCHEMA = {
     "type": "function",
     "function": {
         "name": "python",
-        "description": "Run Python code. Variables persist between calls. Returns what the code prints and the value "
-        "of its last line if that is an expression.",
+        "description": "Run Python code. Variables persist between calls. Returns what the code prints and "
+        "the value of its last line if that is an expression.",
         "parameters": {
             "type": "object",
             "properties": {"code": {"type": "string", "description": "The code."}},

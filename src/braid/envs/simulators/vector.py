@@ -48,7 +48,10 @@ class VectorSimulator(GymnasiumSimulator):
         """`env_id` is an id with gymnasium.make_vec, or names what makes a VectorEnv from `num_envs` and
         `kwargs`. Raises ConfigError like GymnasiumSimulator."""
         if rules.ignore_terminations:
-            why = "the environments of a VectorEnv end by themselves; set it to false, or env.vectorized to false"
+            why = (
+                "the environments of a VectorEnv end by themselves; set it to false, or env.vectorized to "
+                "false"
+            )
             raise refused("ignore_terminations", why)
         env_options = {**(kwargs or {}), "num_envs": num_envs}
         self._make_vector = partial(make_env, gymnasium.make_vec, env_id, env_options, base_dir)

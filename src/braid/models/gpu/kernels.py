@@ -134,8 +134,9 @@ class RMSNorm(torch.autograd.Function):
 
 @triton.jit
 def _rotate(
-    x, cosines, sines, out, num, x_batch, x_head, x_token, out_batch, out_head, out_token, turn_batch, turn_token,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, HEADS_BLOCK: tl.constexpr, BLOCK: tl.constexpr, IS_BACK: tl.constexpr,
+    x, cosines, sines, out, num, x_batch, x_head, x_token, out_batch, out_head, out_token, turn_batch,
+    turn_token, HEADS: tl.constexpr, SIZE: tl.constexpr, HEADS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    IS_BACK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     batch = token // num
@@ -167,9 +168,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, is_back:
     assert x.stride(3) == cos.stride(2) == sin.stride(2) == 1, "numbers of a row are adjacent"
     out = x.new_empty(batch, num, heads, size, dtype=dtype).transpose(1, 2)
     _rotate[(batch * num,)](
-        x, cos, sin, out, num, *x.stride()[:3], *out.stride()[:3], cos.stride(0) if len(cos) > 1 else 0, cos.stride(1),
-        HEADS=heads, SIZE=size, HEADS_BLOCK=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(size // 2),
-        IS_BACK=is_back, num_warps=4,
+        x, cos, sin, out, num, *x.stride()[:3], *out.stride()[:3], cos.stride(0) if len(cos) > 1 else 0,
+        cos.stride(1), HEADS=heads, SIZE=size, HEADS_BLOCK=triton.next_power_of_2(heads),
+        BLOCK=triton.next_power_of_2(size // 2), IS_BACK=is_back, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -250,7 +251,8 @@ class SwiGLU(torch.autograd.Function):
 @triton.jit
 def _prepare(
     q, k, v, q_stride, kv_stride, q_weight, k_weight, rotary, positions, out, keys, values, row, length, eps,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, HALF)

@@ -41,8 +41,8 @@ _SPACE = "▁"
 _STOP_ID = 2
 _PROPRIO_FILES = "proprio_projector--*.pt"
 _UNSUPPORTED = {
-    "action_head--*.pt": "computes actions with a separate head, by L1 regression or diffusion; choose one with action "
-    "tokens",
+    "action_head--*.pt": "computes actions with a separate head, by L1 regression or diffusion; choose one "
+    "with action tokens",
     "vision_backbone--*.pt": "has a vision backbone with FiLM; choose one without",
 }
 """Further weights of OpenVLA-OFT checkpoints -> what they mean."""

@@ -5,10 +5,10 @@ An action chunk x_0 is denoised from noise x_1 in K steps, at times t = 1, 1 - 1
 expert's velocity v, x0 = x - v t and x1 = x + v (1 - t), and d = 1/K, the next x is drawn from a normal
 distribution:
 
-            mean                                                       deviation
-ODE         x0 (1 - (t - d)) + x1 (t - d)                              0
-flow_sde    x0 (1 - (t - d)) + x1 (t - d - sigma^2 d / (2 t))          sigma sqrt(d), sigma = a sqrt(t / (1 - t))
-flow_noise  that of the ODE                                            of a small network, in [0.08, 0.16]
+            mean                                                 deviation
+ODE         x0 (1 - (t - d)) + x1 (t - d)                        0
+flow_sde    x0 (1 - (t - d)) + x1 (t - d - sigma^2 d / (2 t))    sigma sqrt(d), sigma = a sqrt(t / (1 - t))
+flow_noise  that of the ODE                                      of a small network, in [0.08, 0.16]
 
 Under flow_sde one step of a decision, drawn at random, is stochastic, and the decision's log-prob is that of
 this step. Under flow_noise all are; the log-prob is the mean of those of all steps and of the initial noise.

@@ -47,7 +47,10 @@ class SwanlabSink:
                     settings=swanlab.Settings(terminal=swanlab.Settings.Terminal(proxy_type="none")),
                 )
         except Exception as error:
-            message = f"swanlab rejects the run: {error}; log in with `swanlab login`, or set report.swanlab.mode=offline"
+            message = (
+                f"swanlab rejects the run: {error}; log in with `swanlab login`, or set "
+                "report.swanlab.mode=offline"
+            )
             raise ConfigError([Problem("report.swanlab", message, "report")]) from error
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:

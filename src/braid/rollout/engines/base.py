@@ -52,15 +52,15 @@ class Engine(Kind):
         """Dtype in which it computes. `num_parameters`: of the policy, None if unknown."""
         raise NotImplementedError
 
-    def kv_budget(self, *, has_gpus: bool) -> int | None:  # noqa: ARG002
+    def kv_budget(self, *, has_gpus: bool) -> int | None:
         """Capacity of its cache in tokens; None if that is not known before it starts."""
         return None
 
-    def held_bytes(self, config: RunConfig, parameters: int, *, has_gpus: bool) -> Mapping[str, int]:  # noqa: ARG002
+    def held_bytes(self, config: RunConfig, parameters: int, *, has_gpus: bool) -> Mapping[str, int]:
         """Bytes of the weights that it holds besides the trainer's, in processes that train, by name."""
         return {}
 
-    def problems(self, config: RunConfig, plan: Plan, *, on_cpu: bool) -> Iterator[tuple[str, str]]:  # noqa: ARG002
+    def problems(self, config: RunConfig, plan: Plan, *, on_cpu: bool) -> Iterator[tuple[str, str]]:
         """(key, message) of what it cannot do on this machine; `on_cpu`: without a GPU."""
         yield from ()
 
@@ -151,7 +151,7 @@ class ServedEngine(Engine):
     def num_devices(self) -> int:
         return 0 if self.servers else self.tensor_parallel * self.pipeline_parallel
 
-    def dtype_in(self, config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> str:  # noqa: ARG002
+    def dtype_in(self, config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> str:
         return config.model.dtype if self.dtype == "auto" else self.dtype
 
     def unused(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:

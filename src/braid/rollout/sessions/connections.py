@@ -64,7 +64,10 @@ class Connection(H11Protocol):
         if why == "silent":
             problem = f"has sent no request within {HEADERS_S:g} s"
         else:
-            problem = f"is one more than {self._max_connections}; raise the limit of open files (ulimit -n) for more"
+            problem = (
+                f"is one more than {self._max_connections}; raise the limit of open files (ulimit -n) for "
+                "more"
+            )
         logger.warning(
             "a connection of %s was closed: it %s", (self.client or ("an unknown client",))[0], problem
         )

@@ -38,7 +38,10 @@ _KEEP_ALIVE_S = 5.0
 _IDLE_S = 3600
 """Time after which idle connections are closed: longer than a program thinks, so that none is as it is
 used."""
-_PATHS = "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, POST /v1/reward and, for external programs, POST /v1/end"
+_PATHS = (
+    "POST /v1/chat/completions, POST /v1/responses, GET /v1/models, POST /v1/reward and, for external "
+    "programs, POST /v1/end"
+)
 _MOST_CONNECTIONS = 16_384
 _BACKLOG = 64
 """Connections that the event loop accepts at once, before the limit on them is looked at."""
@@ -119,7 +122,10 @@ class SessionServer:
         try:
             listener = socket.create_server((self._host, self._port))
         except OSError as error:
-            problem = f"{self._host}:{self._port} cannot be used: {error}; choose another, or port 0 for any free one"
+            problem = (
+                f"{self._host}:{self._port} cannot be used: {error}; choose another, or port 0 for any free "
+                "one"
+            )
             raise ConfigError([Problem("env.port", problem)]) from error
         self._base_url = f"http://{self._host}:{listener.getsockname()[1]}/v1"
         self._places, self._offers = asyncio.Semaphore(self._max_episodes), asyncio.Queue()

@@ -66,7 +66,7 @@ class Backend(Kind):
         model that is never trained."""
         raise NotImplementedError
 
-    def for_inference(self, inference: InferenceConfig) -> Backend:  # noqa: ARG002
+    def for_inference(self, inference: InferenceConfig) -> Backend:
         """The settings of workers that compute log-probs on their own devices."""
         return self
 
@@ -79,24 +79,24 @@ class Backend(Kind):
         """The dtype of gathered weights, if it is set."""
         return None
 
-    def copy_devices(self, train: TrainConfig) -> int:  # noqa: ARG002
+    def copy_devices(self, train: TrainConfig) -> int:
         """Devices that process the same rows: those of one model replica."""
         return 1
 
-    def divisors(self, train: TrainConfig) -> Iterator[tuple[str, int, str]]:  # noqa: ARG002
+    def divisors(self, train: TrainConfig) -> Iterator[tuple[str, int, str]]:
         """(key in the training settings, divisor of the role's number of devices, its description)."""
         yield from ()
 
-    def splits(self, train: TrainConfig, model: ModelSize) -> Iterator[Split]:  # noqa: ARG002
+    def splits(self, train: TrainConfig, model: ModelSize) -> Iterator[Split]:
         """How the model's heads, layers and experts are divided."""
         yield from ()
 
-    def groups(self, train: TrainConfig, count: int) -> Groups:  # noqa: ARG002
+    def groups(self, train: TrainConfig, count: int) -> Groups:
         """Process groups among `count` ranks, for each parallel dimension of more than one rank. Ranks of a
         `data` group get different rows."""
         return {}
 
-    def master_bytes(self, trained: int, held: int, width: int) -> int:  # noqa: ARG002
+    def master_bytes(self, trained: int, held: int, width: int) -> int:
         """Bytes of the float32 copies of weights of `width` bytes: of `held` parameters, `trained` of
         them."""
         return 4 * trained
@@ -105,7 +105,7 @@ class Backend(Kind):
         """Environment variables of the role's processes."""
         return {}
 
-    def problems(self, config: RunConfig, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:  # noqa: ARG002
+    def problems(self, config: RunConfig, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:
         """(key, message) of what it cannot do in this run."""
         yield from ()
 

@@ -23,7 +23,10 @@ PLANNER = (
     "that you write, so state all that they need to know. When you know the answer, write it without a "
     "call."
 )
-WORKER = "You work on one question for somebody else. Use your tools if they help, then write your findings in a few sentences."
+WORKER = (
+    "You work on one question for somebody else. Use your tools if they help, then write your findings in a "
+    "few sentences."
+)
 LAST = "This is your last turn: answer now, without a call."
 DELEGATE: ToolSchema = {
     "type": "function",

@@ -7,7 +7,7 @@ memory and time for itself only, and attention still reads plain views. Pages wo
 PyTorch's attention on CPUs cannot read them: gathering them first copies what the kernel then reads once.
 Below 512 tokens a further call of the kernel costs more than it saves.
 
-The kernel of compiled.py reads a sequence from two places, so that the sequences of a group share the keys
+The kernel of braid_kernels reads a sequence from two places, so that the sequences of a group share the keys
 and values of their prompt: these are in a bucket of the prompts that were prefilled together, and the rows
 above have the sampled tokens only.
 

@@ -13,8 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from braid.models.attention import AttentionContext, AttentionKernel, causal_attention
+from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
+from braid.models.cpu_kernels import CpuKernels, cpu_kernels
 from braid.models.gpu import has_kernels
 from braid.models.transfer import to_device
 
@@ -51,22 +52,15 @@ class Decoder:
         cuda_graphs: bool = False,
         is_compiled: bool = False,
     ) -> None:
-        """`is_compiled`: on CPUs layers are computed by layers.py where it knows the model, else attention in
-        steps by compiled.py; to import and compile them takes some seconds. On GPUs steps are computed by
-        gpu_layers.py where it knows the model."""
+        """`is_compiled`: on CPUs steps and prefills are computed by braid_kernels as far as it knows the
+        model; to import and compile it takes some seconds. On GPUs steps are computed by gpu_layers.py where
+        it knows the model."""
         self._lm, self._cache, self._device = lm, cache, device
-        self._attention, self._layers = DecodeAttention, None
-        self.prefill_kernel: AttentionKernel = causal_attention
-        if is_compiled and device.type == "cpu":
-            from braid.models.cpu.attention import (
-                compiled_attention,
-            )  # imports Numba, which takes half a second
-
-            from .compiled import CompiledAttention
-            from .layers import FusedLayers, can_fuse
-
-            self._attention, self.prefill_kernel = CompiledAttention, compiled_attention
-            self._layers = FusedLayers(lm) if can_fuse(lm) else None
+        kernels = cpu_kernels(lm) if is_compiled and device.type == "cpu" else CpuKernels()
+        if kernels.why_not:
+            logger.info("decode steps are not compiled: %s", kernels.why_not)
+        self.prefill_kernel, self._layers = kernels.attention, kernels.layers
+        self._attention = kernels.decode_attention or DecodeAttention
         cache.shares_prompts = self._layers is not None
         self._gpu_layers = None
         if is_compiled and has_kernels(device):

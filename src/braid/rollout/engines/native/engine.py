@@ -135,7 +135,7 @@ class NativeEngine(SteppedEngine):
         engine keeps a copy of the weights, updated by `set_weights`. `recompute_cache` is for sequences that
         continue with new weights. With `prefix_caching` the cache of a conversation is kept for its next
         turn, as long as all of them have no more tokens than `kv_budget_tokens`; otherwise the oldest are
-        computed anew. `compile`: decode with the kernels of compiled.py (CPUs) or models.gpu. `bytes_to_come`
+        computed anew. `compile`: decode with braid_kernels (CPUs) or models.gpu. `bytes_to_come`
         returns the memory that others will take while the cache exists, and have not taken yet: it is left to
         them.
 

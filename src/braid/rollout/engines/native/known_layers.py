@@ -1,5 +1,5 @@
-"""Which models consist of layers that layers.py (CPUs) and gpu_layers.py compute themselves: those of Llama,
-Qwen2 and Qwen3."""
+"""Which models consist of layers that braid_kernels (CPUs) and gpu_layers.py compute themselves: those of
+Llama, Qwen2 and Qwen3."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class VllmEngine(RemoteEngine):
         longest = int(self._arguments["max_model_len"])
         check_request(request, longest=longest, key="rollout.engine.max_model_tokens")
 
-    async def _ask(self, request: Request, version: int) -> Answer:  # noqa: ARG002
+    async def _ask(self, request: Request, version: int) -> Answer:
         """See RemoteEngine. Raises EngineError if vLLM rejects the request, fails, or stops responding."""
         name = f"{self.name}-{next(self._numbers)}"
         if self._failure is not None or not self._is_up.done():

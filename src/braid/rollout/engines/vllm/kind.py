@@ -71,8 +71,10 @@ class Vllm(ServedEngine):
             return
         key = "model.path" if config.model.build is None else "model.build.head_dim"
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
-        why = f"the model's attention heads have size {size.head_dim}, and vLLM on CPUs has kernels for {sizes} only"
-        yield key, f"{why}; use a model with one of these, or set rollout.engine=native"
+        why = (
+            f"the model's attention heads have size {size.head_dim}, and vLLM on CPUs has kernels for {sizes}"
+        )
+        yield key, f"{why} only; use a model with one of these, or set rollout.engine=native"
 
     def unused(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         yield from super().unused(config, plan)

@@ -100,7 +100,7 @@ class VllmServer(ServerEngine):
             "return_token_ids": True,
         }
 
-    def _read(self, answer: Any, version: int) -> Answer:  # noqa: ARG002
+    def _read(self, answer: Any, version: int) -> Answer:
         (choice,) = answer["choices"]
         reason = choice["finish_reason"]
         if reason not in ("stop", "length", "abort"):

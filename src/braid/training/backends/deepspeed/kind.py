@@ -42,7 +42,7 @@ class DeepSpeed(Sharded):
 
         return DeepSpeedBackend(model, train, total_steps=total_steps, device=device)
 
-    def shard_size(self, count: int) -> int:  # noqa: ARG002
+    def shard_size(self, count: int) -> int:
         return self.hpz_partition_size
 
     def divisors(self, train: TrainConfig) -> Iterator[tuple[str, int, str]]:

@@ -85,11 +85,11 @@ class Fsdp(AnyFsdp):
     buffer_dtype: DType | None = None
     """Dtype of buffers, such as rotary frequencies; unchanged when null."""
 
-    def master_bytes(self, trained: int, held: int, width: int) -> int:  # noqa: ARG002
+    def master_bytes(self, trained: int, held: int, width: int) -> int:
         """Its shards are fp32: those of frozen weights too, as flat parameters have a single type."""
         return (4 - width) * held
 
-    def problems(self, config: RunConfig, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:  # noqa: ARG002
+    def problems(self, config: RunConfig, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:
         if at == "train" and config.model.lora is not None and (self.sharding == "none" or self.size == 1):
             why = "fsdp cannot train adapters without sharding the frozen weights"
             fix = "set train.backend={kind: fsdp2, size: 1}, or train.backend.sharding=full"
@@ -113,7 +113,7 @@ class Fsdp2(AnyFsdp):
         ("sharding", "grad_op", "reshard_after_forward"),
     )
 
-    def master_bytes(self, trained: int, held: int, width: int) -> int:  # noqa: ARG002
+    def master_bytes(self, trained: int, held: int, width: int) -> int:
         """Its shards of trained weights are fp32."""
         return (4 - width) * trained
 

@@ -142,7 +142,7 @@ class MegatronBackend(RankBackend):
     def _accumulate(
         self,
         batches: Iterable[PackedBatch],
-        num_passes: int,  # noqa: ARG002  # Megatron synchronizes gradients by itself
+        num_passes: int,  # Megatron synchronizes gradients by itself
         loss: Loss,
         running: Running,
     ) -> None:
@@ -233,13 +233,13 @@ class MegatronBackend(RankBackend):
             return []
         return [part.optimizer for part in self._optimizer.chained_optimizers if part.optimizer is not None]
 
-    def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:  # noqa: ARG002  # no adapters here
+    def iter_weights(self, *, merged: bool = False) -> Iterator[tuple[str, Tensor]]:  # no adapters here
         """See TrainingBackend. Gathers one tensor at a time, on rank 0 only."""
         with self._awake():
             self._gather_parameters()
             yield from self._names.gathered()
 
-    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:  # noqa: ARG002  # uses the last stage's head
+    def _observe(self, head: ValueHead, returns: NDArray[np.floating]) -> None:  # uses the last stage's head
         """Update the head's statistics and rescale its weights: the model's weights, and their float32 master
         weights if they are half precision (float32 weights are trained in place)."""
         trained = {shard.parameter: part.values for shard, part in self._parts(with_copies=False)}

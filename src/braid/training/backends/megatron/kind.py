@@ -116,7 +116,7 @@ class Megatron(Backend):
         if self.for_inference(inference).tensor_parallel == 1:
             yield "inference has no tensor parallelism", "inference.sequence_parallel"
 
-    def copy_devices(self, train: TrainConfig) -> int:  # noqa: ARG002
+    def copy_devices(self, train: TrainConfig) -> int:
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
@@ -134,7 +134,7 @@ class Megatron(Backend):
             parts = f"expert {expert} x expert tensor {of_expert} x pipeline parallel {pipeline}"
             yield "backend.expert_parallel", size, f"a replica of the experts needs {size} devices ({parts})"
 
-    def splits(self, train: TrainConfig, model: ModelSize) -> Iterator[Split]:  # noqa: ARG002
+    def splits(self, train: TrainConfig, model: ModelSize) -> Iterator[Split]:
         layers, experts, pipeline = model.num_layers, model.num_experts, self.pipeline_parallel
         stage = layers // pipeline if layers % pipeline == 0 else 0  # 0: the stages themselves are refused
         yield Split("backend.tensor_parallel", self.tensor_parallel, heads_of(model), has_heads(model))

@@ -145,8 +145,8 @@ class PackedCoreAttention(nn.Module):
         self,
         config: TransformerConfig,
         layer_number: int,
-        attn_mask_type: Any,  # noqa: ARG002  # Megatron's signature; the mask comes with the rows
-        attention_type: str,  # noqa: ARG002
+        attn_mask_type: Any,  # Megatron's signature; the mask comes with the rows
+        attention_type: str,
         softmax_scale: float | None = None,
         **_: Any,
     ) -> None:
@@ -160,7 +160,7 @@ class PackedCoreAttention(nn.Module):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,  # noqa: ARG002  # Megatron's signature
+        attention_mask: Tensor | None,  # Megatron's signature
         packed_seq_params: PackedRows,
         **_: Any,
     ) -> Tensor:

@@ -222,7 +222,7 @@ class SingleBackend:
             running.add(share.detach(), diagnostics)
         return share if self._scale is None else share * self._scale.value
 
-    def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:  # noqa: ARG002
+    def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Context for one forward and backward pass. Gradients must be synchronized in the last pass at the
         latest."""
         return nullcontext()
@@ -499,7 +499,7 @@ class SingleBackend:
         module."""
         return ((name, self._masters.get(p, p)) for name, p in self._model.module.named_parameters())
 
-    def _boxes_of(self, name: str, tensor: Tensor) -> Boxes:  # noqa: ARG002
+    def _boxes_of(self, name: str, tensor: Tensor) -> Boxes:
         """This rank's boxes of a tensor that is sharded like the parameter `name`, or not sharded."""
         return Boxes.of(tensor)
 

@@ -36,7 +36,8 @@ _multiply = tile_product(_VECTORS, _ROWS)
 
 @njit
 def _product(  # noqa: PLR0913  # addresses and their strides
-    num: Any, x: Any, x_stride: Any, x_step: Any, panel: Any, panel_stride: Any, depth: Any, zeros: Any, out: Any, stride: Any, adds: Any
+    num: Any, x: Any, x_stride: Any, x_step: Any, panel: Any, panel_stride: Any, depth: Any, zeros: Any,
+    out: Any, stride: Any, adds: Any,
 ) -> None:  # fmt: skip
     """out [num, columns] = x [num, depth] @ panel [depth, columns], or += if `adds`, of addresses and strides
     in bytes."""

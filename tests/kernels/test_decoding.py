@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,12 @@ from braid.errors import ModelError
 from braid.models import selfcheck as models_selfcheck
 from braid.models.attention import LayerCall
 from braid.models.causal_lm import CausalLM
-from braid.models.cpu.calls import Calls
-from braid.models.cpu.products import PackedProduct
 from braid.models.fused import fuse
 from braid.rollout.engines.native.cache import Block, Bucket, DecodeAttention, KVCache, Need, Prompt
-from braid.rollout.engines.native.compiled import CompiledAttention
 from braid.rollout.engines.native.decoder import Decoder
-from braid.rollout.engines.native.layers import can_fuse
 from braid.rollout.engines.native.selfcheck import check_decoding
+from braid_kernels.decoding import CompiledAttention
+from braid_kernels.layers import can_fuse
 
 TinyLM = Callable[..., CausalLM]
 
@@ -150,28 +147,6 @@ def test_fused_layers_equal_the_model(kind: str, biases: dict[str, bool], tiny_l
 
     with torch.inference_mode():
         assert_near(logits(is_compiled=True), logits(is_compiled=False), 3e-6)
-
-
-@pytest.mark.parametrize(("size", "depth"), [(64, 64), (100, 33), (1, 300), (192, 520)])
-def test_a_products_rows_do_not_depend_on_the_batch_or_on_threads(size: int, depth: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, depth, generator=generator) for n in (20, size))
-    bias = torch.randn(size, generator=generator)
-    parts = slice(0, size // 2), slice(size // 2, size)
-    product = PackedProduct(*(SimpleNamespace(weight=weight[part], bias=bias[part]) for part in parts))
-    whole = product(x, Calls(), "out")
-    exact = x.double() @ weight.double().T + bias.double()
-    assert_near(whole.double(), exact, 2e-6 * depth**0.5)
-    wide = torch.full((20, depth + 3), torch.nan)
-    wide[:, :depth] = x
-    assert torch.equal(product(wide[:, :depth], Calls(), "out"), whole)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        for num in range(1, 20):
-            assert torch.equal(product(x[:num], Calls(), "out"), whole[:num])
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_layers_with_anything_added_are_left_to_transformers(tiny_lm: TinyLM) -> None:

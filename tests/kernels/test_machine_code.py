@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import braid
+import braid_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -18,8 +18,8 @@ KERNEL = """
 import ctypes
 import numpy as np
 from numba import carray
-from braid.models.cpu.machine_code import c_function
-from braid.models.cpu.vectors import exp
+from braid_kernels.machine_code import c_function
+from braid_kernels.vectors import exp
 
 @c_function()
 def kernel(data):
@@ -30,14 +30,14 @@ x = np.zeros(1, np.float32)
 ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)(x.ctypes.data)
 print(x[0], kernel.cache_hits)
 """
-WHY_NOT = "from braid.models.cpu import why_not_compiled; print(why_not_compiled())"
+WHY_NOT = "from braid_kernels import kernels_for; print(kernels_for().why_not)"
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    """A copy of braid, as in an installed package."""
-    to = tmp_path / "package" / "braid"
-    shutil.copytree(Path(braid.__file__).parent, to, ignore=shutil.ignore_patterns("__pycache__"))
+    """A copy of the kernels, as in an installed package."""
+    to = tmp_path / "package" / "braid_kernels"
+    shutil.copytree(Path(braid_kernels.__file__).parent, to, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "kernel.py").write_text(KERNEL)
     return to
 
@@ -62,7 +62,7 @@ def _said(package: Path, code: Path | str, **environment: str) -> str:
 def test_code_is_kept_until_a_file_changes_from_which_functions_are_inlined(package: Path) -> None:
     script = package.parents[1] / "kernel.py"
     assert [_said(package, script) for _ in range(2)] == ["1.0 0", "1.0 1"]
-    vectors = package / "models" / "cpu" / "vectors.py"
+    vectors = package / "vectors.py"
     before = vectors.read_text()
     vectors.write_text(before.replace("+ x + _FLOAT(1))", "+ x + _FLOAT(2))"))
     assert _said(package, script) == "2.0 0"
@@ -85,7 +85,7 @@ def test_code_is_kept_in_the_first_folder_that_can_be_written_by_this_user_alone
     _said(package, script, NUMBA_CACHE_DIR=str(numbas))
     assert list(numbas.rglob("*.nbc"))
     assert not list(package.rglob("*.nbc"))
-    (package / "models" / "cpu" / "__pycache__").write_text("a file, since nothing is read-only for root")
+    (package / "__pycache__").write_text("a file, since nothing is read-only for root")
     _said(package, script)
     assert list((beside / "home" / ".cache" / "numba").rglob("*.nbc"))
     without = {"NUMBA_CACHE_DIR": "/dev/null/none", "HOME": "/dev/null/none"}

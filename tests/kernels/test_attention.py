@@ -12,9 +12,9 @@ from torch import Tensor
 from braid.config.load import load_config
 from braid.errors import ModelError
 from braid.models.attention import LayerCall, causal_attention
-from braid.models.cpu.attention import compiled_attention
 from braid.models.kernels import check_attention
 from braid.models.roles import make_policy, make_reference
+from braid_kernels.attention import compiled_attention
 
 SHAPES = [(1, 1, 1, 1, 32), (3, 7, 4, 2, 32), (2, 130, 4, 1, 64), (1, 300, 2, 2, 96)]
 """Rows, length, query heads, key heads, size."""

@@ -56,8 +56,8 @@ def tile_product(vectors: int, most_rows: int, num_fetched: tuple[int, ...] = (0
     `ahead`: num_fetched[mode] for each row of the panel."""
 
     def signature(  # addresses and their strides
-        _: Any, _rows: Any, _x: Any, _x_stride: Any, _x_step: Any, _panel: Any, _panel_stride: Any, _depth: Any, _added: Any,
-        _added_stride: Any, _out: Any, _out_stride: Any, _ahead: Any, _mode: Any,
+        _: Any, _rows: Any, _x: Any, _x_stride: Any, _x_step: Any, _panel: Any, _panel_stride: Any,
+        _depth: Any, _added: Any, _added_stride: Any, _out: Any, _out_stride: Any, _ahead: Any, _mode: Any,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, __: Any, args: Any) -> Any:
             end = builder.append_basic_block("end")
@@ -79,8 +79,9 @@ def tile_product(vectors: int, most_rows: int, num_fetched: tuple[int, ...] = (0
 
 
 def _tile(  # noqa: PLR0913  # as above
-    builder: Any, num_vectors: int, num: int, num_lines: int, x: Any, x_stride: Any, x_step: Any, panel: Any, panel_stride: Any,
-    depth: Any, added: Any, added_stride: Any, out: Any, out_stride: Any, ahead: Any,
+    builder: Any, num_vectors: int, num: int, num_lines: int, x: Any, x_stride: Any, x_step: Any,
+    panel: Any, panel_stride: Any, depth: Any, added: Any, added_stride: Any, out: Any,
+    out_stride: Any, ahead: Any,
 ) -> None:  # fmt: skip
     kind, byte = ir.VectorType(_FLOATS, LANES), ir.IntType(8).as_pointer()
 

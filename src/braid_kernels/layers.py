@@ -16,13 +16,13 @@ from torch import Tensor
 
 from braid.models.attention import AttentionContext, LayerCall
 from braid.models.causal_lm import CausalLM
-from braid.models.cpu.calls import Calls, Recording
-from braid.models.cpu.products import PackedProduct
+from braid.rollout.engines.native.cache import Block
 from braid.rollout.engines.native.kind import MOST_PACKED
+from braid.rollout.engines.native.known_layers import epsilon_of, has_known_layers, products_of
 
-from .cache import Block
-from .compiled import CompiledAttention, Preparation, add_and_norm, gate, prepared
-from .known_layers import epsilon_of, has_known_layers, products_of
+from .calls import Calls, Recording
+from .decoding import CompiledAttention, Preparation, add_and_norm, gate, prepared
+from .products import PackedProduct
 
 
 class _Norm(NamedTuple):

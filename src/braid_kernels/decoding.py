@@ -22,11 +22,11 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from braid.models.attention import LayerCall
-from braid.models.cpu.calls import Calls, floats_at, ints_at, result_of
-from braid.models.cpu.machine_code import c_function
-from braid.models.cpu.vectors import ORDERED, exp
+from braid.rollout.engines.native.cache import Block, Bucket, DecodeAttention, Prompt
 
-from .cache import Block, Bucket, DecodeAttention, Prompt
+from .calls import Calls, floats_at, ints_at, result_of
+from .machine_code import c_function
+from .vectors import ORDERED, exp
 
 _FLOAT = np.float32
 _intrinsic: Any = intrinsic
@@ -236,9 +236,9 @@ def _kernel(size: int, groups: int) -> Any:
         rows, stores = carray(ints_at(args[4]), (num_rows, 9)), carray(ints_at(args[5]), (args[17], 2))
         options = carray(floats_at(args[6]), (3 + heads * groups,))
         num_threads, thread = result_of(args[18]), result_of(args[19])
-        own = args[11] + 4 * thread * (groups * (most + size) + size)
-        scores = carray(floats_at(own), (groups * most,))
-        scaled_at = own + 4 * groups * most
+        scratch_at = args[11] + 4 * thread * (groups * (most + size) + size)
+        scores = carray(floats_at(scratch_at), (groups * most,))
+        scaled_at = scratch_at + 4 * groups * most
         scaled = carray(floats_at(scaled_at), (width,))
         # written to the cache when complete: a read of half-written memory would wait for it
         rotated = carray(floats_at(scaled_at + 4 * width), (size,))
@@ -276,7 +276,7 @@ def _kernel(size: int, groups: int) -> Any:
                 q, prepared = query[at : at + size], scaled[at : at + size]
                 _prepare(q, prepared, query_norm, options[2], rotary, options[0])
             for g in range(0, groups, together):
-                of_g, to = scaled_at + 4 * g * size, own + 4 * g * most
+                of_g, to = scaled_at + 4 * g * size, scratch_at + 4 * g * most
                 if num_shared:
                     _products(size, together, of_g, shared_k, num_shared, to, most, k_at)
                 values = shared_v if num_shared else v_at
@@ -284,7 +284,7 @@ def _kernel(size: int, groups: int) -> Any:
             for g in range(groups):
                 _softmax(scores[g * most : g * most + total], options[1], options[3 + head * groups + g])
             for g in range(0, groups, together):
-                weights, to = own + 4 * g * most, out_at + 4 * g * size
+                weights, to = scratch_at + 4 * g * most, out_at + 4 * g * size
                 if num_shared:
                     _weighted_sums(size, together, weights, most, shared_v, num_shared, to, 0, v_at)
                 weights += 4 * num_shared
@@ -323,9 +323,9 @@ class CompiledAttention(DecodeAttention):
         self._rows[:, 3] = np.where(self._rows[:, 4] > 0, lengths, 0)
 
     def _set_rows(self, blocks: Sequence[Block]) -> None:
-        """Those of a prompt one after another; padding has no width."""
+        """Rows of the same prompt follow one another; padding has no width."""
         assert self._prompts is not None
-        shared = dict.fromkeys(of.bucket for prompts in self._prompts for of in prompts if of)
+        shared = dict.fromkeys(prompt.bucket for prompts in self._prompts for prompt in prompts if prompt)
         number = {bucket: i for i, bucket in enumerate([*self._buckets, *shared])}
         if number != self._number:
             self._number = number
@@ -339,8 +339,10 @@ class CompiledAttention(DecodeAttention):
             rows[places, 1], rows[places, 4] = number[bucket], bucket.length
             rows[places, 2] = np.arange(block.rows.start, block.rows.stop)
             rows[places, 5:] = [
-                (number[of.bucket], of.row, of.length, of.bucket.length) if of else (0, 0, 0, 0)
-                for of in bucket.prompts[block.rows]
+                (number[prompt.bucket], prompt.row, prompt.length, prompt.bucket.length)
+                if prompt
+                else (0,) * 4
+                for prompt in bucket.prompts[block.rows]
             ]
         self._rows[:] = rows[np.lexsort((rows[:, 6], rows[:, 5]))]
 
