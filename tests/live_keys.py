@@ -63,7 +63,7 @@ _READING_FOR_OTHERS = (
     __name__,
     *(f"braid.config.{name}" for name in ("cluster", "data", "model", "report", "reward", "roles", "schema")),
 )
-_KINDS = tuple(f"braid.config.{family}." for family in ("env", "policies", "rewards"))
+_KINDS = tuple(f"braid.{family}.kinds" for family in ("envs", "models", "rewards"))
 """Modules, and the beginnings of modules, whose functions read keys on behalf of their caller."""
 _NOT_PART_OF_A_RUN = ("braid.config", "braid.plan", "braid.trainer.preflight", "braid.trainer.watch")
 _ALGORITHM = {Recipe: "algorithm", Correction: "algorithm.corrections[]"}

@@ -517,3 +517,17 @@ def test_stages_need_processes_and_environments() -> None:
 def test_only_a_simulator_has_a_state_after_the_end() -> None:
     (why,) = complaints(TEXT, "algorithm.recipe=ppo", "algorithm.advantage.bootstrap=always")
     assert "algorithm.advantage.bootstrap: a text has no state after its end" in why
+
+
+def test_limits_of_sampling_have_no_effect_on_greedy_evaluations() -> None:
+    (warned,) = warnings(TEXT, "eval.sampling={greedy: true, top_k: 5}")
+    assert warned == "eval.sampling.top_k: has no effect: eval.sampling.greedy is true"
+    assert not warnings(TEXT, "eval.sampling={top_k: 5}")
+
+
+@pytest.mark.parametrize("model", ["model.mlp={}", "model={path: policy, vla: {form: rlinf}}"])
+def test_a_robot_that_acts_with_its_trainer_s_weights_keeps_them(model: str) -> None:
+    base = [model, *SIMULATOR[1:], "algorithm.recipe=grpo", "train.offload.weights=true"]
+    why = "train.offload.weights: has no effect: the engine samples with the trainer's own weights"
+    assert why in warnings(base)
+    assert why not in warnings(base, "cluster.runtime=ray"), "rollout workers have copies"

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 
+from braid.models.kinds import BuildSpec, LanguageModel, MlpSpec, PolicyKind, VlaConfig
 from braid.sections import Section, Unused
 
 from .backends import DType, LoraConfig
-from .policies import BuildSpec, LanguageModel, MlpSpec, PolicyKind, VlaConfig
 from .train import TrainConfig
 
 if TYPE_CHECKING:

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from braid.sections import Section, Unused
-
-from .rewards import (
+from braid.rewards.kinds import (
     REWARDS,
     ChoiceReward,
     CodeReward,
@@ -24,6 +22,7 @@ from .rewards import (
     RepetitionReward,
     RewardPart,
 )
+from braid.sections import Section, Unused
 
 if TYPE_CHECKING:
     from braid.plan.plan import Plan

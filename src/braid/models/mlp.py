@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from braid.config.policies import MlpSpec
+from braid.config.model import MlpSpec
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, Problem

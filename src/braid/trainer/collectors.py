@@ -132,8 +132,8 @@ def native_engine(
     bytes_to_come: Callable[[], int] | None = None,
 ) -> NativeEngine:
     """An engine in this process, sampling with `lm` in the dtype of `Engine.dtype_in`; with `owns_weights`
-    with a copy of its weights. `bytes_to_come` as in NativeEngine. Raises ModelError if it decodes this architecture
-    incorrectly."""
+    with a copy of its weights. `bytes_to_come` as in NativeEngine. Raises ModelError if it decodes this
+    architecture incorrectly."""
     kind, autocast = config.rollout.engine, None
     assert isinstance(kind, Native), "others have processes of their own"
     options = {name: getattr(kind, name) for name in Native.model_fields if name != "kind"}

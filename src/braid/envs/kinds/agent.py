@@ -81,12 +81,12 @@ class AgentEnvConfig(SteppedEnv):
     def _one_or_several(self) -> AgentEnvConfig:
         if (self.name is None) == (not self.mix):
             raise ValueError("set either `name`, or several environments in `mix`")
-        for of in ("share", "eval_share"):
+        for name in ("share", "eval_share"):
             shares = [
-                kind.share if (share := getattr(kind, of)) is None else share for kind in self.mix.values()
+                kind.share if (share := getattr(kind, name)) is None else share for kind in self.mix.values()
             ]
             if self.mix and not any(shares):
-                raise ValueError(f"every {of} in `mix` is 0; raise one of them")
+                raise ValueError(f"every {name} in `mix` is 0; raise one of them")
         return self
 
     gives_rewards: ClassVar[bool] = True

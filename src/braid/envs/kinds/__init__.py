@@ -1,11 +1,6 @@
-"""The `env` section: where episodes take place, one file a kind."""
-
-from __future__ import annotations
+"""Kinds of environments, one file each. They import nothing heavy: the config is made of them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Union
-
-from pydantic import Field
 
 from .agent import AgentEnvConfig, MixedEnvConfig
 from .base import Environment
@@ -24,7 +19,6 @@ __all__ = [
     "ENVIRONMENTS",
     "AgentEnvConfig",
     "ChatEnv",
-    "EnvConfig",
     "Environment",
     "GymnasiumEnv",
     "LiberoEnv",
@@ -57,7 +51,3 @@ ENVIRONMENTS: Mapping[str, type[Environment]] = {
     "robosuite": RobosuiteEnv,
 }
 """The kinds of `env`."""
-if TYPE_CHECKING:
-    EnvConfig = Environment
-else:
-    EnvConfig = Annotated[Union[tuple(ENVIRONMENTS.values())], Field(discriminator="kind")]  # noqa: UP007

@@ -1,4 +1,4 @@
-"""Kinds of policies, one file each."""
+"""Kinds of policies, one file each. They import nothing heavy: the config is made of them."""
 
 from .base import PolicyKind
 from .language import BuildSpec, LanguageModel

@@ -199,8 +199,8 @@ class SimulatorEnv(Environment):
 
     def own_settings(self) -> dict[str, Any]:
         """The settings that only this kind has, and the time limit."""
-        own = self.model_dump(exclude={"kind", *SimulatorEnv.model_fields})
-        return own | {"max_episode_steps": self.max_episode_steps}
+        settings = self.model_dump(exclude={"kind", *SimulatorEnv.model_fields})
+        return settings | {"max_episode_steps": self.max_episode_steps}
 
     def problems(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         yield from self._other_sections(config, plan)

@@ -71,9 +71,9 @@ class JudgeReward(RewardPart):
     @model_validator(mode="after")
     def _fits_its_kind(self) -> JudgeReward:
         if self.url == "policy":
-            if given := [name for name in ("model", "api_key_env", "body") if getattr(self, name)]:
+            if needless := [name for name in ("model", "api_key_env", "body") if getattr(self, name)]:
                 raise ValueError(
-                    f"url=policy uses the policy as the judge, so {given[0]} does not apply; remove it"
+                    f"url=policy uses the policy as the judge, so {needless[0]} does not apply; remove it"
                 )
         elif not self.url.startswith(("http://", "https://")):
             raise ValueError(
