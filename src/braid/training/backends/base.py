@@ -43,6 +43,8 @@ class Backend(Kind):
     config_key = "train.backend"
     is_sharded: ClassVar[bool] = True
     """Whether it has a process for each device of its role. Others have one, in which roles share models."""
+    joins_others: ClassVar[bool] = True
+    """Whether it trains several roles in the same processes."""
     package: ClassVar[str] = ""
     """The package that it imports, installed by the extra of the kind's name; none if empty."""
     needs_gpu: ClassVar[bool] = False
