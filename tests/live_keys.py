@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from braid.algorithms.recipes import Correction, Recipe
-from braid.config.load import KINDS, Loaded, leaves, plain_data
+from braid.config.load import FAMILIES, KINDS, Loaded, leaves, plain_data
 from braid.config.roles import TrainingRole, train_config
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
@@ -435,6 +435,8 @@ class Effects:
         schema does, `unused: WHY` if the plan calls it unused; empty if there is none."""
         found = "fixed"
         path, annotation, value = _placed(self._config, key)
+        if path in _NAMES:
+            values = [*FAMILIES[path.removesuffix(".kind")].kinds]
         for other in values or others(annotation, value):
             try:
                 tree = copy.deepcopy(self._tree)

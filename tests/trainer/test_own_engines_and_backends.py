@@ -57,6 +57,15 @@ def test_the_example_of_the_documentation_trains_as_the_kind_that_it_derives_fro
     assert pickle.loads(pickle.dumps(stored)) == stored
 
 
+def test_an_engine_derives_from_one_with_a_place(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from braid.rollout.engines import Engine\nclass Bare(Engine):\n    pass\n"
+    )
+    (tmp_path / "run.yaml").write_text("model: {build: {}}\n")
+    with pytest.raises(ConfigError, match=r"rollout\.engine: 'mine\.py:Bare' derives from Engine alone; an"):
+        load_config(tmp_path / "run.yaml", ["rollout.engine=mine.py:Bare"])
+
+
 @pytest.mark.parametrize("key", PAGES)
 @pytest.mark.parametrize(
     ("value", "message"),

@@ -10,6 +10,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -130,3 +131,13 @@ class RolloutConfig(Section):
     max_invalid_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
     """Fraction of invalid trajectories in a round, or of a source in an evaluation, above which the run fails
     with their reasons."""
+
+    @field_validator("engine")
+    @classmethod
+    def _has_a_place(cls, engine: Engine) -> Engine:
+        if not isinstance(engine, Native | ServedEngine):
+            raise ValueError(
+                f"{engine.kind!r} derives from Engine alone; an engine in the run's processes derives from "
+                "braid.rollout.engines.native.kind.Native, others from braid.rollout.engines.base.ServedEngine"
+            )
+        return engine
