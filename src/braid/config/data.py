@@ -126,6 +126,8 @@ class MixShare(Section):
 class DataConfig(Section):
     """Training and evaluation prompts."""
 
+    unused_while = (("shuffle", False, "seed"),)
+
     train: tuple[Source, ...] = ()
     """Sources of training prompts, mixed in proportion to their sizes, or by `mix`."""
     mix: tuple[MixShare, ...] = ()

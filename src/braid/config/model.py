@@ -209,6 +209,8 @@ class ModelConfig(Section):
 class CriticConfig(Section):
     """The value model, used when the advantage estimator needs values (gae)."""
 
+    unused_while = (("path", None, "train.liger_kernels"),)
+
     network: Literal["own", "shared", "shared_detached"] = "own"
     """own: a separate model. shared, for robots: a value head on the policy's features, trained together with
     the policy by the sum of both losses. shared_detached: the same, but the value loss trains only the
@@ -229,6 +231,8 @@ class CriticConfig(Section):
 
 class ReferenceConfig(Section):
     """The frozen reference model of the KL terms, used when a KL coefficient is not 0."""
+
+    unused_while = (("path", None, "train.liger_kernels"),)
 
     path: str | None = None
     """Model folder; when null, a copy of the policy at the start of reinforcement learning."""

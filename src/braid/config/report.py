@@ -16,6 +16,8 @@ from .train import OptimizerConfig
 class RunSection(Section):
     """Name, output folder, length and seed of the run."""
 
+    unused_while = (("resume", "none", "allow_changes"),)
+
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the run and of its folder."""
     output_dir: str = "runs"
@@ -115,6 +117,8 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints of the whole training state."""
 
+    unused_while = (("export_every_rounds", 0, "export_dir"),)
+
     every_rounds: NonNegativeInt = 0
     """Save every this many rounds; with 0, every_s decides."""
     every_s: NonNegativeFloat = 600.0
@@ -156,6 +160,8 @@ class SwanlabConfig(Section):
 
 class ReportConfig(Section):
     """Logging and reports. metrics.jsonl is always written."""
+
+    unused_while = (("tensorboard", False, "tensorboard_queue"),)
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
     """Console output. auto: a live display on a terminal, one line per round otherwise."""

@@ -79,6 +79,12 @@ class FilterConfig(Section):
     """Filter of the groups to train on, by the training rewards of their valid trajectories. A dropped group
     counts in no statistic, loss or denominator."""
 
+    unused_while = (
+        ("then", "mask", "max_batches min_kept_fraction"),
+        ("then", "resample", "min_kept_fraction"),
+        ("then", "replace", "max_batches"),
+    )
+
     min_std: NonNegativeFloat | None = None
     """Drop groups whose rewards have at most this standard deviation (0: equal rewards); null: no limit."""
     min_mean: float | None = None
@@ -98,6 +104,11 @@ class FilterConfig(Section):
 
 class RolloutConfig(Section):
     """Rollout settings: how a round's trajectories are sampled, by which engine, and which are kept."""
+
+    unused_while = (
+        ("check_weights", False, "check_weights_dir"),
+        ("group_size", 1, "filter.min_std"),
+    )
 
     prompts_per_round: PositiveInt = 32
     """Prompts (or reset states) per round."""

@@ -24,6 +24,11 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 class ScheduleConfig(Section):
     """Learning rate schedule over optimizer steps: linear warmup, then decay to `min_ratio * lr`."""
 
+    unused_while = (
+        ("decay", "constant", "min_ratio decay_steps"),
+        ("decay", "inverse_sqrt", "decay_steps"),
+    )
+
     decay: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
     """Shape after the warmup. inverse_sqrt: sqrt(W / step), with W warmup steps, at least 1 (without warmup
     sqrt(1 / (step + 1)), with steps from 0). wsd: constant, then linear over the last tenth."""
@@ -41,6 +46,8 @@ class ScheduleConfig(Section):
 
 class OptimizerConfig(Section):
     """AdamW, or plain SGD."""
+
+    unused_while = (("kind", "sgd", "betas eps"),)
 
     kind: Literal["adamw", "sgd"] = "adamw"
     """Optimizer. sgd has no moments, so betas and eps have no effect."""

@@ -78,61 +78,32 @@ def _keys(pattern: str) -> tuple[str, ...]:
     return (pattern,)
 
 
-_UNLESS: tuple[tuple[str, str, str], ...] = (
-    ("algorithm.aggregation", "token_sum_constant", "algorithm.aggregation_constant"),
-    ("algorithm.logprob_level", "token", "algorithm.turn_weighting"),
-    ("rollout.filter.then", "replace", "rollout.filter.min_kept_fraction"),
-    ("rollout.filter.then", "resample", "rollout.filter.max_batches"),
-)
-"""(key, values, keys): no effect unless `key` has one of these values. `@` is each section of training
-settings."""
-
-_WHILE: tuple[tuple[str, Any, str], ...] = (
-    ("algorithm.entropy_coef", 0, "algorithm.entropy_level"),
-    ("algorithm.kl_coef", 0, "algorithm.{kl_estimator,kl_in,kl_clamp,kl_target,kl_horizon}"),
-    ("algorithm.kl_coef", 0, "reference.{path,train,update_every_epochs}"),
-    ("algorithm.kl_target", None, "algorithm.kl_horizon"),
-    ("checkpoint.export_every_rounds", 0, "checkpoint.export_dir"),
-    ("critic.path", None, "critic.train.liger_kernels"),
-    ("data.shuffle", False, "data.seed"),
-    ("data.use_chat_template", "never", "model.chat_template data.chat_template_kwargs"),
-    ("reference.path", None, "reference.train.liger_kernels"),
-    ("report.tensorboard", False, "report.tensorboard_queue"),
-    ("rollout.check_weights", False, "rollout.check_weights_dir"),
-    ("rollout.group_size", 1, "rollout.filter.min_std"),
-    ("rollout.sampling.greedy", True, "rollout.sampling.{top_p,top_k,min_p}"),
-    ("run.resume", "none", "run.allow_changes"),
-    ("@.optimizer.kind", "sgd", "@.optimizer.{betas,eps}"),
-    ("@.optimizer.schedule.decay", "constant", "@.optimizer.schedule.{min_ratio,decay_steps}"),
-    ("@.optimizer.schedule.decay", "inverse_sqrt", "@.optimizer.schedule.decay_steps"),
-)
-"""(key, value, keys): no effect while `key` has this value. The values of `algorithm` are the recipe's."""
-
-
 def _by_one_key(config: RunConfig, plan: Plan) -> _Unused:
-    for key, values, keys in _UNLESS:
-        for at in _sections(config, key):
-            if _value(config, plan, key.replace("@", at)) not in values.split():
-                yield f"{key} is not {' or '.join(values.split())}".replace("@", at), keys.replace("@", at)
-    for key, value, keys in _WHILE:
-        for at in _sections(config, key):
-            if _value(config, plan, key.replace("@", at)) == value:
-                shown = "off" if value is None else str(value).lower()
-                yield f"{key} is {shown}".replace("@", at), keys.replace("@", at)
+    """Keys without effect while another has a certain value: in the same section, of the recipe, or
+    elsewhere."""
+    yield from config.unused_settings()
+    recipe = plan.recipe
+    if recipe.aggregation != "token_sum_constant":
+        yield "algorithm.aggregation is not token_sum_constant", "algorithm.aggregation_constant"
+    if recipe.logprob_level != "token":
+        yield "algorithm.logprob_level is not token", "algorithm.turn_weighting"
+    if recipe.entropy_coef == 0:
+        yield "algorithm.entropy_coef is 0", "algorithm.entropy_level"
+    if recipe.kl_coef == 0:
+        keys = "algorithm.{kl_estimator,kl_in,kl_clamp,kl_target,kl_horizon}"
+        yield "algorithm.kl_coef is 0", f"{keys} reference.{{path,train,update_every_epochs}}"
+    if recipe.kl_target is None:
+        yield "algorithm.kl_target is off", "algorithm.kl_horizon"
+    if config.data.use_chat_template == "never":
+        yield "data.use_chat_template is never", "model.chat_template data.chat_template_kwargs"
+    if config.rollout.sampling.greedy:
+        yield "rollout.sampling.greedy is true", "rollout.sampling.{top_p,top_k,min_p}"
 
 
-def _sections(config: RunConfig, key: str = "@") -> list[str]:
-    """What `@` in a key stands for: the sections of training settings that are set."""
-    if "@" not in key:
-        return [""]
+def _sections(config: RunConfig) -> list[str]:
+    """The sections of training settings that are set."""
     sections = [("critic.train", config.critic.train), ("reference.train", config.reference.train)]
-    sft = [("sft", config.sft)] if key.startswith("@.optimizer") else []
-    return ["train", *(at for at, section in (*sections, *sft) if section is not None)]
-
-
-def _value(config: RunConfig, plan: Plan, path: str) -> Any:
-    section, _, name = path.rpartition(".")
-    return getattr(plan.recipe if section == "algorithm" else attrgetter(section)(config), name)
+    return ["train", *(at for at, section in sections if section is not None)]
 
 
 ONLY_EVALUATES = "an evaluation trains nothing"
@@ -397,7 +368,7 @@ def _training(config: RunConfig, plan: Plan) -> _Unused:
     if plan.old_logprobs != "recompute" and not has_values and not has_reference:
         why = "this run has no inference passes (log-probs or values before the update)"
         yield why, "train.{infer_batch_tokens,infer_batch_rows}"
-    for at in _sections(config, "@.optimizer"):
+    for at in (*_sections(config), *(["sft"] if config.sft is not None else [])):
         schedule = attrgetter(at)(config).optimizer.schedule
         if not (schedule.warmup_steps or schedule.warmup_fraction):
             yield f"{at}.optimizer has no warm-up", f"{at}.optimizer.schedule.start_ratio"

@@ -121,7 +121,6 @@ class Backend(Kind):
 
     def unused(self, config: RunConfig, plan: Plan, train: TrainConfig, at: str) -> Iterator[tuple[str, str]]:  # noqa: ARG002
         """(reason, keys) of settings without effect, as patterns of plan.unused."""
-        yield from self.unused_settings(f"{at}.backend")
         if self.frees_gradients:
             yield f"{at}.backend always frees gradients after a step", f"{at}.offload.gradients"
 
