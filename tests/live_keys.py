@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from braid.algorithms.recipes import Correction, Recipe
-from braid.config.load import Loaded, leaves, plain_data
+from braid.config.load import FAMILIES, KINDS, Loaded, leaves, plain_data
 from braid.config.roles import TrainingRole, train_config
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
@@ -38,6 +38,7 @@ from braid.kinds import Kind
 from braid.plan import Plan, derive, unused_keys, why_unused
 from braid.plan.checks import find_problems
 from braid.rollout.engine import Sampling
+from braid.rollout.engines import ENGINES
 from braid.rollout.engines.base import Model, ServedEngine
 from braid.rollout.engines.sglang.kind import Sglang
 from braid.rollout.engines.sglang.options import server_arguments
@@ -46,6 +47,7 @@ from braid.rollout.engines.vllm.options import engine_arguments, environment
 from braid.sections import Section
 from braid.trainer import commands
 from braid.trainer.weight_sync import send_options
+from braid.training.backends import BACKENDS
 from braid.training.backends.deepspeed.backend import _settings
 from braid.training.backends.deepspeed.kind import DeepSpeed
 from braid.training.backends.fsdp import backend as fsdp
@@ -62,6 +64,8 @@ CPU = torch.device("cpu")
 _READING_FOR_OTHERS = (
     __name__,
     *(f"braid.config.{name}" for name in ("cluster", "data", "model", "report", "reward", "roles", "schema")),
+    "braid.kinds",
+    *(kind.__module__ for family in (BACKENDS, ENGINES) for of in family.values() for kind in of.__mro__),
 )
 _KINDS = tuple(f"braid.{family}.kinds" for family in ("envs", "models", "rewards"))
 """Modules, and the beginnings of modules, whose functions read keys on behalf of their caller."""
@@ -90,7 +94,9 @@ def recorded() -> Iterator[set[str]]:
         value = object.__getattribute__(section, name)
         # not isinstance, which reads the section's __class__ by this function
         is_kind = issubclass(type(section), Kind)
-        at = f"{type(section).config_key}." if is_kind else section_path(section)
+        at = section_path(section)
+        if at is None and is_kind:
+            at = f"{type(section).config_key}."
         if at is not None and name in type(section).model_fields and _is_part_of_a_run(sys._getframe(1)):
             reads.add(f"{at}{name}")
         return value
@@ -412,6 +418,10 @@ def observed(config: RunConfig, reads: Collection[str]) -> str:
     return json.dumps([values, find_problems(config, plan)]) + settings(config, plan)
 
 
+_NAMES = {f"{key}.kind" for key, default in KINDS.items() if default}
+"""Keys that name an engine or a backend."""
+
+
 class Effects:
     """Effects of the keys of a config."""
 
@@ -428,10 +438,15 @@ class Effects:
         schema does, `unused: WHY` if the plan calls it unused; empty if there is none."""
         found = "fixed"
         path, annotation, value = _placed(self._config, key)
+        if path in _NAMES:
+            values = [*FAMILIES[path.removesuffix(".kind")].kinds]
         for other in values or others(annotation, value):
             try:
                 tree = copy.deepcopy(self._tree)
-                place(tree, parse_path(path), other)
+                if path in _NAMES:  # another kind has other settings
+                    place(tree, parse_path(path)[:-1], {"kind": other})
+                else:
+                    place(tree, parse_path(path), other)
                 config = RunConfig.model_validate(tree)
             except ValidationError:
                 continue

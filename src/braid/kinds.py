@@ -6,7 +6,7 @@ what it declares. A user's own is a class, or in some families a function, named
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -30,10 +30,6 @@ class Kind(Section):
     """The config key of the family."""
     metrics: ClassVar[Mapping[str, str]] = {}
     """Metrics that it reports: name -> meaning. All are dimensionless."""
-    unused_while: ClassVar[tuple[tuple[str, Any, str], ...]] = ()
-    """(key, value, keys): those of its keys, separated by spaces, that have no effect while `key` has this
-    value."""
-
     _base_dir: Path | None = PrivateAttr(None)
     """Of a user's own: where the path `kind` starts from."""
 
@@ -52,13 +48,6 @@ class Kind(Section):
         named = self.model_copy(update={"kind": path})
         named._base_dir = base_dir.absolute()
         return named
-
-    def unused_settings(self, at: str) -> Iterator[tuple[str, str]]:
-        """(reason, keys) by `unused_while`, of the kind at key `at`."""
-        for key, value, keys in self.unused_while:
-            if getattr(self, key) == value:
-                shown = "off" if value is None else str(value).lower()
-                yield f"{at}.{key} is {shown}", " ".join(f"{at}.{name}" for name in keys.split())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A user's own is loaded again in the process that receives it, where its module has not been

@@ -25,6 +25,16 @@ class Section(BaseModel):
 
     only_for_training: ClassVar[str] = ""
     """Patterns of the keys that an evaluation does not depend on."""
+    unused_while: ClassVar[tuple[tuple[str, Any, str], ...]] = ()
+    """(key, value, keys): those of its keys, separated by spaces, that have no effect while `key` has this
+    value."""
+
+    def unused_settings(self) -> Unused:
+        """Keys of this section that have no effect by `unused_while`."""
+        for key, value, keys in self.unused_while:
+            if getattr(self, key) == value:
+                shown = "off" if value is None else str(value).lower()
+                yield f"@.{key} is {shown}", " ".join(f"@.{name}" for name in keys.split())
 
     def unused(self, config: Any, plan: Any) -> Unused:
         """Keys of this section that have no effect in the run of `config`, and keys of others that its kind

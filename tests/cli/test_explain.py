@@ -330,7 +330,7 @@ def test_show_names_the_foreign_key_of_each_value(capsys: pytest.CaptureFixture[
     assert origins["rollout.group_size"] == "theirs.yaml:2 generator.n_samples_per_prompt"
     assert origins["algorithm.aggregation"] == "SkyRL 0.5 default of trainer.algorithm.loss_reduction"
     assert origins["run.max_rounds"] == "override"
-    assert origins["train.backend"] == "command line"
+    assert origins["train.backend.kind"] == "command line"
 
 
 def test_the_dialect_can_be_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -25,19 +25,25 @@ from braid.models.mlp import MlpPolicy
 from braid.models.value import ValueModel
 from braid.report.names import position
 from braid.training.backend import Diagnostics, Loss, StepReport, TrainingBackend
+from braid.training.backends import BACKENDS
 from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, supervised_loss
 from braid.types import ActionSpace, Row, Spaces
+
+from .test_sharded_backends import ON_CPUS
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 2, 9, 4, 7)
 LOGPROBS = frozenset({"logprobs"})
 
-BACKENDS: dict[str, Callable[..., TrainingBackend]] = {
-    "single": lambda model, config, total_steps: SingleBackend(
-        model, config, total_steps=total_steps, device=CPU
-    ),
-}
+IN_ONE_PROCESS = [name for name, kind in BACKENDS.items() if not kind.is_sharded]
+
+
+def _new_backend(kind: str) -> Callable[..., TrainingBackend]:
+    def build(model: TrainableModel, config: TrainConfig, total_steps: int) -> TrainingBackend:
+        return BACKENDS[kind]().build(model, config, total_steps=total_steps, device=CPU)
+
+    return build
 
 
 def _perceptron(seed: int = 0, width: int = 8) -> MlpPolicy:
@@ -103,7 +109,15 @@ class Case:
         return backend.train(self.rows, self.weights, loss or policy_loss(RECIPES["grpo"]))
 
 
-@pytest.fixture(params=[(b, m) for b in BACKENDS for m in MODELS], ids=lambda p: f"{p[0]}, {p[1]}")
+def test_every_backend_is_held_to_the_contract() -> None:
+    """Here, in test_sharded_backends.py, or, of those that need a GPU, in a suite with a stand-in for it."""
+    on_stand_ins = {"megatron"}  # test_megatron.py
+    sharded = {name for name, kind in BACKENDS.items() if kind.is_sharded}
+    assert sharded == {*ON_CPUS, *on_stand_ins}
+    assert {*IN_ONE_PROCESS} == BACKENDS.keys() - sharded
+
+
+@pytest.fixture(params=[(b, m) for b in IN_ONE_PROCESS for m in MODELS], ids=lambda p: f"{p[0]}, {p[1]}")
 def case(request: pytest.FixtureRequest) -> Case:
     backend, model = request.param
     new_model, inputs = MODELS[model]
@@ -116,7 +130,7 @@ def case(request: pytest.FixtureRequest) -> Case:
         fields = {"advantages": advantages, "behavior_logprobs": behavior}
         row = Row(mask=mask, group=number // 2, trajectory=number, fields=fields, **inputs(length, rng))
         rows.append(row)
-    return Case(BACKENDS[backend], new_model, rows)
+    return Case(_new_backend(backend), new_model, rows)
 
 
 def _frozen(backend: TrainingBackend) -> Any:

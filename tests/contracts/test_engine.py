@@ -20,6 +20,7 @@ from braid.models.attention import PackedAttention
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import Completion, NewWeights, Request, RolloutEngine, Sampling
+from braid.rollout.engines import ENGINES as KINDS
 from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.remote import RemoteEngine
 from braid.weights.files import FileSender
@@ -48,6 +49,10 @@ def engine(
     with ENGINES[request.param](lm, tmp_path_factory.mktemp("engine")) as engine:
         sync(engine, lm, 1)
         yield engine
+
+
+def test_every_kind_of_engine_is_held_to_the_contract() -> None:
+    assert {name.partition("_")[0] for name in ENGINES} == KINDS.keys()
 
 
 def sync(engine: RolloutEngine, lm: CausalLM, version: int) -> None:

@@ -29,6 +29,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_tokenizer, save_pretrained
 from braid.models.roles import make_critic, make_policy, make_reference
 from braid.training.backend import Loss, StepReport
+from braid.training.backends import BACKENDS
 from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, value_loss_of
 from braid.training.worker import Rank
@@ -38,19 +39,18 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]
 
 CPU = torch.device("cpu")
 LEAVES = {"weights": True, "gradients": True, "optimizer": True}
+ON_CPUS = [name for name, kind in BACKENDS.items() if kind.is_sharded and not kind.needs_gpu]
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp2": {"backend": "fsdp2"},
+    **{name: {"backend": name} for name in ON_CPUS},
     "fsdp2, gradients travel in the last pass only": {
         "backend": {"kind": "fsdp2", "sync_last_micro_batch_only": True},
     },
     "fsdp2, replicas of one": {"backend": {"kind": "fsdp2", "size": 1}},
     "fsdp2 in host memory": {"backend": {"kind": "fsdp2", "cpu_offload": True}},
     "fsdp2, sequences shared": {"backend": "fsdp2", "sequence_parallel": 2},
-    "fsdp": {"backend": "fsdp"},
     "fsdp, gradients and optimizer": {"backend": {"kind": "fsdp", "sharding": "grad_op"}},
     "fsdp, nothing sharded": {"backend": {"kind": "fsdp", "sharding": "none"}},
     "fsdp, sequences shared": {"backend": "fsdp", "sequence_parallel": 2},
-    "deepspeed": {"backend": "deepspeed"},
     "deepspeed, secondary partitions": {"backend": {"kind": "deepspeed", "hpz_partition_size": 2}},
     "deepspeed in host memory": {"backend": {"kind": "deepspeed", "cpu_offload": True}},
     "deepspeed, away between steps": {"backend": "deepspeed", "offload": LEAVES},

@@ -123,7 +123,7 @@ NEVER = {
     ),
     *(path for path, field in fields_of(OptimizerConfig, "reference.train.optimizer.") if not sections_of(field)),
     *(
-        f"{train}.megatron.transformer.apply_rope_fusion"
+        f"{train}.backend.transformer.apply_rope_fusion"
         for train in _TRAINS
         if find_spec("transformer_engine") is None
     ),
@@ -137,8 +137,8 @@ NEVER = {
     # tests/trainer/test_vla_runs.py
     "sft.demonstrations",
     # only one valid value
-    *(f"rollout.{engine}.replicas" for engine in ("vllm", "sglang")),
-    *(f"{train}.deepspeed.stage" for train in _TRAINS),
+    "rollout.engine.replicas",
+    *(f"{train}.backend.stage" for train in _TRAINS),
 }  # fmt: skip
 """Keys of the schema without an effect in all of RUNS and LAYOUTS: unused, or refused with another value."""
 

@@ -14,6 +14,7 @@ from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.plan import resolve
+from braid.training.backends.fsdp.kind import Fsdp2
 from braid_dialects.load import Read, read_config
 from braid_dialects.table import Entry
 
@@ -508,6 +509,21 @@ def test_fsdp_reads_the_options_of_its_own_generation() -> None:
     assert (fsdp.cpu_offload, fsdp.size) == (True, 4)
     assert row(second, "actor.fsdp_config.backward_prefetch").note == "for fsdp only; the backend is fsdp2"
     assert row(second, "actor.megatron.use_hf_ckpt").note == "for megatron only; the backend is fsdp2"
+
+
+def test_settings_that_a_chosen_backend_does_not_have_are_unused() -> None:
+    options = ["sharding_strategy=shard_grad_op", "forward_prefetch=true"]
+    overrides = ["actor.training_backend=fsdp", *(f"actor.fsdp_config.{option}" for option in options)]
+    chosen = ["braid.train.backend=fsdp2", "braid.train.backend.pin_memory=true"]
+    found = read_config(MATH_003, [*overrides, *chosen])
+    backend = found.loaded.config.train.backend
+    assert isinstance(backend, Fsdp2)
+    assert (backend.sharding, backend.pin_memory) == ("grad_op", True)
+    unused = row(found, "actor.fsdp_config.forward_prefetch")
+    assert (unused.disposition, unused.note) == (
+        "unused",
+        "train.backend is fsdp2, which does not have forward_prefetch",
+    )
 
 
 def test_learning_rates_and_the_warmup() -> None:

@@ -169,6 +169,6 @@ def test_a_model_that_compiled_steps_decode_incorrectly_is_refused(
 
     with monkeypatch.context() as patched:
         patched.setattr(CompiledAttention, "attend_prepared", wrong)
-        with pytest.raises(ModelError, match=r"compiled steps.* rollout\.native\.compile=never"):
+        with pytest.raises(ModelError, match=r"compiled steps.* rollout\.engine\.compile=never"):
             check_decoding(lm, is_compiled=True)
     check_decoding(lm, is_compiled=True)

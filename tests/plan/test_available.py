@@ -311,7 +311,7 @@ def test_flash_attention_needs_half_precision() -> None:
             "train.backend.cpu_offload is false",
         ),
         (
-            ["train.backend={kind: fsdp2, sharding: grad_op, reshard_after_forward: 2}"],
+            ["train.backend={kind: fsdp2, sharding: grad_op, reshard_after_forward: false}"],
             "train.backend.reshard_after_forward",
             "train.backend.sharding is grad_op",
         ),

@@ -105,12 +105,12 @@ def test_suspicious_settings_cause_warnings(overrides: list[str], warning: str) 
         (
             ["rollout.filter={min_std: 0, max_batches: 3}"],
             "rollout.filter.max_batches",
-            "rollout.filter.then is not resample",
+            "rollout.filter.then is mask",
         ),
         (
             ["rollout.filter={min_std: 0, min_kept_fraction: 0.5}"],
             "rollout.filter.min_kept_fraction",
-            "rollout.filter.then is not replace",
+            "rollout.filter.then is mask",
         ),
     ],
 )

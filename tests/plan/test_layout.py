@@ -346,14 +346,15 @@ def clusters(draw: st.DrawFn) -> list[str]:
     ]
     out += [f"cluster.devices_per_node={per_node}"] if draw(st.booleans()) else []
     if engine != "native":
-        out += [f"rollout.{engine}.tensor_parallel={draw(sizes)}"]
-        out += [f"rollout.{engine}.replicas={draw(sizes)}"] if draw(st.booleans()) else []
+        out += [f"rollout.engine.tensor_parallel={draw(sizes)}"]
+        out += [f"rollout.engine.replicas={draw(sizes)}"] if draw(st.booleans()) else []
     if backend == "megatron":
         names = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
         out += [f"train.backend.{name}={draw(sizes)}" for name in names]
     elif backend != "single":
         out += [f"train.sequence_parallel={draw(sizes)}"]
-        out += [f"train.backend.size={draw(sizes)}"] if draw(st.booleans()) else []
+        key = "hpz_partition_size" if backend == "deepspeed" else "size"
+        out += [f"train.backend.{key}={draw(sizes)}"] if draw(st.booleans()) else []
     return out
 
 

@@ -299,7 +299,7 @@ def test_what_can_never_run_is_refused_with_the_key_to_change(tiny_lm: TinyLM, r
         with pytest.raises(EngineError, match=text):
             run_all(engine, [Request(prompt, sampling, (0,))])
     small = make_engine(tiny_lm(), kv_budget_tokens=64)
-    with pytest.raises(EngineError, match=r"above rollout\.native\.kv_budget_tokens=64"):
+    with pytest.raises(EngineError, match=r"above rollout\.engine\.kv_budget_tokens=64"):
         run_all(small, [Request((2,) * 60, Sampling(max_new_tokens=5), (0,))])
 
 
@@ -394,7 +394,7 @@ def test_the_cache_has_the_size_of_the_free_memory_after_each_sleep(
     free //= 2
     engine.wake()
     with pytest.raises(
-        EngineError, match=r"above rollout\.native\.kv_budget_tokens=400 \(from the free memory\)"
+        EngineError, match=r"above rollout\.engine\.kv_budget_tokens=400 \(from the free memory\)"
     ):
         run_all(engine, [request])
 

@@ -38,7 +38,7 @@ def test_a_run_learns_with_an_engine_in_a_separate_process(
     outcome = commands.train(
         load_tiny(
             f"rollout.engine={engine}",
-            f"rollout.{engine}.max_running=32",
+            "rollout.engine.max_running=32",
             "rollout.max_invalid_fraction=0",
             "model.build.head_dim=32",  # vLLM's smallest on a CPU
             "run.max_rounds=2",

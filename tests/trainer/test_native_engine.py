@@ -18,10 +18,10 @@ from braid.config.load import load_config
 from braid.errors import ModelError
 from braid.models.kernels import check_attention
 from braid.models.roles import make_policy
-from braid.plan import sizes
+from braid.plan import machine
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native import NativeEngine
 from braid.rollout.engines.native.cache import DecodeAttention
+from braid.rollout.engines.native.engine import NativeEngine
 from braid.trainer import commands
 from braid.trainer.collectors import native_engine
 
@@ -74,7 +74,7 @@ def test_under_autocast_the_weights_themselves_sample_where_compiled_steps_are_f
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(sizes, "cpu_info", lambda _: flags)
+    monkeypatch.setattr(machine, "cpu_info", lambda _: flags)
     config = load_config(None, [*BASE, "train.autocast=bf16", LONG, *overrides]).config
     lm = make_policy(config, torch.device("cpu"))
     engine = native_engine(config, cast("Any", SimpleNamespace(decode=str)), lm)

@@ -12,8 +12,8 @@ from tests.plan.test_layout import TEXT
 
 from braid.config.load import load_config
 from braid.plan import resolve
+from braid.rollout.engines.vllm.options import threads
 from braid.trainer.commands import _divide_cores
-from braid.trainer.engines import _threads
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_an_engine_that_samples_during_training_has_half_of_the_cores(
     threads, log = _divided(caplog, "rollout.engine=vllm", "pipeline.max_lag=1")
     assert threads == 2
     assert "CPU threads: 2 per process (run.num_threads=auto: 4 cores / processes" in log
-    assert _threads() == {"OMP_NUM_THREADS": "2"}
+    assert threads() == {"OMP_NUM_THREADS": "2"}
 
 
 def test_the_users_number_stands(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_the_users_number_stands(caplog: pytest.LogCaptureFixture, monkeypatch: 
     assert _divided(caplog, "run.num_threads=2")[0] == 3  # already set, at the start of the run
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert _divided(caplog)[0] == 3
-    assert _threads() == {}
+    assert threads() == {}
 
 
 def test_workers_are_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -89,7 +89,9 @@ def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if not rollout.engine.is_served and not config.env.is_simulator:
         engine = rollout.engine.dtype_in(config, plan.num_parameters, has_gpus=has_gpus)
         train = training_dtype(config, has_gpus=has_gpus)
-        yield Figure("engine's dtype", engine, f"training: {train}; rollout.engine.dtype sets it")
+        yield Figure(
+            "engine's dtype", engine, f"rollout.engine.dtype={rollout.engine.dtype}; training: {train}"
+        )
     if plan.max_concurrent is not None:
         how = f"minimum of {count} trajectories, max_running {rollout.engine.max_running:,}"
         how += "" if kv_budget is None else f", {kv_budget:,} cached tokens / {longest:,}"

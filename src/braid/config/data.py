@@ -131,6 +131,8 @@ class MixShare(Section):
 class DataConfig(Section):
     """Training and evaluation prompts."""
 
+    unused_while = (("shuffle", False, "seed"),)
+
     train: tuple[Source, ...] = ()
     """Sources of training prompts, mixed in proportion to their sizes, or by `mix`."""
     mix: tuple[MixShare, ...] = ()
@@ -159,8 +161,6 @@ class DataConfig(Section):
         model = config.model
         if model.build is not None and not (model.tokenizer or model.chat_template):
             yield "the character tokenizer has no chat template", "data.chat_template_kwargs"
-        if not self.shuffle:
-            yield "data.shuffle is false", "data.seed"
         if self.use_chat_template == "never":
             yield "data.use_chat_template is never", "data.chat_template_kwargs"
         keys = "data.{train,eval}[].{response_key,response_function,messages_key,tools_key}"

@@ -111,6 +111,8 @@ class ModelConfig(Section):
 class CriticConfig(Section):
     """The value model, used when the advantage estimator needs values (gae)."""
 
+    unused_while = (("path", None, "train.liger_kernels"),)
+
     network: Literal["own", "shared", "shared_detached"] = "own"
     """own: a separate model. shared, for robots: a value head on the policy's features, trained together with
     the policy by the sum of both losses. shared_detached: the same, but the value loss trains only the
@@ -140,14 +142,14 @@ class CriticConfig(Section):
             yield "the policy computes the values", "critic.{path,train}"
         if config.env.is_simulator:
             yield "a simulator has no text", "critic.path"
-        if self.path is None:
-            yield "critic.path is off", "critic.train.liger_kernels"
         yield "a critic computes no log-probs", "critic.train.{compile,logprob_chunk_bytes}"
         yield "train.record_memory records all roles", "critic.train.record_memory"
 
 
 class ReferenceConfig(Section):
     """The frozen reference model of the KL terms, used when a KL coefficient is not 0."""
+
+    unused_while = (("path", None, "train.liger_kernels"),)
 
     path: str | None = None
     """Model folder; when null, a copy of the policy at the start of reinforcement learning."""
@@ -175,6 +177,4 @@ class ReferenceConfig(Section):
             yield why, "reference.train.micro_batch_tokens"
         if not plan.needs_reference:
             yield "algorithm.kl_coef is 0", "reference.{path,train,update_every_epochs}"
-        if self.path is None:
-            yield "reference.path is off", "reference.train.liger_kernels"
         yield "train.record_memory records all roles", "reference.train.record_memory"

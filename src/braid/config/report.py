@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class RunSection(Section):
     """Name, output folder, length and seed of the run."""
 
+    unused_while = (("resume", "none", "allow_changes"),)
+
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the run and of its folder."""
     output_dir: str = "runs"
@@ -73,10 +75,6 @@ class RunSection(Section):
         return name
 
     only_for_training: ClassVar[str] = "run.{max_rounds,max_epochs,max_restarts}"
-
-    def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        if self.resume == "none":
-            yield "run.resume is none", "run.allow_changes"
 
 
 class EvalTarget(Section):
@@ -140,6 +138,8 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints of the whole training state."""
 
+    unused_while = (("export_every_rounds", 0, "export_dir"),)
+
     every_rounds: NonNegativeInt = 0
     """Save every this many rounds; with 0, every_s decides."""
     every_s: NonNegativeFloat = 600.0
@@ -161,8 +161,6 @@ class CheckpointConfig(Section):
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
         if self.every_rounds > 0:
             yield "checkpoint.every_rounds is set", "checkpoint.every_s"
-        if self.export_every_rounds == 0:
-            yield "checkpoint.export_every_rounds is 0", "checkpoint.export_dir"
 
 
 class WandbConfig(Section):
@@ -190,6 +188,8 @@ class SwanlabConfig(Section):
 class ReportConfig(Section):
     """Logging and reports. metrics.jsonl is always written."""
 
+    unused_while = (("tensorboard", False, "tensorboard_queue"),)
+
     console: Literal["auto", "live", "plain", "none"] = "auto"
     """Console output. auto: a live display on a terminal, one line per round otherwise."""
     dir: str | None = None
@@ -210,8 +210,6 @@ class ReportConfig(Section):
     """Store all arrays of the training rows in batches/ (safetensors) every this many rounds; 0 for never."""
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        if not self.tensorboard:
-            yield "report.tensorboard is false", "report.tensorboard_queue"
         if not (self.tensorboard or self.wandb or self.swanlab):
             yield "TensorBoard and trackers are off", "report.dir"
 

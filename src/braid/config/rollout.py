@@ -10,6 +10,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    field_validator,
     model_validator,
 )
 
@@ -34,6 +35,8 @@ __all__ = ["RolloutConfig", "SamplingConfig", "ServedEngine"]
 
 class SamplingConfig(Section):
     """Sampling of tokens. Recorded log-probs are those of the distribution sampled from."""
+
+    unused_while = (("greedy", True, "top_p top_k min_p"),)
 
     max_new_tokens: PositiveInt = 256
     """Maximum number of tokens per turn of the policy."""
@@ -65,10 +68,6 @@ class SamplingConfig(Section):
             )
         return self
 
-    def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        if self.greedy:
-            yield "@.greedy is true", "@.{top_p,top_k,min_p}"
-
 
 class WeightSyncConfig(Section):
     """Weight sync to engines in other processes."""
@@ -86,6 +85,12 @@ class FilterConfig(Section):
     """Filter of the groups to train on, by the training rewards of their valid trajectories. A dropped group
     counts in no statistic, loss or denominator."""
 
+    unused_while = (
+        ("then", "mask", "max_batches min_kept_fraction"),
+        ("then", "resample", "min_kept_fraction"),
+        ("then", "replace", "max_batches"),
+    )
+
     min_std: NonNegativeFloat | None = None
     """Drop groups whose rewards have at most this standard deviation (0: equal rewards); null: no limit."""
     min_mean: float | None = None
@@ -102,15 +107,14 @@ class FilterConfig(Section):
     min_kept_fraction: float = Field(default=0.3, ge=0.0, le=1.0)
     """replace: fraction of kept groups below which dropped groups are masked instead."""
 
-    def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        if self.then != "replace":
-            yield "rollout.filter.then is not replace", "rollout.filter.min_kept_fraction"
-        if self.then != "resample":
-            yield "rollout.filter.then is not resample", "rollout.filter.max_batches"
-
 
 class RolloutConfig(Section):
     """Rollout settings: how a round's trajectories are sampled, by which engine, and which are kept."""
+
+    unused_while = (
+        ("check_weights", False, "check_weights_dir"),
+        ("group_size", 1, "filter.min_std"),
+    )
 
     prompts_per_round: PositiveInt = 32
     """Prompts (or reset states) per round."""
@@ -155,7 +159,13 @@ class RolloutConfig(Section):
         if self.max_sequence_tokens is not None and self.max_sequence_tokens >= longest:
             why = "the limits of prompt and answer do not add up to more than that"
             yield why, "rollout.max_sequence_tokens"
-        if self.group_size == 1:
-            yield "rollout.group_size is 1", "rollout.filter.min_std"
-        if not self.check_weights:
-            yield "rollout.check_weights is false", "rollout.check_weights_dir"
+
+    @field_validator("engine")
+    @classmethod
+    def _has_a_place(cls, engine: Engine) -> Engine:
+        if not isinstance(engine, Native | ServedEngine):
+            raise ValueError(
+                f"{engine.kind!r} derives from Engine alone; an engine in the run's processes derives from "
+                "braid.rollout.engines.native.kind.Native, others from braid.rollout.engines.base.ServedEngine"
+            )
+        return engine

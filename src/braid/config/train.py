@@ -28,6 +28,11 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 class ScheduleConfig(Section):
     """Learning rate schedule over optimizer steps: linear warmup, then decay to `min_ratio * lr`."""
 
+    unused_while = (
+        ("decay", "constant", "min_ratio decay_steps"),
+        ("decay", "inverse_sqrt", "decay_steps"),
+    )
+
     decay: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
     """Shape after the warmup. inverse_sqrt: sqrt(W / step), with W warmup steps, at least 1 (without warmup
     sqrt(1 / (step + 1)), with steps from 0). wsd: constant, then linear over the last tenth."""
@@ -42,15 +47,11 @@ class ScheduleConfig(Section):
     min_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
     """Final learning rate, as a fraction of lr."""
 
-    def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        if self.decay == "constant":
-            yield "@.decay is constant", "@.{min_ratio,decay_steps}"
-        if self.decay == "inverse_sqrt":
-            yield "@.decay is inverse_sqrt", "@.decay_steps"
-
 
 class OptimizerConfig(Section):
     """AdamW, or plain SGD."""
+
+    unused_while = (("kind", "sgd", "betas eps"),)
 
     kind: Literal["adamw", "sgd"] = "adamw"
     """Optimizer. sgd has no moments, so betas and eps have no effect."""
@@ -68,8 +69,6 @@ class OptimizerConfig(Section):
     """Learning rate schedule."""
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        if self.kind == "sgd":
-            yield "@.kind is sgd", "@.{betas,eps}"
         if not (self.schedule.warmup_steps or self.schedule.warmup_fraction):
             yield "@ has no warm-up", "@.schedule.start_ratio"
 

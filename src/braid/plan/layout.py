@@ -59,6 +59,10 @@ class RoleLayout:
     workers: tuple[Worker, ...]
     groups: Groups
     offload: tuple[str, ...] = ()
+    is_sharded: bool = False
+    """Whether its backend has processes of its own."""
+    joins_others: bool = True
+    """Whether its backend trains several roles in the same processes."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -66,9 +70,8 @@ class RoleLayout:
         return tuple(sorted({device for worker in self.workers for device in worker.devices}))
 
     def shares_processes(self, other: RoleLayout) -> bool:
-        """Whether two training roles run in the same processes. Megatron allows one parallel layout per
-        process, so its roles never do."""
-        return self.kind == other.kind != "megatron" and self.workers == other.workers
+        """Whether two training roles run in the same processes."""
+        return self.joins_others and self.kind == other.kind and self.workers == other.workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +259,16 @@ def _role_layout(config: RunConfig, role: Role, ranks: Ranks, per_node: int) -> 
     assert role in TRAINING_ROLES, f"{role} has no separate workers"
     train = train_config(config, role)
     offload = tuple(name for name, is_moved in train.offload if is_moved)
-    return RoleLayout(role, train.backend.kind, workers, train.backend.groups(train, len(workers)), offload)
+    backend = train.backend
+    return RoleLayout(
+        role,
+        backend.kind,
+        workers,
+        backend.groups(train, len(workers)),
+        offload,
+        is_sharded=backend.is_sharded,
+        joins_others=backend.joins_others,
+    )
 
 
 def _mode(config: RunConfig, roles: Sequence[RoleLayout]) -> Mode:
@@ -271,7 +283,7 @@ def _mode(config: RunConfig, roles: Sequence[RoleLayout]) -> Mode:
 def _what_needs_more(roles: Sequence[RoleLayout]) -> str | None:
     """The first reason why a single process is not sufficient."""
     for of in roles:
-        if of.role in TRAINING_ROLES and of.kind != "single":
+        if of.is_sharded:
             return f"the {of.role}'s backend {of.kind} runs in separate processes"
         if len(of.workers) > 1:
             return f"{of.role} has {len(of.workers)} workers"

@@ -66,7 +66,7 @@ def rotary_problem(model: Mapping[str, Any], longest: int | None) -> str | None:
 
 def rotary_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """rotary_problem of every model that is computed here, if it is in a local folder."""
-    if plan.verb == "eval" and config.rollout.engine != "native":
+    if plan.verb == "eval" and config.rollout.engine.is_served:
         return
     is_train = plan.verb == "train"
     paths = {

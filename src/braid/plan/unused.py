@@ -26,7 +26,11 @@ def unused_keys(config: RunConfig, plan: Plan) -> dict[str, str]:
     list."""
     sections = [("env", config.env), *_sections_below("", config)]  # "a simulator has no text" explains most
     rules = chain(
-        (_placed(rule, at) for at, section in sections for rule in section.unused(config, plan)),
+        (
+            _placed(rule, at)
+            for at, section in sections
+            for rule in (*section.unused_settings(), *section.unused(config, plan))
+        ),
         _shared_weights(config, plan),
         ((ONLY_EVALUATES, section.only_for_training) for _, section in sections if plan.verb == "eval"),
     )

@@ -2,8 +2,8 @@
 
 They run in a separate process, because such a response can keep sympy busy for hours or exhaust memory, and
 because some of reasoning-gym's scorers `eval` it. The process has limits on time, memory and files. The first
-request names the scorer; it reads the others as pickles, and replies in JSON, so that no reply can execute code in
-the trainer. processes.py is the client.
+request names the scorer; it reads the others as pickles, and replies in JSON, so that no reply can execute
+code in the trainer. processes.py is the client.
 """
 
 from __future__ import annotations

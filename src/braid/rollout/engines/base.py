@@ -29,6 +29,8 @@ class Engine(Kind):
 
     max_running: PositiveInt = 256
     """Maximum number of sequences decoded together."""
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Dtype of the engine's weights; auto for the trainer's."""
 
     config_key = "rollout.engine"
     is_served: ClassVar[bool] = False
@@ -66,7 +68,6 @@ class Engine(Kind):
 
     def unused(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         """(reason, keys) of settings without effect, as patterns of plan.unused."""
-        yield from self.unused_settings("rollout.engine")
         if config.run.device == "cpu":
             keys = "rollout.engine.{cuda_graphs,cuda_graph_max_batch}"
             yield "there are no CUDA graphs with run.device=cpu", keys
@@ -112,8 +113,6 @@ class ServedEngine(Engine):
     """Pipeline-parallel size of one engine."""
     servers: tuple[str, ...] = ()
     """URLs of running servers to use instead of starting engines."""
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Dtype of the engine's weights; auto for the trainer's."""
     memory_fraction: float = Field(default=0.8, gt=0.0, le=1.0)
     """Fraction of device memory for weights and cache."""
     max_model_tokens: PositiveInt | None = None

@@ -43,6 +43,8 @@ class Backend(Kind):
     config_key = "train.backend"
     is_sharded: ClassVar[bool] = True
     """Whether it has a process for each device of its role. Others have one, in which roles share models."""
+    joins_others: ClassVar[bool] = True
+    """Whether it trains several roles in the same processes."""
     package: ClassVar[str] = ""
     """The package that it imports, installed by the extra of the kind's name; none if empty."""
     needs_gpu: ClassVar[bool] = False
@@ -121,7 +123,6 @@ class Backend(Kind):
         self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
     ) -> Iterator[tuple[str, str]]:
         """(reason, keys) of settings without effect, as patterns of plan.unused."""
-        yield from self.unused_settings(f"{at}.backend")
         if self.frees_gradients:
             yield f"{at}.backend always frees gradients after a step", f"{at}.offload.gradients"
 

@@ -88,6 +88,7 @@ class Megatron(Backend):
     """Transformer layer."""
 
     package = "megatron.core"
+    joins_others = False  # it has one parallel layout per process
     needs_gpu = True
     instead_of_sequence_parallel = "{}.backend.context_parallel"
     trains_robots = False
