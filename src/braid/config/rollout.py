@@ -166,6 +166,7 @@ class RolloutConfig(Section):
         if not isinstance(engine, Native | ServedEngine):
             raise ValueError(
                 f"{engine.kind!r} derives from Engine alone; an engine in the run's processes derives from "
-                "braid.rollout.engines.native.kind.Native, others from braid.rollout.engines.base.ServedEngine"
+                "braid.rollout.engines.native.kind.Native, others from "
+                "braid.rollout.engines.base.ServedEngine"
             )
         return engine
