@@ -14,18 +14,18 @@ if __name__ == "__main__":
     for request in channel.messages():
         match request.decode().split(":"):
             case ["arguments"]:
-                channel.send(",".join(arguments).encode())
+                channel.reply(",".join(arguments).encode())
             case ["echo", text]:
-                channel.send(text.encode())
+                channel.reply(text.encode())
             case ["long", size]:
-                channel.send(bytes(int(size)))
+                channel.reply(bytes(int(size)))
             case ["start"]:  # a process that leaves the group and holds the connection
                 code = f"import time; time.sleep(1000)  # {channel._socket.fileno()}"
                 number = channel._socket.fileno()
                 started = subprocess.Popen(
                     [sys.executable, "-c", code], pass_fds=[number], start_new_session=True
                 )
-                channel.send(str(started.pid).encode())
+                channel.reply(str(started.pid).encode())
             case ["hang"]:
                 time.sleep(1000)
             case ["die"]:

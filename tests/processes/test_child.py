@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import psutil
 import pytest
 from tests.leftovers import LIMIT_S
 
-from braid.processes import Child
+from braid.processes import Channel, Child
 
 MODULE = "tests.processes.served"
 
@@ -79,6 +80,16 @@ def test_killing_a_process_ends_a_thread_that_waits_for_it_and_all_that_it_has_s
     assert failures[0] in (EOFError, OSError)
     with suppress(psutil.NoSuchProcess):
         other.wait(LIMIT_S)
+
+
+def test_an_answer_to_a_parent_that_is_gone_is_no_error_so_that_the_child_ends_what_it_has_started() -> None:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    theirs.close()
+    with pytest.raises(OSError, match="Broken pipe"):
+        channel.send(b"answer")
+    channel.reply(b"answer")
+    assert list(channel.messages()) == []
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ class SessionProcess:
     def __init__(self, isolation: Isolation, memory_bytes: int, max_characters: int) -> None:
         """A reply's text has at most about `max_characters` characters."""
         settings = (isolation, str(memory_bytes), str(max_characters))
-        self._child = Child(__name__, *settings, PYTHONDONTWRITEBYTECODE="1")
+        self._child = Child(__name__, *settings, env={"PYTHONDONTWRITEBYTECODE": "1"})
 
     async def run(self, code: str, timeout_s: float) -> tuple[str, str]:
         """Run code in the session, which is started by its first. Returns what it prints, and why the session
@@ -131,7 +131,7 @@ def main(channel: Channel, isolation: Any, memory_bytes: int, max_characters: in
     adopt_orphans()
     host = _Host(isolation, memory_bytes, max_characters)
     for request in channel.messages():
-        channel.send(json.dumps(host.reply(json.loads(request))).encode())
+        channel.reply(json.dumps(host.reply(json.loads(request))).encode())
     host.reply({})
     end_this_process()
 

@@ -38,7 +38,16 @@ class Channel:
                 try:
                     left = left[self._socket.send(left) :]
                 except BlockingIOError:
-                    self._wait(select.POLLOUT, deadline)
+                    try:
+                        self._wait(select.POLLOUT, deadline)
+                    except EOFError:
+                        raise BrokenPipeError from None
+
+    def reply(self, content: bytes) -> None:
+        """Send an answer, unless the other side is gone, which the end of `messages` says: a child whose
+        answer fails must not exit before it has ended what it has started."""
+        with suppress(OSError):
+            self.send(content)
 
     def receive(self, deadline: float = math.inf, longest: int | None = None) -> bytes:
         """The next message. Raises EOFError if the other side is gone, TimeoutError after `deadline`, and

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import IO
 
 from .channel import Channel
@@ -30,7 +31,7 @@ class Child:
         inherited: Sequence[int] = (),
         stdout: int | IO[bytes] | None = subprocess.DEVNULL,
         stderr: int | IO[bytes] | None = subprocess.DEVNULL,
-        **env: str,
+        env: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start `python -m MODULE CHANNEL PARENT ARGUMENTS`, with this process's import path. It inherits the
         descriptors `inherited`; `env` is added to the environment."""
@@ -63,10 +64,11 @@ class Child:
         """Close the connection, at which the process exits, and kill after `wait_s` what is left of it.
         Returns how it ended."""
         if self._end.alive:
-            handle = os.pidfd_open(self.process.pid)
             self.channel.close()
-            select.select([handle], [], [], wait_s)
-            os.close(handle)
+            if self.process.returncode is None:  # not reaped, or its number could be that of another process
+                handle = os.pidfd_open(self.process.pid)
+                select.select([handle], [], [], wait_s)
+                os.close(handle)
             self.kill()
         return how_it_ended(self.process.returncode)
 

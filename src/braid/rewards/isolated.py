@@ -154,7 +154,7 @@ def main() -> None:
     channel, _ = connect()
     name = channel.receive().decode()
     score, error = _tried(SCORERS[name])
-    channel.send(json.dumps([None, error]).encode())
+    channel.reply(json.dumps([None, error]).encode())
     if error is not None:
         return
     limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_CORE: 0}
@@ -168,7 +168,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # the default action ends the process
         reply = _tried(partial(score, *arguments))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.send(json.dumps(reply).encode())
+        channel.reply(json.dumps(reply).encode())
     end_this_process()
 
 

@@ -12,6 +12,7 @@ from braid.processes import START_LIMIT_S, Child
 
 from .threads import start, within
 
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 MAX_REPLY_BYTES = 1 << 20
 """A longer reply is treated as corrupt."""
 
@@ -39,12 +40,7 @@ class ScoringProcesses:
         return min(max(value, 0.0), 1.0) if isinstance(value, int | float) else value
 
     async def _started(self) -> Child:
-        process = Child(
-            "braid.rewards.isolated",
-            OMP_NUM_THREADS="1",
-            OPENBLAS_NUM_THREADS="1",
-            PYTHONDONTWRITEBYTECODE="1",
-        )
+        process = Child("braid.rewards.isolated", env=_ENVIRONMENT)
         limit = f"{START_LIMIT_S:g} s of starting the scoring process"
         _, error = await _ask(process, self._scorer.encode(), START_LIMIT_S, limit)
         if error is not None:

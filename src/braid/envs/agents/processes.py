@@ -32,8 +32,7 @@ class EnvProcess:
         self._child = Child(
             __name__,
             stderr=self._stderr,
-            PYTHONHASHSEED="0",  # sets have the same order in every process
-            OMP_NUM_THREADS="1",
+            env={"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"},  # sets have the same order in each
         )
         self._kill = weakref.finalize(self, _kill, self._child, self._stderr)
 
@@ -114,7 +113,7 @@ def main(channel: Channel) -> None:
         except BaseException as error:
             traceback.print_exc()
             answer = pickle.dumps((None, as_env_error(error)))
-        channel.send(answer)
+        channel.reply(answer)
     end_this_process()
 
 

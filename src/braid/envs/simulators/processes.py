@@ -210,7 +210,7 @@ class _Process:
             inherited=[memory],
             stdout=None,
             stderr=None,
-            OMP_NUM_THREADS=str(self._threads),
+            env={"OMP_NUM_THREADS": str(self._threads)},
         )
         self._requests = {}
         self._first = self.ask("start", self._env_id, len(self.slots), self._environment, timeout_s=timeout_s)
@@ -228,7 +228,7 @@ class _Process:
         begin = max([time.monotonic(), *(request.deadline for request in self._requests.values())])
         self._requests[self._number] = _Request(method, limit_s, begin + limit_s)
         assert self._child is not None, "`start` comes first"
-        with suppress(OSError, EOFError):  # the answer will tell
+        with suppress(OSError):  # the answer will tell
             request = pickle.dumps((self._number, method, limit_s, arguments), 5)
             self._child.channel.send(request, begin + limit_s)
         return self._number
@@ -325,8 +325,7 @@ def main(channel: Channel, memory: SharedArrays) -> None:
                 in_message = {name: data for name, data in tick.observations.items() if name == "state"}
                 answer = replace(tick, observations=in_message)
             signal.setitimer(signal.ITIMER_REAL, 0)
-            with suppress(ConnectionError):
-                channel.send(pickle.dumps((number, answer), 5))
+            channel.reply(pickle.dumps((number, answer), 5))
     finally:
         if simulator is not None:
             simulator.close()

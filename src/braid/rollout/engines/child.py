@@ -42,7 +42,7 @@ class LoggedProcess:
         """Start a module of braid, and return also the connection to it. `environment` extends this
         process's."""
         with _appended(log) as out:
-            child = Child(module, stdout=out, stderr=subprocess.STDOUT, **_with_folder(environment, folder))
+            child = Child(module, stdout=out, stderr=subprocess.STDOUT, env=_with_folder(environment, folder))
         return cls(child.process, log, folder, child), child.channel
 
     @classmethod

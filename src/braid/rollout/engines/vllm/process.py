@@ -241,7 +241,7 @@ class EngineProcess:
 
     def _tell(self, *message: Any) -> None:
         self._told_s = time.monotonic()
-        self._channel.send(pickle.dumps(message))
+        self._channel.reply(pickle.dumps(message))
 
 
 def make_engine(arguments: Mapping[str, Any]) -> LLMEngine:
@@ -293,7 +293,7 @@ def main() -> None:
         EngineProcess(channel, *pickle.loads(channel.receive())).run()
     except Exception as error:  # the log has the rest
         _log.exception("the engine failed")
-        channel.send(pickle.dumps(("dead", f"{type(error).__name__}: {error}")))
+        channel.reply(pickle.dumps(("dead", f"{type(error).__name__}: {error}")))
         raise SystemExit(1) from error
 
 
