@@ -1,9 +1,9 @@
 """Observes which keys of a config a run depends on.
 
 `settings` is what a run hands on: its plan, and the arguments that FSDP, DeepSpeed, Megatron-core, vLLM and
-SGLang get. `recorded` collects the keys that running code reads, by their full paths. Reads by validation,
-serialisation, the plan, checks and warnings do not count. Reads of the plan's recipe count as reads of
-`algorithm`.
+SGLang get. `recorded` collects the keys that a run reads, by their full paths: the run gets sections whose
+fields note each read, while the plan, checks and warnings get plain ones. Reads of the plan's recipe count as
+reads of `algorithm`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cache, wraps
+from inspect import isfunction, unwrap
 from types import NoneType, SimpleNamespace, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from unittest.mock import patch
 
 import pytest
@@ -38,7 +40,6 @@ from braid.kinds import Kind
 from braid.plan import Plan, derive, unused_keys, why_unused
 from braid.plan.checks import find_problems
 from braid.rollout.engine import Sampling
-from braid.rollout.engines import ENGINES
 from braid.rollout.engines.base import Model, ServedEngine
 from braid.rollout.engines.sglang.kind import Sglang
 from braid.rollout.engines.sglang.options import server_arguments
@@ -46,8 +47,8 @@ from braid.rollout.engines.vllm.kind import Vllm
 from braid.rollout.engines.vllm.options import engine_arguments, environment
 from braid.sections import Section
 from braid.trainer import commands
+from braid.trainer.watch import LearningWatch
 from braid.trainer.weight_sync import send_options
-from braid.training.backends import BACKENDS
 from braid.training.backends.deepspeed.backend import _settings
 from braid.training.backends.deepspeed.kind import DeepSpeed
 from braid.training.backends.fsdp import backend as fsdp
@@ -57,103 +58,203 @@ from braid.training.backends.megatron.kind import Megatron, settings_of
 from braid.training.backends.single.kind import Single
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 # Reads
 
 
-_READING_FOR_OTHERS = (
-    __name__,
-    *(f"braid.config.{name}" for name in ("cluster", "data", "model", "report", "reward", "roles", "schema")),
-    "braid.kinds",
-    *(kind.__module__ for family in (BACKENDS, ENGINES) for of in family.values() for kind in of.__mro__),
+_READING_FOR_OTHERS = tuple(
+    f"braid.config.{name}" for name in ("cluster", "data", "model", "report", "reward", "roles", "schema")
 )
-_KINDS = tuple(f"braid.{family}.kinds" for family in ("envs", "models", "rewards"))
-"""Modules, and the beginnings of modules, whose functions read keys on behalf of their caller."""
+"""Modules whose functions read keys on behalf of their caller."""
 _NOT_PART_OF_A_RUN = ("braid.config", "braid.plan", "braid.trainer.preflight", "braid.trainer.watch")
-_ALGORITHM = {Recipe: "algorithm", Correction: "algorithm.corrections[]"}
+"""Modules whose functions get a config that records nothing."""
 
 
-def _is_part_of_a_run(frame: Any) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    while name in _READING_FOR_OTHERS or name.startswith(_KINDS):
-        frame = frame.f_back
-        name = frame.f_globals.get("__name__", "")
-    return name.startswith("braid.") and not name.startswith(_NOT_PART_OF_A_RUN)
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """The keys that a run reads. Settings of sampling that are converted to a Sampling count if a field of
+    the same name is read from a Sampling."""
+
+    keys: set[str] = field(default_factory=set)
+    converted: set[str] = field(default_factory=set)
+    of_sampling: set[str] = field(default_factory=set)
+
+
+class _Recorded:
+    """A field that notes each read of it."""
+
+    def __init__(self, name: str, plain: Any, note: Callable[[Any, str], None]) -> None:
+        """`plain` is the descriptor of the field in a class with slots, None for a field of a section."""
+        self._name, self._plain, self._note = name, plain, note
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        self._note(instance, self._name)
+        return vars(instance)[self._name] if self._plain is None else self._plain.__get__(instance, owner)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self._plain.__set__(instance, value)
+
+
+@cache
+def _recording_section(kind: type[Section]) -> type[Section]:
+    """A section whose fields note by their path that they are read: `_at`, which copies keep."""
+
+    def note(section: Any, *names: str) -> None:
+        if "_at" in vars(section):
+            path, reads = vars(section)["_at"]
+            reads.keys.update(f"{path}{name}" for name in names)
+
+    def dump(self: Any, **options: Any) -> dict[str, Any]:
+        if isinstance(self, SamplingConfig):
+            path, reads = vars(self)["_at"]
+            reads.converted.update(f"{path}{name}" for name in kind.model_fields)
+        elif not isinstance(self, RunConfig):  # which is stored, or compared with a stored one
+            note(self, *kind.model_fields)
+        return kind.model_dump(self, **options)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _unrecorded(self).__reduce_ex__(protocol)
+
+    methods = {"model_dump": dump, "__reduce_ex__": reduce, "__module__": __name__}
+    made: Any = type(kind)(kind.__name__, (kind,), methods)  # pyright: ignore[reportGeneralTypeIssues]
+    for name in kind.model_fields:
+        setattr(made, name, _Recorded(name, None, note))
+    return made
+
+
+def _recording(kind: type[T], note: Callable[[Any, str], None]) -> type[T]:
+    """A dataclass with slots whose fields note their reads."""
+    made: Any = type(kind.__name__, (kind,), {"__slots__": ()})
+    for each in fields(kind):  # pyright: ignore[reportArgumentType]
+        setattr(made, each.name, _Recorded(each.name, vars(kind)[each.name], note))
+    return made
+
+
+def _with_class(value: T, kind: type[T], changes: Mapping[str, Any]) -> T:
+    """A copy of another class of the same layout."""
+    if isinstance(value, Section):
+        made = copy.copy(value)
+        vars(made).update(changes)
+    else:
+        made: Any = replace(value, **changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    object.__setattr__(made, "__class__", kind)
+    return made
+
+
+def _noting(value: Any, path: str, reads: _Reads) -> Any:
+    """A section, and all within it, that notes its reads below `path`."""
+    if isinstance(value, tuple):
+        return tuple(_noting(item, path, reads) for item in value)
+    if not isinstance(value, Section):
+        return value
+    inner = {
+        name: _noting(item, f"{path}{name}{'[]' if isinstance(item, tuple) else ''}.", reads)
+        for name, item in vars(value).items()
+        if name in type(value).model_fields
+    }
+    return _with_class(value, _recording_section(type(value)), {**inner, "_at": (path, reads)})
+
+
+def _unrecorded(value: Any) -> Any:
+    """The same without records: a section, a loaded config, a plan, or anything else as it is."""
+    match value:
+        case tuple() if any(isinstance(item, Section) for item in value):
+            return tuple(map(_unrecorded, value))
+        case Section() if "_at" in vars(value):
+            plain = _with_class(
+                value, type(value).__mro__[1], {name: _unrecorded(item) for name, item in vars(value).items()}
+            )
+            del vars(plain)["_at"]
+            return plain
+        case Loaded():
+            return replace(value, config=_unrecorded(value.config))
+        case Plan():
+            return replace(value, recipe=_plain_recipe(value.recipe))
+        case _:
+            return value
+
+
+def _plain_recipe(recipe: Recipe) -> Recipe:
+    values = {each.name: _unrecorded(_slot(recipe, Recipe, each.name)) for each in fields(Recipe)}
+    values["corrections"] = tuple(
+        Correction(**{each.name: _slot(item, Correction, each.name) for each in fields(Correction)})
+        for item in values["corrections"]
+    )
+    return Recipe(**values)
+
+
+def _slot(value: Any, kind: type, name: str) -> Any:
+    return vars(kind)[name].__get__(value, kind)
 
 
 @contextmanager
 def recorded() -> Iterator[set[str]]:
     """The keys that runs in this block read, complete when it ends. `key[]` stands for the items of a
     list."""
-    reads: set[str] = set()
-    dumped: set[str] = set()  # keys of sampling settings that were converted to a Sampling
-    used: set[str] = set()  # fields that were read from a Sampling
-    original = commands.with_absolute_paths
+    reads = _Reads()
+    recipe_kind = _recording(Recipe, lambda _, name: reads.keys.add(f"algorithm.{name}"))
+    correction_kind = _recording(
+        Correction, lambda _, name: reads.keys.add(f"algorithm.corrections[].{name}")
+    )
+    sampling_kind = _recording(Sampling, lambda _, name: reads.of_sampling.add(name))
 
-    def read(section: Any, name: str) -> Any:
-        value = object.__getattribute__(section, name)
-        # not isinstance, which reads the section's __class__ by this function
-        is_kind = issubclass(type(section), Kind)
-        at = section_path(section)
-        if at is None and is_kind:
-            at = f"{type(section).config_key}."
-        if at is not None and name in type(section).model_fields and _is_part_of_a_run(sys._getframe(1)):
-            reads.add(f"{at}{name}")
-        return value
+    def with_recipe(plan: Plan) -> Plan:
+        plain = _plain_recipe(plan.recipe)
+        kinds = {
+            name: _noting(item, f"{item.config_key}.", reads)
+            for name in ("advantage", "policy_loss")
+            if isinstance(item := getattr(plain, name), Kind)
+        }
+        corrections = tuple(_with_class(item, correction_kind, {}) for item in plain.corrections)
+        return replace(plan, recipe=_with_class(plain, recipe_kind, {**kinds, "corrections": corrections}))
 
-    def dump(section: Any, **options: Any) -> dict[str, Any]:
-        at = section_path(section)
-        if at is not None and _is_part_of_a_run(sys._getframe(1)):
-            (dumped if isinstance(section, SamplingConfig) else reads).update(
-                f"{at}{name}" for name in type(section).model_fields
+    def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function of what is no part of a run, whose reads do not count."""
+
+        @wraps(function)
+        def call(*args: Any, **options: Any) -> Any:
+            made = function(
+                *map(_unrecorded, args), **{name: _unrecorded(value) for name, value in options.items()}
             )
-        return plain_dump(section, **options)
+            return with_recipe(made) if isinstance(made, Plan) else made
 
-    def read_recipe(recipe: Any, name: str) -> Any:
-        if _is_part_of_a_run(sys._getframe(1)):
-            reads.add(f"{_ALGORITHM[type(recipe)]}.{name}")
-        return object.__getattribute__(recipe, name)
+        return call
 
-    def read_sampling(sampling: Any, name: str) -> Any:
-        used.add(name)
-        return object.__getattribute__(sampling, name)
+    original = commands.with_absolute_paths
 
     def prepared(loaded: Loaded) -> Loaded:
         loaded = original(loaded)
-        config = RunConfig.model_validate(plain_data(loaded.config))  # no section is shared
-        _tag(config, "")
-        return replace(loaded, config=config)
+        return replace(loaded, config=_noting(loaded.config, "", reads))
 
-    plain_dump = Section.model_dump
     with ExitStack() as patched:
-        for owner, name, by in (
-            (Section, "__getattribute__", read),
-            (Section, "model_dump", dump),
-            (Recipe, "__getattribute__", read_recipe),
-            (Correction, "__getattribute__", read_recipe),
-            (Sampling, "__getattribute__", read_sampling),
-            (commands, "with_absolute_paths", prepared),
-        ):
-            patched.enter_context(patch.object(owner, name, by))
-        yield reads
-    reads |= {key for key in dumped if key.rpartition(".")[2] in used}
+        for module, name, value in _names_in_runs():
+            # a module that an earlier run imported has what was patched for that run
+            if isinstance(value, type) and issubclass(value, Sampling):
+                patched.enter_context(patch.object(module, name, sampling_kind))
+            elif value is LearningWatch or (
+                isfunction(value)
+                and value.__module__.startswith(_NOT_PART_OF_A_RUN)
+                and value.__module__ not in _READING_FOR_OTHERS
+            ):
+                patched.enter_context(patch.object(module, name, apart(unwrap(value))))
+        patched.enter_context(patch.object(Plan, "to_json", apart(Plan.to_json)))
+        patched.enter_context(patch.object(commands, "with_absolute_paths", prepared))
+        yield reads.keys
+    reads.keys.update(key for key in reads.converted if key.rpartition(".")[2] in reads.of_sampling)
 
 
-def section_path(section: Section) -> str | None:
-    """Path of a section in the config of a recorded run, with a dot at its end; None for other sections."""
-    return object.__getattribute__(section, "__dict__").get("_at")
-
-
-def _tag(value: Any, at: str) -> None:
-    """Store its path in each section; copies of the section keep it."""
-    if isinstance(value, Section):
-        value.__dict__["_at"] = at
-        for name in type(value).model_fields:
-            inner = value.__dict__[name]
-            _tag(inner, f"{at}{name}{'[]' if isinstance(inner, tuple) else ''}.")
-    elif isinstance(value, tuple):
-        for item in value:
-            _tag(item, at)
+def _names_in_runs() -> list[tuple[Any, str, Any]]:
+    """Module, name and value of all that the modules of a run have imported or defined."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("braid.")]
+    return [
+        (module, name, value)
+        for module in modules
+        if not module.__name__.startswith(_NOT_PART_OF_A_RUN)
+        for name, value in vars(module).items()
+    ]
 
 
 # Settings

@@ -209,11 +209,24 @@ def test_a_process_that_does_not_end_is_ended_whatever_it_is_doing(
     child = _busy(code)
     for _ in range(num_signals):
         child.send_signal(number)
-        time.sleep(0.2)  # equal signals that are pending together are one
+        _await_delivery(child, number)  # equal signals that are pending together are one
     out, err = child.communicate(timeout=LIMIT_S)
     assert child.returncode == 130, err
     assert "ended without cleaning up" in err
     assert out == ""
+
+
+def _await_delivery(child: subprocess.Popen[str], number: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while child.poll() is None and _pending(child.pid) >> (number - 1) & 1:
+        assert time.monotonic() < deadline, f"signal {number} is still pending"
+        time.sleep(0.01)
+
+
+def _pending(pid: int) -> int:
+    """Signals of a process that have not been delivered, as a bit mask."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next((int(line.split()[1], 16) for line in lines if line.startswith("ShdPnd:")), 0)
 
 
 def test_an_update_or_save_is_finished_however_long_it_takes() -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.live_keys import Effects, keys_of, observed
+from tests.live_keys import Effects, keys_of, observed, recorded
 from tests.live_runs import LAYOUTS, LOSSES, RUNS, run_all, write_files
 
 from braid.config.env import (
@@ -42,6 +42,7 @@ from braid.config.shape import fields_of, sections_of
 from braid.config.source import Written, parse_path, place
 from braid.config.train import OptimizerConfig
 from braid.errors import ConfigError
+from braid.trainer import collectors, commands
 from braid_dialects.load import DIALECTS, read_foreign
 from braid_dialects.table import Rule
 from braid_dialects.translate import translate
@@ -197,6 +198,27 @@ def _effects(
 
 def _without_effect(found: dict[str, str]) -> list[str]:
     return [key for key, effect in found.items() if not effect and key not in ELSEWHERE]
+
+
+@pytest.mark.parametrize("run", ["first", "second"])
+def test_reads_of_a_run_are_recorded_and_those_of_the_plan_are_not(folder: Path, run: str) -> None:
+    """Also in a second run of the process, whose modules have been imported in the first."""
+    loaded = load_config(folder / "tiny.yaml", [f"run.name={run}"])
+    with recorded() as keys:
+        loaded = commands.with_absolute_paths(loaded)
+        config, plan = loaded.config, commands.resolve(loaded.config, 4)
+        assert keys == set()
+        assert plan.to_json()["verb"] == "train"
+        assert keys == set()
+        assert config.model_copy(update={"run": config.run}).rollout.group_size > 1
+        assert [part.kind for part in config.reward.parts]
+        assert plan.recipe.kl_coef == 0
+        assert collectors.sampling_of(config.rollout.sampling, (1,)).top_p == 1
+        config.train.fsdp.model_dump()
+    expected = {"rollout.group_size", "reward.parts[].kind", "algorithm.kl_coef", "rollout.sampling.top_p"}
+    assert expected < keys
+    assert "train.fsdp.cpu_offload" in keys
+    assert not keys & {"rollout.sampling.min_p", "rollout.prompts_per_round", "algorithm.recipe", "run.name"}
 
 
 @pytest.mark.slow

@@ -27,9 +27,9 @@ handles, where threads stand in for processes.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def install() -> None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 def _COUNT(operation: bytes) -> None:
-    frame = sys._getframe()
+    frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
         if "/torch/" not in file and not file.startswith("<") and Path(file).parent != HERE:

@@ -195,11 +195,13 @@ def test_without_a_sandbox_what_a_program_started_ends_with_it(
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     code = (
         "import os, time\n"
+        "heard, said = os.pipe()\n"
         "if os.fork() == 0:\n"
         "    os.setsid()\n"
         f"    os.write(os.open({str(fifo)!r}, os.O_WRONLY), str(os.getpid()).encode())\n"
+        "    os.write(said, b'x')\n"
         "    time.sleep(1000)\n"
-        "time.sleep(0.3)"
+        "os.read(heard, 1)"
     )
     score([answered(fenced(code), tests="assert True")], {"kind": "code"}, code=PROCESS)
     child = int(os.read(reader, 100))

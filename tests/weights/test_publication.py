@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -250,9 +249,9 @@ def test_damage_in_transit_is_detected_and_the_next_version_arrives(
     assert isinstance(sender, LinkedSender)
     receiver = make_receiver(sender.ticket, "a", 20.0)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(sender.send, 0, _weights(0).items())
+        first = pool.submit(sender.send, 0, _weights(0).items())
         take(receiver, 0)
-        time.sleep(0.05)  # the sender's thread may still be hearing of it
+        first.result(timeout=LIMIT_S)
         assert sender._link is not None
         sender._link = FaultyLink(sender._link, fault, _weights(0)["embed"].view(-1).view(torch.uint8))
         sent = pool.submit(sender.send, 1, _weights(1).items())
@@ -275,9 +274,9 @@ def test_two_tensors_that_were_swapped_are_both_named(
     receiver = make_receiver(sender.ticket, "a", 20.0)
     first, second = torch.full((16,), 1.0), torch.full((16,), 2.0)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(sender.send, 0, {"first": first, "second": second}.items())
+        sent = pool.submit(sender.send, 0, {"first": first, "second": second}.items())
         list(receiver.receive(0))
-        time.sleep(0.05)
+        sent.result(timeout=LIMIT_S)
         assert sender._link is not None
         sender._link = FaultyLink(sender._link, "swapped", first)
         pool.submit(sender.send, 1, {"first": first, "second": second}.items())

@@ -13,11 +13,11 @@ def schema() -> dict[str, Any]:
 
     Every value may also be an interpolation, so each property also accepts text of the form `${...}`.
     """
-    found = RunConfig.model_json_schema(mode="validation")
-    for definition in (found, *found.get("$defs", {}).values()):
+    schema = RunConfig.model_json_schema(mode="validation")
+    for definition in (schema, *schema.get("$defs", {}).values()):
         for name, value in definition.get("properties", {}).items():
             definition["properties"][name] = _or_interpolation(value)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": "braid config"}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "braid config"}
 
 
 def schema_text() -> str:

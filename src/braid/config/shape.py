@@ -55,11 +55,11 @@ def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, F
 
 def allowed(field: FieldInfo, item: int | None = None) -> str:
     """The allowed values of a field, or of an item of its list, in words: "an integer > 0, or null"."""
-    found = schema = _json_schema(field)
+    part = schema = _json_schema(field)
     if item is not None:
-        found = next(option for option in schema.get("anyOf", [schema]) if option.get("type") == "array")
-        found = found["items"] if "items" in found else found["prefixItems"][item]
-    return _words(found, schema.get("$defs", {}))
+        part = next(option for option in schema.get("anyOf", [schema]) if option.get("type") == "array")
+        part = part["items"] if "items" in part else part["prefixItems"][item]
+    return _words(part, schema.get("$defs", {}))
 
 
 @cache

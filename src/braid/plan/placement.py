@@ -112,13 +112,13 @@ def _numbers(text: str, whole: str) -> list[int]:
     text = text.strip()
     if text == ALL:
         raise ValueError(f"{whole!r}: `all` cannot be combined with other devices; list the devices instead")
-    found = _RANGE.fullmatch(text)
-    if found is None:
+    ends = _RANGE.fullmatch(text)
+    if ends is None:
         raise ValueError(
             f"invalid placement {whole!r}: {text!r} is not a number, a range like 0-3, or `all`; write for "
             "example all, 0-3, 0,2 or 0-7:0-3"
         )
-    first, last = int(found[1]), int(found[2] or found[1])
+    first, last = int(ends[1]), int(ends[2] or ends[1])
     if not 0 <= last - first < MAX_DEVICES:
         raise ValueError(
             f"{whole!r}: the range {text!r} is descending, or has more than {MAX_DEVICES} devices"

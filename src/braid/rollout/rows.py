@@ -48,10 +48,10 @@ def _rows_of(trajectory: Trajectory) -> list[Row]:
         if trajectory.shaped is not None:
             row.fields["rewards"] *= trajectory.shaped.factor
     for player, total in totals.items():
-        of = [row for row in rows if row.player == player]
-        rewards, end = of[-1].fields["rewards"], np.flatnonzero(of[-1].mask)[-1]
-        given = np.concatenate([row.fields["rewards"] for row in of])
-        rewards[end] = exact_sum([total, float(rewards[end]), *(-given[given != 0]).tolist()])
+        played = [row for row in rows if row.player == player]
+        rewards, end = played[-1].fields["rewards"], np.flatnonzero(played[-1].mask)[-1]
+        earlier = np.concatenate([row.fields["rewards"] for row in played])
+        rewards[end] = exact_sum([total, float(rewards[end]), *(-earlier[earlier != 0]).tolist()])
     return rows
 
 

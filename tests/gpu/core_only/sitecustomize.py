@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder
@@ -42,7 +43,10 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> None:
-        frame = sys._getframe(1)
+        frame = inspect.currentframe()
+        assert frame is not None, "CPython has frames"
+        while frame.f_globals is globals() and frame.f_back is not None:
+            frame = frame.f_back
         while frame.f_back is not None and "importlib" in frame.f_globals.get("__name__", ""):
             frame = frame.f_back
         _refuse(fullname, frame.f_globals.get("__name__", ""))

@@ -58,14 +58,14 @@ class ServerEngine(RemoteEngine):
                 raise
             raise EngineError(f"the client of {self.name} was closed") from None
         try:
-            found = self._read(answer, version)
-            _check_form(found, request.sampling.max_new_tokens)
+            completion = self._read(answer, version)
+            _check_form(completion, request.sampling.max_new_tokens)
         except (KeyError, TypeError, IndexError, ValueError) as error:
             shown = json.dumps(answer)[:SHOWN_CHARACTERS]
             raise EngineError(
                 f"{self.name} answered POST {path} in an unknown format ({error!r}): {shown}"
             ) from error
-        return found
+        return completion
 
     def close(self) -> None:
         """See RolloutEngine. Leaves the server running."""

@@ -63,7 +63,7 @@ class ActingPolicy(Protocol):
 
 
 class SimulatorEngine(SteppedEngine):
-    """See rollout.engine.Engine for the contract."""
+    """Plays episodes of a simulator with a policy, several at a time: rollout.engine.Engine for robots."""
 
     def __init__(
         self,
@@ -111,12 +111,12 @@ class SimulatorEngine(SteppedEngine):
 
     @property
     def shares_weights(self) -> bool:
-        """See SteppedEngine."""
+        """Whether it acts with the trained module itself."""
         return self._policy is self._source
 
     @property
     def num_pending(self) -> int:
-        """See SteppedEngine."""
+        """Episodes that wait or run."""
         return len(self._waiting) + len(self._running)
 
     @property
@@ -213,8 +213,8 @@ class SimulatorEngine(SteppedEngine):
         else:
             for slot, episode in going.items():
                 episode.instruction = tick.instructions.get(slot, "")
-        own = {name: values[chosen] for name, values in tick.observations.items()}
-        observed = self._policy.observe(own, [episode.instruction for episode in going.values()])
+        chosen_only = {name: values[chosen] for name, values in tick.observations.items()}
+        observed = self._policy.observe(chosen_only, [episode.instruction for episode in going.values()])
         stage.log.put(stage.decision, rows, _prefixed("observations", observed))
         if stage.acts:
             is_terminated, is_truncated = tick.is_terminated.tolist(), tick.is_truncated.tolist()
@@ -239,8 +239,8 @@ class SimulatorEngine(SteppedEngine):
                 raise EngineError(
                     f"the policy (version {self._version}) gave an action log-prob that is not finite"
                 )
-            own = {"logprobs": acted.logprobs, "versions": np.full(len(slots), version)}
-            stage.log.put(stage.decision, rows, own | _prefixed("inputs", acted.inputs))
+            written = {"logprobs": acted.logprobs, "versions": np.full(len(slots), version)}
+            stage.log.put(stage.decision, rows, written | _prefixed("inputs", acted.inputs))
             actions.update(zip(slots, acted.actions, strict=True))
         if actions:
             stage.finish = self._begin_step(actions)
@@ -272,27 +272,27 @@ class _Log:
 
     def put(self, decision: int, rows: Rows, values: Mapping[str, Any]) -> None:
         """Values [n, ...] of some rows."""
-        for name, of in values.items():
+        for name, array in values.items():
             length = self._lengths.get(name)
             if length is None:
-                size = self._num_envs * of[0].nbytes
+                size = self._num_envs * array[0].nbytes
                 length = self._lengths[name] = max(1, min(_BLOCK_DECISIONS, _BLOCK_BYTES // max(size, 1)))
             number, place = divmod(decision, length)
             block = self._blocks.get((name, number))
             if block is None:
-                shape = (length, self._num_envs, *of.shape[1:])
-                block = of.new_empty(shape) if isinstance(of, Tensor) else np.empty(shape, of.dtype)
+                shape = (length, self._num_envs, *array.shape[1:])
+                block = array.new_empty(shape) if isinstance(array, Tensor) else np.empty(shape, array.dtype)
                 self._blocks[name, number] = block
-            block[place, rows] = of
+            block[place, rows] = array
 
     def at(self, decision: int, rows: Rows, prefix: str) -> dict[str, Any]:
         """The values [n, ...] of a decision whose names begin with `prefix`, without it."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, length in self._lengths.items():
             if name.startswith(prefix):
                 number, place = divmod(decision, length)
-                found[name.removeprefix(f"{prefix}/")] = self._blocks[name, number][place][rows]
-        return found
+                values[name.removeprefix(f"{prefix}/")] = self._blocks[name, number][place][rows]
+        return values
 
     def column(self, name: str, row: int, first: int, stop: int) -> Any:
         """A row's values of the decisions from `first` to before `stop`, on the host."""
@@ -320,7 +320,7 @@ class _Log:
 
 
 def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{prefix}/{name}": of for name, of in values.items()}
+    return {f"{prefix}/{name}": array for name, array in values.items()}
 
 
 class _Stage:
@@ -379,10 +379,10 @@ class Episode:
     @property
     def reset_seed(self) -> int:
         """In [0, 2^32); the prompt's if it has one."""
-        if (given := self.prompt.fields.get("reset_seed")) is not None:
-            return given
-        own = () if self.own_reset is None else (self.sample, self.own_reset)
-        return int(np.random.SeedSequence((*self.key, *own)).generate_state(1)[0])
+        if (seed := self.prompt.fields.get("reset_seed")) is not None:
+            return seed
+        resets_alone = () if self.own_reset is None else (self.sample, self.own_reset)
+        return int(np.random.SeedSequence((*self.key, *resets_alone)).generate_state(1)[0])
 
     def uniforms(self, decision: int, count: int) -> NDArray[np.float64]:
         """The random numbers [count] of a decision of this attempt."""
@@ -413,16 +413,16 @@ class Episode:
 
     def keep(self, log: _Log, row: int, stop: int) -> None:
         """Take the decisions from the log, up to the one before `stop`."""
-        of = partial(log.column, row=row, first=self.first, stop=stop)
+        column = partial(log.column, row=row, first=self.first, stop=stop)
         self.steps = EnvSteps(
             observations=log.columns("observations", row, self.first, stop + 1),
             inputs=log.columns("inputs", row, self.first, stop),
-            logprobs=of("logprobs"),
-            rewards=of("rewards"),
-            num_executed=of("num_executed"),
-            policy_version=version_runs(of("versions").tolist()),
+            logprobs=column("logprobs"),
+            rewards=column("rewards"),
+            num_executed=column("num_executed"),
+            policy_version=version_runs(column("versions").tolist()),
         )
-        success = of("success")
+        success = column("success")
         self.success = success[np.arange(success.shape[1]) < self.steps.num_executed[:, None]]
 
     def trajectory(self) -> Trajectory:
@@ -441,6 +441,6 @@ class Episode:
         trajectory.reward = exact_sum(rewards.ravel().tolist())
         if self.is_filmed:
             executed = zip(rewards.tolist(), self.steps.num_executed, strict=True)
-            shown = [reward for of, count in executed for reward in of[:count]]
+            shown = [reward for chunk, count in executed for reward in chunk[:count]]
             trajectory.recording = Recording(self.frames, shown, success > 0, self.instruction)
         return trajectory

@@ -229,10 +229,10 @@ def _plain(message: _Message) -> Message:
 
 def fingerprints(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[bytes]:
     """A hash of the conversation after each message, [len(messages) + 1]."""
-    found = [_digest(b"", tools)]
+    hashes = [_digest(b"", tools)]
     for message in messages:
-        found.append(_with(found[-1], message))
-    return found
+        hashes.append(_with(hashes[-1], message))
+    return hashes
 
 
 def answered(before: bytes, answer: Mapping[str, Any]) -> bytes:

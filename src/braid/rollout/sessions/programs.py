@@ -51,15 +51,15 @@ async def run_function(
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
         if running and not future.done():
-            loop, own = running[0]
-            loop.call_soon_threadsafe(own.cancel)
+            loop, task_of_program = running[0]
+            loop.call_soon_threadsafe(task_of_program.cancel)
         raise
 
 
 def described(task: Prompt) -> str:
     """The task as JSON, for programs in other processes."""
-    of = {"uid": task.uid, "source": task.source, "fields": dict(task.fields), "messages": task.messages}
-    return json.dumps(of, default=str)
+    fields = {"uid": task.uid, "source": task.source, "fields": dict(task.fields), "messages": task.messages}
+    return json.dumps(fields, default=str)
 
 
 async def run_command(

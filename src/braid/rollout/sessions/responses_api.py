@@ -34,7 +34,7 @@ def read_response(body: bytes) -> ChatRequest:
     asked = read(_Request, body)
     items = [{"role": "user", "content": asked.input}] if isinstance(asked.input, str) else asked.input
     system = [] if asked.instructions is None else [{"role": "system", "content": asked.instructions}]
-    own = {
+    read_here = {
         "messages": [*system, *_messages(items)],
         "tools": asked.tools and [{"type": tool.pop("type", None), "function": tool} for tool in asked.tools],
         "tool_choice": asked.tool_choice
@@ -43,7 +43,7 @@ def read_response(body: bytes) -> ChatRequest:
         "max_tokens": asked.max_output_tokens,
         "response_format": (asked.text or {}).get("format"),
     }
-    return read_value(ChatRequest, {**(asked.model_extra or {}), **own})
+    return read_value(ChatRequest, {**(asked.model_extra or {}), **read_here})
 
 
 def _nested(choice: dict[str, Any]) -> dict[str, Any]:

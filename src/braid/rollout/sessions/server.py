@@ -87,13 +87,13 @@ class SessionServer:
                 await asyncio.wait({gone, offered}, timeout=_ASK_S, return_when=asyncio.FIRST_COMPLETED)
                 if not offered.done():
                     return None
-                if (found := self._external.get(offered.result())) is None:  # cancelled meanwhile
+                if (episode := self._external.get(offered.result())) is None:  # cancelled meanwhile
                     offered = asyncio.create_task(self._offers.get())
                     continue
                 if gone.done():
                     self._offers.put_nowait(offered.result())
                     return None
-                return found[0]
+                return episode[0]
         except asyncio.CancelledError:  # the run ends
             return None
         finally:
@@ -206,8 +206,8 @@ class SessionServer:
                 raise RequestError(404, f"{method} {path} does not exist; this server has {_PATHS}")
 
     def _session(self, headers: Mapping[bytes, str]) -> Session:
-        found = re.fullmatch(r"Bearer (braid-([0-9]{1,18})-[0-9a-f]{64})", headers.get(b"authorization", ""))
-        if found is None or not hmac.compare_digest(self._key(number := int(found[2])), found[1]):
+        bearer = re.fullmatch(r"Bearer (braid-([0-9]{1,18})-[0-9a-f]{64})", headers.get(b"authorization", ""))
+        if bearer is None or not hmac.compare_digest(self._key(number := int(bearer[2])), bearer[1]):
             raise RequestError(401, "the API key is not that of an episode", code="invalid_api_key")
         if (session := self._sessions.get(number)) is None:
             raise RequestError(409, "the episode is over")

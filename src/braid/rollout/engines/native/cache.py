@@ -130,7 +130,7 @@ class Bucket:
 class Need(NamedTuple):
     """Most positions that a sequence takes for itself, and those of a new prompt elsewhere."""
 
-    own: int
+    alone: int
     prompt: int = 0
 
 
@@ -166,7 +166,7 @@ class KVCache:
         """How many further sequences, in this order, can run beside the present ones."""
         of_kinds, num, room = self._of_kinds(()), 0, self._room()
         for need in needs:
-            _add(of_kinds, need.own)
+            _add(of_kinds, need.alone)
             room -= need.prompt
             if len(self._places) + num == self._max_slots or self._num_tokens(of_kinds, room) > room:
                 break
@@ -176,7 +176,7 @@ class KVCache:
     def reserve(self, further: Sequence[Need]) -> None:
         """Allocate room for further sequences that `num_fitting` accepted: the number of rows doubles, if
         there is memory. If there is not, the other buckets give back what they do not use."""
-        needs = self._of_kinds(need.own for need in further)
+        needs = self._of_kinds(need.alone for need in further)
         room = self._room() - sum(need.prompt for need in further)
         buckets = {kind: self._buckets.get(kind) or Bucket() for kind in needs}
         small = {
@@ -254,7 +254,7 @@ class KVCache:
             if length > prompt.length:  # else the bucket may not have decoded yet, and have no layers
                 parts.append((bucket, row, length - prompt.length))
         key, value = (
-            [[of.layers[layer][i][at, :, :num] for of, at, num in parts] for layer in parts[0][0].layers]
+            [[part.layers[layer][i][at, :, :num] for part, at, num in parts] for layer in parts[0][0].layers]
             for i in range(2)
         )
         return [(torch.cat(k, dim=1), torch.cat(v, dim=1)) for k, v in zip(key, value, strict=True)]
@@ -299,7 +299,10 @@ class KVCache:
 
     def _of_kinds(self, lengths: Iterable[int]) -> dict[int, tuple[int, int]]:
         """Sequences of each size class and their maximum length, with further ones of `lengths`."""
-        needs = {kind: (len(of.slots), max(of.longest, default=0)) for kind, of in self._buckets.items()}
+        needs = {
+            kind: (len(bucket.slots), max(bucket.longest, default=0))
+            for kind, bucket in self._buckets.items()
+        }
         for length in lengths:
             _add(needs, length)
         return needs
@@ -390,7 +393,7 @@ class ContinueAttention:
         sizes in the same bucket are adjacent. Further tokens are padding."""
         places = [(*cache.start_of(slot), *size) for slot, size in enumerate(sizes, first_slot)]
         self._blocks: list[tuple[Bucket, slice, int, int]] = []
-        for (bucket, known, new), same in itertools.groupby(places, key=lambda of: (of[0], *of[2:])):
+        for (bucket, known, new), same in itertools.groupby(places, key=lambda place: (place[0], *place[2:])):
             rows = [row for _, row, *_ in same]
             self._blocks.append((bucket, slice(rows[0], rows[-1] + 1), known, new))
         self._next_layer = itertools.count()
@@ -402,8 +405,8 @@ class ContinueAttention:
         for bucket, rows, known, new in self._blocks:
             stores, num = bucket.layers[layer], rows.stop - rows.start
             tokens = slice(start, start + num * new)
-            for store, of in zip(stores, (key, value), strict=True):
-                store[rows, :, known : known + new].copy_(of[tokens].unflatten(0, (num, new)).transpose(1, 2))
+            for store, x in zip(stores, (key, value), strict=True):
+                store[rows, :, known : known + new].copy_(x[tokens].unflatten(0, (num, new)).transpose(1, 2))
             k, v = (store[rows, :, : known + new] for store in stores)
             groups = query.shape[1] // heads
             q = query[tokens].unflatten(0, (num, new)).transpose(1, 2)  # [num, Hq, new, d]

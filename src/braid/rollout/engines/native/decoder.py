@@ -118,7 +118,7 @@ class Decoder:
         if is_cpu:
             size = padded_rows(size) if self._layers is None else round_up(size, ROW_MULTIPLE)
         batch = np.zeros((3, size), np.int64)
-        slots, place = np.concatenate([of.slots for of in buckets]), np.concatenate(places)
+        slots, place = np.concatenate([bucket.slots for bucket in buckets]), np.concatenate(places)
         batch[:2, place], batch[2, slots] = inputs[:, slots], place
         return torch.from_numpy(batch), blocks
 

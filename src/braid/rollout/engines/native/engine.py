@@ -334,7 +334,7 @@ class NativeEngine(SteppedEngine):
             self._advance()
 
     def _advance(self) -> None:
-        """See `_step`."""
+        """Admit and prefill waiting sequences, then decode a token of each running one."""
         admitted = self._admit()
         if admitted or self._has_new_weights:
             self._decoder.refresh(has_new_weights=self._has_new_weights)
@@ -354,7 +354,7 @@ class NativeEngine(SteppedEngine):
         if not self._waiting:
             return []
         num = len(self._running)
-        ready = itertools.takewhile(lambda of: of.token_ids or not self._is_draining, self._waiting)
+        ready = itertools.takewhile(lambda each: each.token_ids or not self._is_draining, self._waiting)
         count = self._cache.num_fitting(self._needs(ready))
         if count == 0:
             return []
@@ -384,7 +384,9 @@ class NativeEngine(SteppedEngine):
             else:
                 groups.setdefault(sequence.prefix, []).append(sequence)
         if continued:
-            continued.sort(key=lambda of: (size_class(of[0].need.own), len(of[1].ids), len(of[0].prefix)))
+            continued.sort(
+                key=lambda pair: (size_class(pair[0].need.alone), len(pair[1].ids), len(pair[0].prefix))
+            )
             self._continue(continued)
         pack: list[list[_Sequence]] = []
         num_tokens = 0
@@ -401,14 +403,14 @@ class NativeEngine(SteppedEngine):
         """Take out the stored start of a sequence's prefix, if there is one."""
         if sequence.shares_prompt:
             return None
-        found, prefix = self._pop_prefix(sequence.request.conversation or ()), sequence.prefix
-        is_start = found and len(found.ids) < len(prefix) and prefix[: len(found.ids)] == found.ids
-        return found if is_start else None
+        known, prefix = self._pop_prefix(sequence.request.conversation or ()), sequence.prefix
+        is_start = known and len(known.ids) < len(prefix) and prefix[: len(known.ids)] == known.ids
+        return known if is_start else None
 
     def _pop_prefix(self, name: tuple[int, ...]) -> _Prefix | None:
-        if found := self._prefixes.pop(name, None):
-            self._prefix_tokens -= len(found.ids)
-        return found
+        if prefix := self._prefixes.pop(name, None):
+            self._prefix_tokens -= len(prefix.ids)
+        return prefix
 
     def _continue(self, continued: Sequence[tuple[_Sequence, _Prefix]]) -> None:
         """Prefill what follows the known prefixes, in packs of up to `prefill_tokens`, and sample the next
@@ -476,7 +478,7 @@ class NativeEngine(SteppedEngine):
         position after the prefix."""
         slot, request, prefix = len(self._running), sequence.request, sequence.prefix
         self._sampler.put(slot, request.sampling, request.key, prefix, len(sequence.token_ids))
-        self._cache.add(sequence.need.own, prompt)
+        self._cache.add(sequence.need.alone, prompt)
         self._positions[slot], self._longest[slot] = (
             len(prefix),
             len(request.prompt_ids) + request.sampling.max_new_tokens,
@@ -586,7 +588,7 @@ class NativeEngine(SteppedEngine):
     def _logits(
         self, tokens: list[int], positions: list[int], attention: AttentionContext, rows: list[int]
     ) -> Tensor:
-        """See Decoder.compute."""
+        """Logits [R, V] after `rows` of the tokens at `positions`."""
         ids, places, chosen = (to_device(numbers, self._device) for numbers in (tokens, positions, rows))
         return self._decoder.compute(ids, places, attention, chosen)
 
@@ -594,9 +596,9 @@ class NativeEngine(SteppedEngine):
 def _places(groups: Sequence[Sequence[_Sequence]]) -> dict[tuple[int, ...], Prompt]:
     """Places for the prompts that sequences share, those of one width in one bucket."""
     places: dict[tuple[int, ...], Prompt] = {}
-    shared = [group[0] for group in groups if any(of.shares_prompt for of in group)]
-    for width, same in itertools.groupby(shared, key=lambda of: of.padded_prefix):
-        prompts = [of.prefix for of in same]
+    shared = [group[0] for group in groups if any(each.shares_prompt for each in group)]
+    for width, same in itertools.groupby(shared, key=lambda sequence: sequence.padded_prefix):
+        prompts = [sequence.prefix for sequence in same]
         bucket = Bucket(len(prompts), width)
         places |= {prompt: Prompt(bucket, row, len(prompt)) for row, prompt in enumerate(prompts)}
     return places
@@ -616,8 +618,8 @@ def _converted(
     def converted_by_autocast(lm: CausalLM) -> list[tuple[nn.Module, str, Tensor]]:
         is_cuda = next(lm.model.parameters()).is_cuda
         casts = [m for m in lm.model.modules() if isinstance(m, nn.Linear) or (is_cuda and is_experts(m))]
-        weights = [(module, *of) for module in casts for of in module.named_parameters(recurse=False)]
-        return [of for of in weights if autocast and of[2].dtype != autocast]
+        weights = [(module, *named) for module in casts for named in module.named_parameters(recurse=False)]
+        return [weight for weight in weights if autocast and weight[2].dtype != autocast]
 
     parameters = list(lm.model.parameters())
     is_alike = all(p.dtype == (dtype or p.dtype) for p in parameters) and not converted_by_autocast(lm)
