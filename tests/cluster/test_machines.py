@@ -157,8 +157,10 @@ def test_folders_of_sessions_whose_run_was_killed_are_removed_by_the_next_start(
         folder.mkdir()
     for folder in (kept["of a driver that runs"], used, old):
         (folder / machines._STARTED_BY_RUN).touch()
-    command = [sys.executable, "-c", "input()", str(used)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE):
+    command = [sys.executable, "-c", "print(flush=True); input()", str(used)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # until its command line can be read: just after its start it has none
         machines._remove_old_sessions(own)
         assert all(folder.exists() for folder in (*kept.values(), own))
     assert not old.exists()
