@@ -70,7 +70,7 @@ class Child:
                 select.select([handle], [], [], wait_s)
                 os.close(handle)
             self.kill()
-        return how_it_ended(self.process.returncode)
+        return how_it_ended(self.process.wait())
 
 
 def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:

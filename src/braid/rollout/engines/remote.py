@@ -173,7 +173,7 @@ class RemoteEngine(SyncedEngine):
         send_to([self], self._sender, version, weights)
 
     def receive(self, version: int, ticket: Mapping[str, Any] | None) -> None:
-        """See collector.WeightReceiver."""
+        """Receive `version` from the sender of the ticket. Raises EngineError."""
         receive_by([self], version, ticket)
 
     def start_receiving(self, version: int, ticket: Mapping[str, Any]) -> Future[Any]:

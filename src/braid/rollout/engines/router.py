@@ -86,11 +86,11 @@ class Router:
 
     @property
     def receivers(self) -> Sequence[str]:
-        """See collector.WeightReceiver."""
+        """The names of all engines' processes that hold weights."""
         return [name for engine in self.engines for name in engine.receivers]
 
     def receive(self, version: int, ticket: Mapping[str, Any] | None) -> None:
-        """See collector.WeightReceiver; all engines receive in parallel."""
+        """Receive `version` from the sender of the ticket, all engines in parallel. Raises EngineError."""
         receive_by(self.engines, version, ticket)
 
     def sleep(self) -> None:
