@@ -102,8 +102,6 @@ MISSING = (
 tests/envs/test_maniskill.py, test_libero.py, test_robosuite.py."""
 _TRAINS = ("train", "critic.train", "reference.train")
 NEVER = {
-    # documented as without effect
-    "rollout.engine.detokenize",
     # keys of prompts in sources of examples, and the reverse
     *(
         f"data.{use}[].{name}"

@@ -8,32 +8,13 @@ from typing import Any, TypeVar
 
 from braid.config.cluster import Role
 from braid.config.schema import RunConfig
+from braid.config.train import TrainConfig
 from braid.sections import Section
 
 from .parallel import TRAINING_ROLES, device_limit, device_unit, divides, section_of
 from .placement import format_numbers, parse_placement
 
 _SectionT = TypeVar("_SectionT", bound=Section)
-_PARALLEL_SIZES = (
-    "sequence_parallel",
-    *(
-        f"backend.{name}"
-        for name in (
-            "size",
-            "reshard_after_forward",
-            "hpz_partition_size",
-            "tensor_parallel",
-            "pipeline_parallel",
-            "virtual_pipeline",
-            "context_parallel",
-            "expert_parallel",
-            "expert_tensor_parallel",
-        )
-    ),
-)
-"""Keys of a role's training settings whose defaults are those of one device; some backends have them."""
-_ENGINE_SIZES = ("engine.tensor_parallel", "engine.pipeline_parallel", "engine.replicas")
-"""Those of `rollout`."""
 
 
 def candidate_fixes(
@@ -61,22 +42,23 @@ def candidate_fixes(
             count, workers = len(cut["env"]), len(cut["rollout"])
             cut["env"] = cut["env"][: next(n for n in range(count, 0, -1) if divides(n, workers))]
         yield {**known, "cluster.placement": _lines(cut)}
-    changed = dict(_defaults("rollout", config.rollout, _ENGINE_SIZES))
+    engine = config.rollout.engine
+    changed = dict(_defaults("rollout.engine", engine, engine.parallel_sizes))
     for role in TRAINING_ROLES:
         at = section_of(config, role)
-        changed |= _defaults(at, attrgetter(at)(config), _PARALLEL_SIZES)
+        train: TrainConfig = attrgetter(at)(config)
+        changed |= _defaults(at, train, ("sequence_parallel",))
+        changed |= _defaults(f"{at}.backend", train.backend, train.backend.parallel_sizes)
     alone = _lines({role: [0] for role in placeable if role not in ("inference", "env")})
     yield {**known, **changed, "cluster.placement": alone}
 
 
 def _defaults(at: str, section: Section, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """(key, default) of those `names` that `section`, at key `at`, has with another value."""
+    """(key, default) of those `names` that have another value in `section`, at key `at`."""
     for name in names:
-        above, _, leaf = name.rpartition(".")
-        owner = attrgetter(above)(section) if above else section
-        field = type(owner).model_fields.get(leaf)
-        if field is not None and getattr(owner, leaf) != field.default:
-            yield f"{at}.{name}", field.default
+        default = type(section).model_fields[name].default
+        if getattr(section, name) != default:
+            yield f"{at}.{name}", default
 
 
 def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

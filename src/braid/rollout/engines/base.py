@@ -35,6 +35,8 @@ class Engine(Kind):
     config_key = "rollout.engine"
     is_served: ClassVar[bool] = False
     """Whether it runs in other processes, to which weights are sent merged with their adapters."""
+    parallel_sizes: ClassVar[tuple[str, ...]] = ()
+    """Its keys that ask for several devices, whose defaults are those of one."""
     package: ClassVar[str] = ""
     """The package that it imports, installed by the extra of its name; none if empty."""
     install: ClassVar[str] = ""
@@ -135,6 +137,7 @@ class ServedEngine(Engine):
     """Load the model folder's weights at startup; false: random weights until the first weight sync."""
 
     is_served = True
+    parallel_sizes = ("tensor_parallel", "pipeline_parallel", "replicas")
     unused_while = (("cuda_graphs", False, "cuda_graph_max_batch"),)
     reads_folders: ClassVar[bool] = False
     """Whether it reads new weights from files."""

@@ -43,6 +43,8 @@ class Backend(Kind):
     config_key = "train.backend"
     is_sharded: ClassVar[bool] = True
     """Whether it has a process for each device of its role. Others have one, in which roles share models."""
+    parallel_sizes: ClassVar[tuple[str, ...]] = ()
+    """Its keys that ask for several devices, whose defaults are those of one."""
     joins_others: ClassVar[bool] = True
     """Whether it trains several roles in the same processes."""
     package: ClassVar[str] = ""

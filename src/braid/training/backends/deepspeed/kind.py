@@ -33,6 +33,7 @@ class DeepSpeed(Sharded):
     """Keep parameters and optimizer state in host memory."""
 
     package = "deepspeed"
+    parallel_sizes = ("hpz_partition_size",)
     frees_gradients = False
 
     def build(

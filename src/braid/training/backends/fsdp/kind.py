@@ -41,6 +41,7 @@ class AnyFsdp(Sharded):
     """Dtype of gradient reduction; fp32 when null."""
 
     gathers_weights = True
+    parallel_sizes = ("size",)
     unused_while = (("sharding", "none", "size"),)
 
     def build(
@@ -107,6 +108,7 @@ class Fsdp2(AnyFsdp):
     """Free the gathered weights after the forward pass; a number reshards them to that many devices.
     grad_op keeps them gathered."""
 
+    parallel_sizes = (*AnyFsdp.parallel_sizes, "reshard_after_forward")
     unused_while = (
         *AnyFsdp.unused_while,
         ("cpu_offload", False, "pin_memory"),

@@ -88,6 +88,14 @@ class Megatron(Backend):
     """Transformer layer."""
 
     package = "megatron.core"
+    parallel_sizes = (
+        "tensor_parallel",
+        "pipeline_parallel",
+        "virtual_pipeline",
+        "context_parallel",
+        "expert_parallel",
+        "expert_tensor_parallel",
+    )
     joins_others = False  # it has one parallel layout per process
     needs_gpu = True
     instead_of_sequence_parallel = "{}.backend.context_parallel"
