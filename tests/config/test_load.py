@@ -544,3 +544,33 @@ def test_a_key_of_another_kind_is_unknown_and_names_the_kinds_that_have_it(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_config(None, ["model.build={}", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "engine"),
+    [
+        (["rollout.engine=vllm", "rollout.engine.tensor_parallel=2"], {"kind": "vllm", "tensor_parallel": 2}),
+        (["rollout.engine.tensor_parallel=2", "rollout.engine=vllm"], {"kind": "vllm", "tensor_parallel": 2}),
+        (["rollout.engine=native"], {"kind": "native", "max_running": 7}),
+        (["rollout.engine.max_running=8"], {"max_running": 8}),
+        (["rollout.engine=sglang"], {"kind": "sglang"}),
+    ],
+)
+def test_a_kind_and_its_settings_are_overridden_in_any_order(
+    tmp_path: Path, overrides: list[str], engine: dict[str, Any]
+) -> None:
+    """The name of the file's kind keeps the file's settings; that of another drops them."""
+    section = "" if "tensor_parallel" in str(overrides) else "rollout: {engine: {max_running: 7}}\n"
+    loaded = load(tmp_path, BASE + section, *overrides)
+    dumped = loaded.config.rollout.engine.model_dump(exclude_unset=True)
+    assert {**engine, "kind": loaded.config.rollout.engine.kind} == {
+        **dumped,
+        "kind": loaded.config.rollout.engine.kind,
+    }
+    assert load_config(_stored(tmp_path, loaded)).config.rollout == loaded.config.rollout
+
+
+def _stored(folder: Path, loaded: Loaded) -> Path:
+    path = folder / "stored.yaml"
+    path.write_text(to_yaml(loaded))
+    return path
