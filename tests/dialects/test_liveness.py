@@ -212,10 +212,10 @@ def test_reads_of_a_run_are_recorded_and_those_of_the_plan_are_not(folder: Path,
         assert [part.kind for part in config.reward.parts]
         assert plan.recipe.kl_coef == 0
         assert collectors.sampling_of(config.rollout.sampling, (1,)).top_p == 1
-        config.train.fsdp.model_dump()
+        config.train.backend.model_dump()
     expected = {"rollout.group_size", "reward.parts[].kind", "algorithm.kl_coef", "rollout.sampling.top_p"}
     assert expected < keys
-    assert "train.fsdp.cpu_offload" in keys
+    assert "train.backend.kind" in keys
     assert not keys & {"rollout.sampling.min_p", "rollout.prompts_per_round", "algorithm.recipe", "run.name"}
 
 

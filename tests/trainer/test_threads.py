@@ -49,8 +49,8 @@ def test_a_process_has_no_more_threads_than_its_container_has_cores(
 def test_an_engine_that_samples_during_training_has_half_of_the_cores(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    threads, log = _divided(caplog, "rollout.engine=vllm", "pipeline.max_lag=1")
-    assert threads == 2
+    count, log = _divided(caplog, "rollout.engine=vllm", "pipeline.max_lag=1")
+    assert count == 2
     assert "CPU threads: 2 per process (run.num_threads=auto: 4 cores / processes" in log
     assert threads() == {"OMP_NUM_THREADS": "2"}
 

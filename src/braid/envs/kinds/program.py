@@ -53,7 +53,10 @@ class ProgramEnv(ChatEnv):
             return None
         name = "BRAID_EXTERNAL_KEY"
         if len(key := os.environ.get(name, "")) < 16:
-            why = f"external programs need a secret of at least 16 characters in the variable {name}"
+            why = (
+                "external programs need a secret of at least 16 characters in the environment variable "
+                f"{name}"
+            )
             raise _problem("env.program", f"{why}; set it for the run and for the programs")
         if self.port == 0:
             raise _problem("env.port", "external programs have to know the port; set it, for example to 8123")

@@ -264,7 +264,7 @@ class SimulatorEnv(Environment):
         yield (
             "a simulator has no text",
             f"{{rollout,eval}}.sampling.{{{text}}} "
-            "rollout.{native,max_sequence_tokens,print_outputs,check_weights} reward.overlong "
+            "rollout.{engine,max_sequence_tokens,print_outputs,check_weights} reward.overlong "
             "checkpoint.export_every_rounds model.chat_template "
             "data.{mix,max_prompt_tokens,overlong,use_chat_template,chat_template_kwargs}"
             + ("" if policy.has_tokenizer else " model.tokenizer"),
