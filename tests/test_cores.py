@@ -53,12 +53,17 @@ def _displayed(module: str, **variables: str) -> dict[str, str]:
     "module",
     [
         "braid.cli.main",
-        "braid.api",
-        "braid.cluster.ray",
-        "braid.envs.agents.processes",
-        "braid.envs.simulators.processes",
-        "braid.rewards.isolated",
-        "braid.isolation.session",
+        *(
+            pytest.param(f"braid.{name}", marks=pytest.mark.slow)  # each imports torch
+            for name in (
+                "api",
+                "cluster.ray",
+                "envs.agents.processes",
+                "envs.simulators.processes",
+                "rewards.isolated",
+                "isolation.session",
+            )
+        ),
     ],
 )
 def test_the_library_of_pytorch_waits_passively_in_each_kind_of_process(module: str) -> None:

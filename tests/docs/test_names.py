@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+pytestmark = pytest.mark.xdist_group("names")  # which are collected once a process
 ROOT = Path(__file__).parents[2]
 CODE = ("src", "tests", "examples", "benchmarks")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
