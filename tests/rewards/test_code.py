@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +237,48 @@ def test_tests_call_a_program_in_another_process_as_if_it_were_theirs(
     )
     assert (right.reason, right.reward) == ("", 1.0)
     assert (wrong.reason, wrong.reward) == ("", 0.0)
+
+
+BUSY = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nprint(flush=True)\nwhile True: pass"
+
+
+@pytest.fixture
+def starved() -> Iterator[None]:
+    """This process, and what it starts, has one core, which eleven others want too, each in a session of its
+    own, since the scheduler divides a core among sessions."""
+    cores = os.sched_getaffinity(0)
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel does not count how long a process waits for a core (CONFIG_SCHED_INFO)")
+    core = min(cores)
+    with ExitStack() as stack:
+        stack.callback(os.sched_setaffinity, 0, cores)
+        for _ in range(11):
+            busy = subprocess.Popen(
+                [sys.executable, "-c", BUSY, str(core)], start_new_session=True, stdout=subprocess.PIPE
+            )
+            stack.callback(busy.communicate)
+            stack.callback(busy.kill)
+            assert busy.stdout is not None
+            busy.stdout.readline()
+        os.sched_setaffinity(0, {core})
+        yield
+
+
+@pytest.mark.slow
+def test_a_program_that_waits_for_a_core_is_no_wrong_answer(
+    starved: None, answered: Answered, score: Score
+) -> None:
+    """It would take a third of the time; one that sleeps, or has many threads, is to blame itself."""
+    honest = "import time\ndef f():\n    while time.process_time() < 1.0: pass\n    return 1"
+    asleep = "import time\ndef f():\n    time.sleep(60)\n    return 1"
+    slow, lazy = score(
+        [answered(fenced(program), tests="assert f() == 1") for program in (honest, asleep)],
+        {"kind": "code", "test_timeout_s": 3},
+        retries=0,
+    )
+    assert slow.reward is None
+    assert re.search(r"the machine is too busy: of 3 s .* waited for a core for \d\.\d s", slow.reason)
+    assert (lazy.reason, lazy.reward) == ("", 0.0)
 
 
 def test_tests_that_pass_custom_objects_are_not_a_wrong_answer(answered: Answered, score: Score) -> None:

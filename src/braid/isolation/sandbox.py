@@ -142,7 +142,7 @@ class Confined:
 
     def read_line(self, deadline: float, max_bytes: int) -> bytes | None:
         """The next output line; None at the deadline or the end of the output, for a longer line, or if the
-        test exceeds its limits."""
+        test exceeds its limits. Raises SandboxError at the deadline if the machine was too busy."""
         while (end := self._received.find(b"\n")) < 0:
             if len(self._received) > max_bytes or not self._pump(deadline):
                 return None
@@ -152,7 +152,7 @@ class Confined:
 
     def read_all(self, deadline: float, max_bytes: int) -> bytes | None:
         """The whole output of a process that exits with status 0; None if it fails, prints more, misses the
-        deadline, or exceeds its limits."""
+        deadline, or exceeds its limits. Raises SandboxError at the deadline if the machine was too busy."""
         while len(self._received) <= max_bytes and self._pump(deadline):
             pass
         is_whole = self._is_at_end and _exit_code(self._process, deadline) == 0
@@ -182,7 +182,10 @@ class Confined:
             data = os.read(stdout.fileno(), 1 << 16)
             self._is_at_end = not data
             self._received += data
-        return not self._is_at_end and now < deadline
+        if now < deadline or self._is_at_end:
+            return not self._is_at_end
+        _check_not_starved(self._limits.timeout_s)
+        return False
 
     def __enter__(self) -> Self:
         return self
@@ -374,6 +377,27 @@ def kill_children() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(1e-3)
+
+
+def _check_not_starved(timeout_s: float) -> None:
+    """Raise SandboxError if the descendants of this process, which have missed a deadline, waited for a core
+    for half of the time, and computed for less than that: the machine was too slow, not the program.
+
+    Of waits, only those of two threads count, a program's and its tests', which take turns: a program cannot
+    add up those of many threads of its own."""
+    waits_s, computed_s = [0.0, 0.0], 0.0
+    for pid in descendants(os.getpid()):
+        for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError, ValueError):
+                computed_ns, waited_ns, _ = map(int, file.read_text().split())
+                computed_s += computed_ns / 1e9
+                waits_s.append(waited_ns / 1e9)
+    waited_s = sum(sorted(waits_s)[-2:])
+    if computed_s < timeout_s / 2 <= waited_s:
+        raise SandboxError(
+            f"the machine is too busy: of {timeout_s:g} s the program and its tests waited for a core for "
+            f"{waited_s:.1f} s and computed for {computed_s:.1f} s; use fewer processes, or a longer timeout"
+        )
 
 
 def _is_over(limits: Limits, folder: str) -> bool:
