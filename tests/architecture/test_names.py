@@ -13,7 +13,6 @@ SRC = Path(__file__).parents[2] / "src"
 NAMES = {"of", "own", "found", "given", "told", "seen"}
 
 LEFT = {
-    "braid/config": 20,
     "braid/plan": 40,
     "braid/rollout": 46,
     "braid/trainer": 46,
