@@ -28,15 +28,15 @@ MAX_HINTS = 50
 
 def explain(error: ValidationError, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, message) of each schema error in `tree`; one per key."""
-    seen: set[str] = set()
+    explained: set[str] = set()
     listed: set[type[Section]] = set()
     for detail in error.errors(include_url=False):
         spot = _locate(detail["loc"], tree)
-        if spot.key in seen:
+        if spot.key in explained:
             continue
-        seen.add(spot.key)
+        explained.add(spot.key)
         if spot.field is None:
-            yield spot.key, "unknown key" + (_meant(spot, listed) if len(seen) <= MAX_HINTS else "")
+            yield spot.key, "unknown key" + (_meant(spot, listed) if len(explained) <= MAX_HINTS else "")
         else:
             yield spot.key, _message(detail, spot, spot.field)
 
@@ -110,8 +110,8 @@ def _message(detail: ErrorDetails, spot: _Spot, field: FieldInfo) -> str:
         return f"missing `kind`; set it to {kinds}"
     if kind == "union_tag_invalid":
         name = spot.value["kind"] if isinstance(spot.value, dict) else spot.value
-        own = f", or {OWN_FORM}" if kinds_of(field) else ""
-        return f"kind: {_not_allowed(name, f'{kinds}{own}')}"
+        own_form = f", or {OWN_FORM}" if kinds_of(field) else ""
+        return f"kind: {_not_allowed(name, f'{kinds}{own_form}')}"
     words = allowed(field, spot.item)
     if spot.value is None and sections:
         return f"is empty; remove it, or set it to {words}"
@@ -133,14 +133,14 @@ def _not_allowed(value: Any, words: str) -> str:
 def _meant(spot: _Spot, listed: set[type[Section]]) -> str:
     """Suggestion for an unknown key. The keys of a section are listed once; `listed` has those sections."""
     name = spot.key.rpartition(".")[2]
-    own = list(spot.section.model_fields)
+    keys = list(spot.section.model_fields)
     if spot.key in MOVED:
         return f"; it is now {MOVED[spot.key]}"
     if others := [str(kind_of(s)) for s in spot.kinds if name in s.model_fields]:
         return f" for kind {kind_of(spot.section)}; available for kind {' and '.join(others)}"
     if name in HABITS:
         return f"; braid's equivalent: {HABITS[name]}"
-    if near := suggest(name, own):
+    if near := suggest(name, keys):
         return near
     homes = sorted({path for path, _ in fields_of(RunConfig) if path.rpartition(".")[2] == name}, key=len)
     section = spot.key.rpartition(".")[0]
@@ -150,7 +150,7 @@ def _meant(spot: _Spot, listed: set[type[Section]]) -> str:
     if spot.section in listed:
         return ""
     listed.add(spot.section)
-    return f"; the keys of this section are {', '.join(own)}"
+    return f"; the keys of this section are {', '.join(keys)}"
 
 
 def _first_sentence(text: str) -> str:

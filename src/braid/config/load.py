@@ -110,9 +110,9 @@ class Loaded:
         path = parse_path(key)
         for end in range(len(path), 0, -1):
             near = path_text(path[:end])
-            found = [origin for name, origin in self.origins.items() if is_within(name, near)]
-            if found:
-                return next((origin for origin in found if origin != DEFAULT), DEFAULT)
+            origins = [origin for name, origin in self.origins.items() if is_within(name, near)]
+            if origins:
+                return next((origin for origin in origins if origin != DEFAULT), DEFAULT)
         return DEFAULT
 
     def placed(self, problem: Problem) -> Problem:
@@ -133,21 +133,25 @@ def in_keys_of_file(problem: Problem, foreign_keys: Mapping[str, str]) -> Proble
 
     def key_of(native: str) -> str:
         return next(
-            (own for name, own in foreign_keys.items() if is_within(name, native) or is_within(native, name)),
+            (
+                foreign
+                for name, foreign in foreign_keys.items()
+                if is_within(name, native) or is_within(native, name)
+            ),
             "",
         )
 
-    def told(match: re.Match[str]) -> str:
+    def in_foreign_keys(match: re.Match[str]) -> str:
         native, value = match[1], match[2] or ""
         if native.partition(".")[0] not in RunConfig.model_fields or native in foreign_keys.values():
             return match[0]
-        own = key_of(native)
-        return f"{own} (braid.{native}{value})" if own else f"braid.{native}{value}"
+        foreign = key_of(native)
+        return f"{foreign} (braid.{native}{value})" if foreign else f"braid.{native}{value}"
 
     if problem.key in foreign_keys.values() or problem.key.partition(".")[0] not in RunConfig.model_fields:
         return problem
     key = key_of(problem.key) or f"braid.{problem.key}"
-    return replace(problem, key=key, message=_KEY.sub(told, problem.message))
+    return replace(problem, key=key, message=_KEY.sub(in_foreign_keys, problem.message))
 
 
 def load_config(
@@ -208,9 +212,11 @@ def validate(written: Written, file: Path | None) -> Loaded:
         secrets = distinct(written.secrets)
         problems = sorted(written.problems, key=_line)
         raise ConfigError([replace(p, message=hidden(p.message, secrets)) for p in problems])
-    given = {path_text(path): written.origin_of(path) for path, _ in leaves(tree)}
+    written_at = {path_text(path): written.origin_of(path) for path, _ in leaves(tree)}
     names = [path_text(path) for path, _ in leaves(plain_data(config))]
-    origins = {name: given.get(name) or given.get(name.removesuffix(".kind"), DEFAULT) for name in names}
+    origins = {
+        name: written_at.get(name) or written_at.get(name.removesuffix(".kind"), DEFAULT) for name in names
+    }
     return Loaded(config, origins, base_dir, file, references=written.references, secrets=written.secrets)
 
 
@@ -250,8 +256,8 @@ def plain_data(value: Any) -> Any:
 
 def _line(problem: Problem) -> int:
     """Sort key of a problem: the line of its origin, 0 if it has none."""
-    found = re.search(r":(\d+)(:\d+)?$", problem.origin)
-    return int(found[1]) if found else 0
+    position = re.search(r":(\d+)(:\d+)?$", problem.origin)
+    return int(position[1]) if position else 0
 
 
 def interpolate(written: Written, context_of: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
@@ -302,10 +308,10 @@ _COMPUTED_NAME = re.compile(r"\$\{[^:}]*\$\{|oc\.(select|dict|decode|deprecated)
 def _mentioned(tree: dict[str, Any], pending: Sequence[tuple[KeyPath, str]]) -> dict[str, Any]:
     """The sections that interpolations are in or may refer to: OmegaConf takes long to wrap all defaults."""
     texts = " ".join(text for _, text in pending)
-    own = {path[0] for path, _ in pending}
+    sections = {path[0] for path, _ in pending}
     if _COMPUTED_NAME.search(texts):
         return tree
-    return {key: value for key, value in tree.items() if key in own or key in texts}
+    return {key: value for key, value in tree.items() if key in sections or key in texts}
 
 
 def _malformed(text: Any) -> str:

@@ -96,9 +96,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _one_of(self) -> ModelConfig:
-        given = [k for k in ("path", "build", "mlp") if getattr(self, k) is not None]
-        if len(given) != 1:
-            what = " and ".join(given) if given else "none"
+        sources = [k for k in ("path", "build", "mlp") if getattr(self, k) is not None]
+        if len(sources) != 1:
+            what = " and ".join(sources) if sources else "none"
             raise ValueError(f"set exactly one of path, build and mlp, not {what}")
         if self.gguf is not None and (self.path is None or self.vla is not None):
             raise ValueError(

@@ -286,7 +286,7 @@ class _Builder:
         """Key -> (key node, value node). The mapping's own keys override those merged by `<<`, and earlier
         merged mappings override later ones."""
         merged: dict[str, tuple[yaml.Node, yaml.Node]] = {}
-        own: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        direct: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, item in node.value:
             self._count(key, path)
             if not isinstance(key, yaml.ScalarNode):
@@ -298,12 +298,12 @@ class _Builder:
                     else:
                         needs = "a mapping, or a list of mappings, that does not contain it"
                         self._problem(path, key, f"<< needs {needs}")
-            elif key.value in own:
-                first = self._where(own[key.value][0])
+            elif key.value in direct:
+                first = self._where(direct[key.value][0])
                 self._problem(child(path, key.value), key, f"duplicate key, first set at {first}; remove one")
             else:
-                own[key.value] = (key, item)
-        return merged | own
+                direct[key.value] = (key, item)
+        return merged | direct
 
     def _count(self, node: yaml.Node, path: str) -> None:
         self._num_values += 1

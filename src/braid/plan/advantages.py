@@ -48,7 +48,7 @@ def advantage_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
     """(key, message) of settings that are legal but rarely intended."""
     if plan.verb != "train":
         return
-    recipe, reward, given = plan.recipe, config.reward, config.rollout.filter
+    recipe, reward, group_filter = plan.recipe, config.reward, config.rollout.filter
     may_be_negative = {
         "reward.scale": reward.scale < 0,
         "reward.shift": reward.shift < 0,
@@ -70,12 +70,12 @@ def advantage_warnings(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
     if is_engines and recipe.corrections and config.algorithm.corrections is None:
         which = f"with {plan.old_logprobs} the corrections of algorithm.recipe={config.algorithm.recipe}"
         yield "algorithm.old_logprobs", f"{which} have nothing to correct; set it to auto or recompute"
-    if given.then == "resample" and config.run.max_epochs is not None:
+    if group_filter.then == "resample" and config.run.max_epochs is not None:
         yield (
             "run.max_epochs",
             "the number of rounds assumes one batch of prompts per round; rounds that resample draw more, "
             "so the run makes more passes over the data",
         )
-    if given.then != "mask" and all(getattr(given, bound) is None for bound in _BOUNDS):
+    if group_filter.then != "mask" and all(getattr(group_filter, bound) is None for bound in _BOUNDS):
         why = f"only groups without a valid answer are dropped, as none of {', '.join(_BOUNDS)} is set"
         yield "rollout.filter.then", why

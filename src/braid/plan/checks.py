@@ -99,17 +99,18 @@ def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         if not config.sft.data:
             yield "sft.data", "no examples; add at least one source"
         for i, source in enumerate(config.sft.data):
-            given = (source.response_key, source.response_function, source.messages_key)
-            if sum(key is not None for key in given) != 1:
+            keys = (source.response_key, source.response_function, source.messages_key)
+            if sum(key is not None for key in keys) != 1:
                 yield f"sft.data[{i}]", "set exactly one of response_key, response_function and messages_key"
 
 
 def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
-    of, target = config.eval, config.eval.target
-    for i, k in enumerate(of.pass_at):
-        if k > of.samples_per_prompt:
+    evaluation, target = config.eval, config.eval.target
+    for i, k in enumerate(evaluation.pass_at):
+        if k > evaluation.samples_per_prompt:
             needs = (
-                f"pass@{k} needs {k} samples per prompt, but eval.samples_per_prompt={of.samples_per_prompt}"
+                f"pass@{k} needs {k} samples per prompt, but "
+                f"eval.samples_per_prompt={evaluation.samples_per_prompt}"
             )
             yield f"eval.pass_at[{i}]", f"{needs}; raise it, or lower k"
     if target.min_final is None and target.min_gain is None:
@@ -117,14 +118,14 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     key = "eval.target.min_final" if target.min_final is not None else "eval.target.min_gain"
     if not config.data.eval and not config.env.is_simulator and not config.makes_tasks:
         yield key, "a target needs evaluation data; add sources to data.eval"
-    if plan.verb != "eval" and not of.at_end:
+    if plan.verb != "eval" and not evaluation.at_end:
         yield key, "the target is measured after the last round; set eval.at_end=true"
-    if plan.verb != "eval" and target.min_gain is not None and not of.before:
+    if plan.verb != "eval" and target.min_gain is not None and not evaluation.before:
         why = "the gain is relative to the evaluation before training; set eval.before=true"
         yield "eval.target.min_gain", why
-    known = (f"mean@{of.samples_per_prompt}", *(f"pass@{k}" for k in of.pass_at))
-    if of.target_metric not in known:
-        why = f"evaluations do not compute {of.target_metric!r}; use {' or '.join(known)}"
+    known = (f"mean@{evaluation.samples_per_prompt}", *(f"pass@{k}" for k in evaluation.pass_at))
+    if evaluation.target_metric not in known:
+        why = f"evaluations do not compute {evaluation.target_metric!r}; use {' or '.join(known)}"
         yield "eval.target.metric", f"{why}, or change eval.samples_per_prompt or eval.pass_at"
 
 
@@ -182,7 +183,7 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
     policy, reference = (plan.layout.role(role) for role in ("policy", "reference"))
     if plan.recipe.full_kl_in and policy and reference and not reference.shares_processes(policy):
-        here, there = (f"{of.kind} on {format_numbers(of.devices)}" for of in (policy, reference))
+        here, there = (f"{side.kind} on {format_numbers(side.devices)}" for side in (policy, reference))
         yield (
             "algorithm.kl_estimator",
             f"full compares all logits of policy ({here}) and reference ({there}), which must run in the "
@@ -239,7 +240,7 @@ def _pipeline(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         why = f"engines sample during training, so they cannot share GPUs with it, {shared}"
         yield "pipeline", f"{why}; separate the roles in cluster.placement, or set pipeline=null"
     for role in TRAINING_ROLES:
-        if (of := layout.role(role)) and of.offload:
+        if (role_layout := layout.role(role)) and role_layout.offload:
             why = (
                 "moves models to host memory during sampling, but with a pipeline engines sample during "
                 "training"
@@ -344,9 +345,9 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             unused = f"devices {format_numbers(devices.numbers)} are unused"
             yield "cluster.placement", f"{role} has no separate workers{where}, so {unused}"
     policy, rollout = layout.role("policy"), layout.role("rollout")
-    for of in (policy, layout.role("critic")):
-        if of is not None:
-            yield from _suspicious_ranks(config, of)
+    for role_layout in (policy, layout.role("critic")):
+        if role_layout is not None:
+            yield from _suspicious_ranks(config, role_layout)
     shared = set(policy.devices) & set(rollout.devices) if policy and rollout else set()
     if layout.has_gpus and shared and policy and not policy.offload:
         yield (
@@ -357,10 +358,10 @@ def _suspicious_placement(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         )
 
 
-def _suspicious_ranks(config: RunConfig, of: RoleLayout) -> Iterator[Finding]:
-    role = cast("TrainingRole", of.role)
+def _suspicious_ranks(config: RunConfig, role_layout: RoleLayout) -> Iterator[Finding]:
+    role = cast("TrainingRole", role_layout.role)
     train = train_config(config, role)
-    num_ranks = len(of.workers) // copy_devices(train)
+    num_ranks = len(role_layout.workers) // copy_devices(train)
     rows = math.ceil(config.rollout.prompts_per_round / train.steps_per_pass) * config.rollout.group_size
     if rows < num_ranks:
         yield (
@@ -369,7 +370,10 @@ def _suspicious_ranks(config: RunConfig, of: RoleLayout) -> Iterator[Finding]:
             "are idle; lower it, or use fewer devices for the role",
         )
     for name in ("tensor", "sequence", "context"):
-        if any(len({of.workers[rank].node for rank in group}) > 1 for group in of.groups.get(name, ())):
+        if any(
+            len({role_layout.workers[rank].node for rank in group}) > 1
+            for group in role_layout.groups.get(name, ())
+        ):
             why = (
                 f"{name}-parallel ranks of the {role} communicate in every layer, but are on different "
                 "machines"
@@ -381,8 +385,8 @@ def _without_effect(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Keys with a non-default value that are unused in this run."""
     for key, why in unused_keys(config, plan).items():
         if why != ONLY_EVALUATES:  # obvious, so no warning
-            for given in set_keys(config, key):
-                yield given, f"has no effect: {why}"
+            for set_key in set_keys(config, key):
+                yield set_key, f"has no effect: {why}"
 
 
 _WARNINGS: tuple[_Check, ...] = (

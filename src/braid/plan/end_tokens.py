@@ -59,9 +59,9 @@ def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] |
     elif is_gguf(tokenizer):
         named += _token_of_gguf(tokenizer)
     else:
-        own = _content(_read(tokenizer / "tokenizer_config.json").get("eos_token"))
+        eos = _content(_read(tokenizer / "tokenizer_config.json").get("eos_token"))
         ids = {text: number for number, text in texts.items()}
-        named += [] if own is None else [(ids.get(own, own), "tokenizer_config.json")]
+        named += [] if eos is None else [(ids.get(eos, eos), "tokenizer_config.json")]
     if model.eos_token_id is None and folder is not None and is_gguf(folder):
         named += _token_of_gguf(folder)
     elif model.eos_token_id is None and folder is not None:
@@ -71,10 +71,10 @@ def end_tokens(model: ModelConfig, sampling: SamplingConfig) -> dict[str, str] |
             file, more = "", ()  # reported when the tokenizer is loaded
         named += [(number, file) for number in more]
     named += [(number, "rollout.sampling.stop_token_ids") for number in sampling.stop_token_ids]
-    found: dict[int | str, list[str]] = {}
+    origins: dict[int | str, list[str]] = {}
     for token, origin in named:
-        found.setdefault(token, []).append(origin)
-    return {_shown(token, texts): " and ".join(dict.fromkeys(of)) for token, of in found.items()}
+        origins.setdefault(token, []).append(origin)
+    return {_shown(token, texts): " and ".join(dict.fromkeys(places)) for token, places in origins.items()}
 
 
 def _shown(token: int | str, texts: Mapping[int, str]) -> str:
@@ -86,12 +86,12 @@ def _special_tokens(folder: Path) -> dict[int, str]:
     of all tokens."""
     if is_gguf(folder):
         return dict(enumerate(_gguf_settings(folder).get("tokenizer.ggml.tokens", ())))
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for entry in _read(folder / "tokenizer.json").get("added_tokens", []):
-        found[int(entry["id"])] = entry["content"]
+        texts[int(entry["id"])] = entry["content"]
     for number, entry in _read(folder / "tokenizer_config.json").get("added_tokens_decoder", {}).items():
-        found[int(number)] = entry["content"]
-    return found
+        texts[int(number)] = entry["content"]
+    return texts
 
 
 def _token_of_gguf(file: Path) -> list[tuple[int | str, str]]:

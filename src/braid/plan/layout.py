@@ -88,12 +88,12 @@ class Layout:
 
     def role(self, name: str) -> RoleLayout | None:
         """Workers of a role; None if it has no separate workers."""
-        return next((of for of in self.roles if of.role == name), None)
+        return next((role for role in self.roles if role.role == name), None)
 
     @property
     def engines_sharing_devices(self) -> tuple[int, ...]:
         """Rollout ranks on devices that a training role uses too."""
-        trained = {device for of in self.roles if of.role in TRAINING_ROLES for device in of.devices}
+        trained = {device for role in self.roles if role.role in TRAINING_ROLES for device in role.devices}
         rollout = self.role("rollout")
         workers = () if rollout is None else rollout.workers
         return tuple(worker.rank for worker in workers if trained.intersection(worker.devices))
@@ -121,8 +121,10 @@ def lay_out(config: RunConfig, needs: Needs) -> Layout:
     fixes = candidate_fixes(config, known, roles=needs.roles, num_devices=num_devices)
     fix = next(fix for fix in fixes if not _lay_out(with_values(config, fix), needs).refusals)
     text = " ".join(f"{key}={json.dumps(value)}" for key, value in fix.items())
-    told = tuple(Refusal(of.key, f"{of.message}. This works: {text}", fix) for of in layout.refusals)
-    return replace(layout, refusals=told)
+    refusals = tuple(
+        Refusal(refusal.key, f"{refusal.message}. This works: {text}", fix) for refusal in layout.refusals
+    )
+    return replace(layout, refusals=refusals)
 
 
 def _lay_out(config: RunConfig, needs: Needs) -> Layout:
@@ -189,7 +191,7 @@ def _devices_by_rank(
 
 
 def _all(ranks: Ranks) -> set[int]:
-    return {device for of in ranks for device in of}
+    return {device for devices in ranks for device in devices}
 
 
 def _per_rollout_worker(ranks: Ranks, num_rollout: int) -> tuple[Ranks, list[Refusal]]:
@@ -209,7 +211,7 @@ def _of_engines(config: RunConfig, ranks: Ranks) -> Ranks:
     each = config.rollout.engine.num_devices()
     if not each:
         return [()]  # external servers
-    singles = [device for of in ranks for device in of]
+    singles = [device for devices in ranks for device in devices]
     if each == 1 or len(singles) > len(ranks):
         return ranks
     return [tuple(singles[i : i + each]) for i in range(0, len(singles), each)]
@@ -219,22 +221,22 @@ def _device_refusals(
     config: RunConfig, role: Role, ranks: Ranks, per_node: int, *, has_gpus: bool
 ) -> Iterator[Refusal]:
     """Rules broken by the devices of a role's ranks."""
-    devices = [device for of in ranks for device in of]
+    devices = [device for rank_devices in ranks for device in rank_devices]
     if counts := list(count_refusals(config, role, len(devices))):
         yield from counts
         return
     each = config.rollout.engine.num_devices() if role == "rollout" else 1
-    for rank, of in enumerate(ranks):
-        nodes = sorted({device // per_node for device in of})
+    for rank, rank_devices in enumerate(ranks):
+        nodes = sorted({device // per_node for device in rank_devices})
         problem = ""
-        if len(of) != each:
+        if len(rank_devices) != each:
             uses = f"an engine uses {each}" if role == "rollout" else "a rank uses one"
-            problem = f"has {len(of)} devices, but {uses}"
+            problem = f"has {len(rank_devices)} devices, but {uses}"
         elif len(nodes) > 1:
             where = f"on machines {_listed(nodes)} of {per_node} devices each"
-            problem = f"has devices {_listed(of)}, {where}, but a process runs on one machine"
-        elif len(set(of)) < len(of):
-            problem = f"has a device twice ({_listed(of)}); each of its processes needs its own"
+            problem = f"has devices {_listed(rank_devices)}, {where}, but a process runs on one machine"
+        elif len(set(rank_devices)) < len(rank_devices):
+            problem = f"has a device twice ({_listed(rank_devices)}); each of its processes needs its own"
         if problem:
             yield Refusal("cluster.placement", f"rank {rank} of {role} {problem}", {})
     shared = next((device for device in devices if devices.count(device) > 1), None)
@@ -251,7 +253,9 @@ def _unknown(placed: Iterable[str]) -> Iterator[Refusal]:
 
 
 def _role_layout(config: RunConfig, role: Role, ranks: Ranks, per_node: int) -> RoleLayout:
-    workers = tuple(Worker(rank, of[0] // per_node if of else 0, of) for rank, of in enumerate(ranks))
+    workers = tuple(
+        Worker(rank, devices[0] // per_node if devices else 0, devices) for rank, devices in enumerate(ranks)
+    )
     if role in ("rollout", "env"):
         return RoleLayout(
             role, config.rollout.engine.kind if role == "rollout" else config.env.kind, workers, {}
@@ -282,13 +286,13 @@ def _mode(config: RunConfig, roles: Sequence[RoleLayout]) -> Mode:
 
 def _what_needs_more(roles: Sequence[RoleLayout]) -> str | None:
     """The first reason why a single process is not sufficient."""
-    for of in roles:
-        if of.is_sharded:
-            return f"the {of.role}'s backend {of.kind} runs in separate processes"
-        if len(of.workers) > 1:
-            return f"{of.role} has {len(of.workers)} workers"
-        if of.devices not in ((), (0,)):
-            return f"{of.role} is on {_listed(of.devices)}"
+    for role in roles:
+        if role.is_sharded:
+            return f"the {role.role}'s backend {role.kind} runs in separate processes"
+        if len(role.workers) > 1:
+            return f"{role.role} has {len(role.workers)} workers"
+        if role.devices not in ((), (0,)):
+            return f"{role.role} is on {_listed(role.devices)}"
     return None
 
 

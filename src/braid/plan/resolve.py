@@ -84,16 +84,16 @@ def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
     """The named recipe with the config's overrides; `off` becomes None. Where tokens may be older than the
     round that trains on them, or are sampled in a lower precision, a recipe without a correction gets one."""
     names, algorithm = {field.name for field in fields(Recipe)}, config.algorithm
-    given = {name: value for name, value in algorithm if name in names and value is not None}
+    settings = {name: value for name, value in algorithm if name in names and value is not None}
     recipe, corrections = RECIPES[algorithm.recipe], algorithm.corrections
-    given["advantage"] = with_settings(recipe.advantage, algorithm.advantage)
-    given["policy_loss"] = with_settings(recipe.policy_loss, algorithm.policy_loss)
+    settings["advantage"] = with_settings(recipe.advantage, algorithm.advantage)
+    settings["policy_loss"] = with_settings(recipe.policy_loss, algorithm.policy_loss)
     if corrections is None and not recipe.corrections and algorithm.old_logprobs in ("auto", "recompute"):
         is_off = config.max_lag > 0 or samples_lower(config, has_gpus=has_gpus)
         corrections = (CorrectionConfig(),) if is_off else None
     if corrections is not None:
-        given["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in corrections)
-    recipe = replace(recipe, **_without_off(given))
+        settings["corrections"] = tuple(Correction(**_without_off(dict(c))) for c in corrections)
+    recipe = replace(recipe, **_without_off(settings))
     if not config.env.is_simulator:
         return recipe
     # Log-probs and entropies of a simulator's rows are already at their levels; returns are those of
@@ -102,8 +102,8 @@ def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
     return replace(recipe, logprob_level="token", entropy_level="token", advantage=advantage)
 
 
-def _without_off(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: None if value == "off" else value for name, value in given.items()}
+def _without_off(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: None if value == "off" else value for name, value in settings.items()}
 
 
 def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int = 0) -> Plan:
@@ -137,7 +137,9 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     }
     needs = Needs(
         roles=tuple(role for role, is_one in is_used.items() if is_one),
-        models={role: of for role, of in sizes.items() if is_used[role] and of is not None},
+        models={
+            role: model_size for role, model_size in sizes.items() if is_used[role] and model_size is not None
+        },
         has_workers=verb != "eval",
         num_gpus=0 if config.run.device == "cpu" else num_gpus,
     )

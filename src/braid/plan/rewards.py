@@ -17,7 +17,8 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     sources = (*config.data.train, *config.data.eval)
     if sources and all(source.source_key is None for source in sources):
         trained, evaluated = (
-            {source_name(source) for source in of} for of in (config.data.train, config.data.eval)
+            {source_name(source) for source in sources_of_use}
+            for sources_of_use in (config.data.train, config.data.eval)
         )
         yield from source_problems(config.reward.parts, trained, evaluated, config.data.mix)
         yield from weight_problems(config, {*trained, *evaluated})
@@ -56,18 +57,18 @@ def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tu
     share."""
     if not mix or not known:
         return
-    named = [name for of in mix for name in of.sources]
+    named = [name for entry in mix for name in entry.sources]
     names = ", ".join(sorted(known))
-    for i, of in enumerate(mix):
-        if of.share and REST not in of.sources and not set(of.sources) & set(known):
-            why = f"no training source is named {', '.join(of.sources)}; the sources are {names}"
+    for i, entry in enumerate(mix):
+        if entry.share and REST not in entry.sources and not set(entry.sources) & set(known):
+            why = f"no training source is named {', '.join(entry.sources)}; the sources are {names}"
             yield f"data.mix[{i}].sources", why
     for name in sorted({name for name in named if named.count(name) > 1}):
         yield "data.mix", f"the source {name!r} has two shares; remove one"
     for name in sorted(set(known) - set(named) if REST not in named else ()):
         fix = "add it to an entry, or to one with share: 0 to exclude it"
         yield "data.mix", f"the source {name!r} has no share; {fix}"
-    if not sum(of.share for of in mix):
+    if not sum(entry.share for entry in mix):
         yield "data.mix", "all shares are 0, so no prompts would be drawn; raise one"
 
 
@@ -90,8 +91,10 @@ def source_problems(
                 near = f"{suggest(name, known - {REST})}; the sources are {names}"
                 yield f"reward.parts[{i}].sources[{j}]", f"unknown data source {name!r}{near}"
     if parts and REST not in named and all(part.sources for part in parts):
-        shared = {name for of in mix for name in of.sources}
-        excluded = {s for s in trained for of in mix if not of.share and covers(of.sources, shared, s)}
+        shared = {name for entry in mix for name in entry.sources}
+        excluded = {
+            s for s in trained for entry in mix if not entry.share and covers(entry.sources, shared, s)
+        }
         for name in sorted({*evaluated, *(set(trained) - excluded)} - named):
             fix = "add it to the sources of a part, or add a part without sources"
             yield "reward.parts", f"no part scores the source {name!r}; {fix}"

@@ -161,7 +161,7 @@ def size_of_folder(folder: str | Path | None) -> ModelSize | None:
 
 
 def _size_of_gguf(file: str | Path) -> ModelSize:
-    """See size_of_folder."""
+    """Size of the model in a GGUF file, read from its header."""
     header = read_header(file)
     shapes = {name: list(shape) for name, (shape, _) in header.tensors.items()}
     heads, hidden = header.setting("attention.head_count"), header.setting("embedding_length")

@@ -23,13 +23,13 @@ def num_sharing(config: RunConfig, layout: Layout, role: Role, node: int, *, is_
         has_child = config.rollout.engine.is_served and config.rollout.engine.num_devices() > 0
         return 2 if has_child and is_pipelined else 1
     policy = layout.role("policy")
-    found = 0
-    for of in layout.roles:
-        is_beside = is_pipelined or (of.role in _SAMPLING) == (role in _SAMPLING)
-        is_apart = of is policy or policy is None or not of.shares_processes(policy)
+    num_processes = 0
+    for role_layout in layout.roles:
+        is_beside = is_pipelined or (role_layout.role in _SAMPLING) == (role in _SAMPLING)
+        is_apart = role_layout is policy or policy is None or not role_layout.shares_processes(policy)
         if is_beside and is_apart:
-            found += sum(len(worker.devices) for worker in of.workers if worker.node == node)
-    return max(1, found)
+            num_processes += sum(len(worker.devices) for worker in role_layout.workers if worker.node == node)
+    return max(1, num_processes)
 
 
 def thread_counts(config: RunConfig, plan: Plan) -> tuple[str, str]:
@@ -40,9 +40,11 @@ def thread_counts(config: RunConfig, plan: Plan) -> tuple[str, str]:
         return f"{num_threads()}", "OMP_NUM_THREADS, in each process"
     cores = num_cores()
     sharing = {
-        of.role: num_sharing(config, plan.layout, of.role, 0, is_pipelined=plan.is_pipelined)
-        for of in plan.layout.roles
-        if plan.layout.mode != "in_process" or of.role in ("policy", "rollout")
+        role_layout.role: num_sharing(
+            config, plan.layout, role_layout.role, 0, is_pipelined=plan.is_pipelined
+        )
+        for role_layout in plan.layout.roles
+        if plan.layout.mode != "in_process" or role_layout.role in ("policy", "rollout")
     }
     if set(sharing.values()) <= {1}:
         return f"{cores}", "run.num_threads=auto: the cores of this machine"

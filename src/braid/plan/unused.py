@@ -83,9 +83,9 @@ def set_keys(section: Any, key: str, at: str = "") -> Iterator[str]:
 @cache
 def _keys(pattern: str) -> tuple[str, ...]:
     """The keys that a pattern stands for."""
-    if found := re.search(r"\{([^{}]*)\}", pattern):
-        before, after = pattern[: found.start()], pattern[found.end() :]
-        return tuple(key for option in found[1].split(",") for key in _keys(before + option + after))
+    if braces := re.search(r"\{([^{}]*)\}", pattern):
+        before, after = pattern[: braces.start()], pattern[braces.end() :]
+        return tuple(key for option in braces[1].split(",") for key in _keys(before + option + after))
     if pattern.endswith(".*"):
         return tuple(path for path in _ALL if path.startswith(pattern[:-1]))
     return (pattern,)

@@ -46,8 +46,8 @@ class TrajectoryMetadata(NamedTuple):
 
     @classmethod
     def of(cls, t: Trajectory) -> TrajectoryMetadata:
-        given = (t.reward, t.shaped, t.agent_rewards, t.reward_parts)
-        return cls(t.sample, t.status, t.reason, *given, t.metrics, t.attempts, t.lengths)
+        rewards = (t.reward, t.shaped, t.agent_rewards, t.reward_parts)
+        return cls(t.sample, t.status, t.reason, *rewards, t.metrics, t.attempts, t.lengths)
 
 
 class GroupMetadata(NamedTuple):
@@ -59,7 +59,7 @@ class GroupMetadata(NamedTuple):
 
     def group(self, prompt: Prompt) -> Group:
         """The group with this metadata, without tokens and texts."""
-        trajectories = [Trajectory(prompt, **of._asdict()) for of in self.trajectories]
+        trajectories = [Trajectory(prompt, **metadata._asdict()) for metadata in self.trajectories]
         greedy = None if self.greedy is None else Trajectory(prompt, **self.greedy._asdict())
         return Group(prompt, trajectories, greedy, self.key)
 
@@ -182,8 +182,8 @@ class Collector:
         metrics = Metrics()
         metadata: list[GroupMetadata] = []
         for task in ended.values():
-            of, cost = task.result()
-            metadata.append(of)
+            group, cost = task.result()
+            metadata.append(group)
             metrics.merge(cost)
         return metadata, metrics
 
@@ -259,7 +259,7 @@ class Collector:
         self._loop.run(engine.set_weights(version, when))
 
     def spaces(self) -> Spaces:
-        """Those of the simulator."""
+        """Observation and action spaces of the simulator."""
         assert self._spaces is not None, "the run has no simulator"
         return self._spaces
 

@@ -50,9 +50,9 @@ class Buffer:
             for place, i in enumerate(share):
                 places[rows[i].shard].append((rows[i].index, number, place))
         return [
-            self.shards.start_on(shard, RolloutBuffer.merge, output, field, of, results)
-            for shard, of in enumerate(places)
-            if of
+            self.shards.start_on(shard, RolloutBuffer.merge, output, field, targets, results)
+            for shard, targets in enumerate(places)
+            if targets
         ]
 
     def for_ranks(
@@ -64,11 +64,11 @@ class Buffer:
 
     def copies(self, rows: Sequence[RowMetadata]) -> list[Row]:
         """The rows with all arrays, for reports; copies them into this process."""
-        found: dict[tuple[int, int], Row] = {}
+        copied: dict[tuple[int, int], Row] = {}
         for shard, indices in enumerate(self._by_shard(rows)):
             (taken,) = self.shards.start_on(shard, RolloutBuffer.take, indices, False).wait()
-            found |= zip(((shard, index) for index in indices), taken, strict=True)
-        return [found[row.shard, row.index] for row in rows]
+            copied |= zip(((shard, index) for index in indices), taken, strict=True)
+        return [copied[row.shard, row.index] for row in rows]
 
     def _shares(
         self, model: ModelGroup, rows: Sequence[RowMetadata], *, is_bare: bool
@@ -83,7 +83,7 @@ class Buffer:
         for share in model.shares(rows):
             share.sort(key=lambda i: rows[i].shard)
             by_shard = self._by_shard([rows[i] for i in share])
-            refs = [taken(shard, of) for shard, of in enumerate(by_shard) if of]
+            refs = [taken(shard, indices) for shard, indices in enumerate(by_shard) if indices]
             shares.append((refs[0] if len(refs) == 1 else Joined(refs), share))
         return shares, self.shards.start_on(rows[0].shard, RolloutBuffer.first, is_bare).refs[0]
 

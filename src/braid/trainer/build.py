@@ -258,12 +258,12 @@ def _remote_simulator(peers: Sequence[Peer], place: Place) -> Simulator:
     return RemoteSimulator(peers[place.rank * each : (place.rank + 1) * each])
 
 
-def _collector(functions: Mapping[str, Callable[..., Any]], place: Place, **given: Any) -> Collector:
-    """See collectors.make_collector; `functions` are those of GIVEN."""
+def _collector(functions: Mapping[str, Callable[..., Any]], place: Place, **settings: Any) -> Collector:
+    """The collector of one rollout worker; `functions` are those of GIVEN."""
     from .collectors import make_collector  # models, engines and rewards: of no use to a driver with workers
 
     GIVEN.update(functions)
-    return make_collector(place, **given)
+    return make_collector(place, **settings)
 
 
 def _rollout_buffer(plan: Plan, place: Place) -> RolloutBuffer:

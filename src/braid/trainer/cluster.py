@@ -130,7 +130,7 @@ class OneProcess(Cluster):
         self._groups: dict[str, WorkerGroup[Any]] = {}
 
     def make(self, factories: Mapping[str, Factory[Any]], logs: Path) -> dict[str, WorkerGroup[Any]]:  # noqa: ARG002
-        """See Cluster."""
+        """Create the workers of `factories` in this process, without log files. Returns all groups."""
         for name, factory in factories.items():
             self._groups[name] = self._group(name, factory)
         return self._groups
@@ -139,17 +139,16 @@ class OneProcess(Cluster):
         return InProcessGroup(name, factory, workers=self._workers, has_threads=self._has_threads)
 
     def _add(self, role: TrainingRole, name: str, factory: Factory[T]) -> WorkerGroup[T]:  # noqa: ARG002
-        """See Cluster."""
         return self._group(name, factory)
 
     def export(self, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """See Cluster."""
+        """Write the policy as a Hugging Face folder."""
         from braid.models.export import export_model
 
         export_model(self._workers["policy"].model, tokenizer, folder)
 
     def leave(self) -> None:
-        """See Cluster."""
+        """Close all groups, the last one first, and release their models."""
         for group in reversed(self._groups.values()):
             group.close()
         self._workers.clear()
@@ -175,7 +174,7 @@ class RayCluster(Cluster):
 
         finds_none = config.run.device == "auto" and not layout.has_gpus
         config = _on_one_device(config, layout)
-        homes = [of.role if of.role in _READS else _home(layout, of) for of in layout.roles]
+        homes = [role.role if role.role in _READS else _home(layout, role) for role in layout.roles]
         names = list(dict.fromkeys([*homes, ROWS]))
         workers = {name: _workers(config, layout, name) for name in names}
         is_own = connect(config.cluster, num_processes=sum(map(len, workers.values())))
@@ -196,16 +195,16 @@ class RayCluster(Cluster):
                 config.cluster, _num_gpus(config, layout), layout.devices_per_node, is_restart=is_restart
             )
             cluster.machines = machines
-            for name, of in workers.items():
+            for name, members in workers.items():
                 reads = [_READS[name]] if name in _READS else _RANKS_READ
                 cluster.groups[name] = RayGroup(
                     shown.get(name, name),
-                    of,
+                    members,
                     config.cluster,
                     machines=machines,
                     reads=reads,
                     env=environment_of(config, name),
-                    sharing=[_num_sharing(config, layout, name, worker, is_pipelined) for worker in of],
+                    sharing=[_num_sharing(config, layout, name, worker, is_pipelined) for worker in members],
                 )
         except BaseException:
             cluster.leave()
@@ -230,7 +229,6 @@ class RayCluster(Cluster):
         return dict(self.groups)
 
     def _add(self, role: TrainingRole, name: str, factory: Factory[T]) -> WorkerGroup[T]:
-        """See Cluster."""
         placed = self.layout.role(role)
         assert placed is not None, f"{role} has no workers in this run"
         return self.groups[_home(self.layout, placed)].add(name, factory)
@@ -259,7 +257,7 @@ class RayCluster(Cluster):
 
 
 def _rank(place: Place, *, config: RunConfig) -> Rank:
-    """See training.worker.Rank."""
+    """A Rank; its module is imported only in the process that runs it."""
     from braid.training.worker import Rank
 
     return Rank(place, config=config)

@@ -199,8 +199,10 @@ def _trained_in(store: CheckpointStore, which: str) -> Trained:
 
 def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
     """The checkpoint store of the run in `run_dir`."""
-    given = config.checkpoint.dir
-    return CheckpointStore(run_dir / "checkpoints" if given is None else Path(given), config.checkpoint.keep)
+    folder = config.checkpoint.dir
+    return CheckpointStore(
+        run_dir / "checkpoints" if folder is None else Path(folder), config.checkpoint.keep
+    )
 
 
 def _run(
@@ -317,10 +319,10 @@ def _compare(loaded: Loaded, store: CheckpointStore, run_dir: RunDir) -> None:
     raises ConfigError if guarded settings (algorithm, model, data, ...) have changed, or if the checkpoint
     belongs to another run."""
     which = loaded.config.run.resume
-    found = store.about(which if which == "latest" else Path(which))
-    if found is None:
+    checkpoint = store.about(which if which == "latest" else Path(which))
+    if checkpoint is None:
         return
-    folder, about = found
+    folder, about = checkpoint
     changed = changes(about.get("config", ""), to_yaml(loaded), loaded.origins) if about else []
     if changed:
         logger.info("settings changed since %s: %s", folder, "; ".join(map(str, changed)))
@@ -481,7 +483,10 @@ def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed |
     """The error that eval.target was missed; None if it was reached. `min_gain` does not apply to
     evaluations."""
     target, name = config.eval.target, config.eval.target_metric
-    first, last = (of.get("all", {}).get(name, math.nan) for of in (reporter.first_eval, reporter.last_eval))
+    first, last = (
+        evaluation.get("all", {}).get(name, math.nan)
+        for evaluation in (reporter.first_eval, reporter.last_eval)
+    )
     problems = []
     if target.min_final is not None and not is_at_least(last, target.min_final):
         problems.append(

@@ -33,7 +33,7 @@ def demonstration_rows(config: RunConfig) -> list[Row]:
     rows, processor, generator = [], None, torch.Generator().manual_seed(config.run.seed)
     for episode in read_demonstrations(Path(sft.demonstrations), "sft.demonstrations"):
         state = episode.observations.get("state")
-        images = {name: of.shape[1:] for name, of in episode.observations.items() if name != "state"}
+        images = {name: values.shape[1:] for name, values in episode.observations.items() if name != "state"}
         size = 0 if state is None else state.shape[1]
         if processor is None:
             spaces = Spaces(
@@ -49,11 +49,11 @@ def demonstration_rows(config: RunConfig) -> list[Row]:
         observed = processor.observe(episode.observations, [episode.instruction] * len(chunks))
         for frame in range(len(chunks)):
             for inputs in drawn:
-                own = {name: values[frame] for name, values in inputs.items()}
+                row_inputs = {name: values[frame] for name, values in inputs.items()}
                 rows.append(
                     Row(
-                        own,
-                        np.ones(len(next(iter(own.values()))), np.bool_),
+                        row_inputs,
+                        np.ones(len(next(iter(row_inputs.values()))), np.bool_),
                         group=len(rows),
                         trajectory=len(rows),
                         observations={name: values[frame : frame + 1] for name, values in observed.items()},
@@ -66,12 +66,12 @@ def check_images(config: RunConfig, rows: Sequence[Row], spaces: Spaces) -> None
     """Raise DataError if the images of demonstrations are not those that the policy reads in the
     simulator."""
     vla = config.model.settings_of_vla
-    seen = [name for name in rows[0].observations if name not in ("prompt_ids", "state")]
+    recorded = [name for name in rows[0].observations if name not in ("prompt_ids", "state")]
     read = list(spaces.images)[: vla.num_images]
-    if seen != read:
+    if recorded != read:
         raise DataError(
-            f"sft.demonstrations has the images {', '.join(seen)}, but the policy reads {', '.join(read)} "
-            "of the environment; give them the same names"
+            f"sft.demonstrations has the images {', '.join(recorded)}, but the policy reads "
+            f"{', '.join(read)} of the environment; give them the same names"
         )
 
 
@@ -89,4 +89,4 @@ def _inputs(
     padded = torch.zeros(len(chunks), size, wide)
     padded[:, : chunks.shape[1], : chunks.shape[2]] = torch.from_numpy(chunks)
     drawn = [demonstrated(vla, padded, generator) for _ in range(_NUM_NOISES)]
-    return [{name: values.unsqueeze(1).numpy() for name, values in of.items()} for of in drawn]
+    return [{name: values.unsqueeze(1).numpy() for name, values in inputs.items()} for inputs in drawn]

@@ -110,7 +110,7 @@ class PolicyReceiver:
     receivers: Sequence[str] = ()
 
     def receive(self, version: int, ticket: Mapping[str, Any] | None) -> None:  # noqa: ARG002
-        """See WeightReceiver."""
+        """Load the current weights of the policy in this process into the engine, with adapters merged."""
         lm: CausalLM = self.workers["policy"].model
         self.engine.load_weights(version, lm.merged_weights() if lm.has_adapters else lm.named_weights())
 

@@ -84,10 +84,10 @@ def summarize_eval(groups: Sequence[Group], pass_at: Sequence[int], success: flo
     rewards = [[t.reward for t in g.valid if t.reward is not None] for g in groups]
     n = max((len(g.trajectories) for g in groups), default=0)
     passed = [[_is_success(t, success) for t in g.valid] for g in groups]
-    flat = [r for of in rewards for r in of]
+    flat = [r for group_rewards in rewards for r in group_rewards]
     out = {f"mean@{n}": float(np.mean(flat)) if flat else float("nan")}
     for k in pass_at:
-        chances = [_pass_at(k, len(of), sum(of)) for of in passed if len(of) >= k]
+        chances = [_pass_at(k, len(successes), sum(successes)) for successes in passed if len(successes) >= k]
         out[f"pass@{k}"] = float(np.mean(chances)) if chances else float("nan")
     out["reward_min"], out["reward_max"] = (min(flat), max(flat)) if flat else (float("nan"),) * 2
     out["num"] = float(len(groups))

@@ -85,10 +85,10 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
 def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
     """Raise ConfigError if reward parts or data.mix name sources that the data does not have. Needs all data
     to have been read."""
-    trained, evaluated = (set(of.prompts.sources) for of in (inputs.train, inputs.eval))
+    trained, evaluated = (set(split.prompts.sources) for split in (inputs.train, inputs.eval))
     data = loaded.config.data
     by_row = any(source.source_key is not None for source in (*data.train, *data.eval))
-    found = [
+    problems = [
         *source_problems(loaded.config.reward.parts, trained, evaluated, data.mix, by_row=by_row),
         *mix_problems(data.mix, trained),
         *weight_problems(loaded.config, trained | evaluated),
@@ -99,15 +99,15 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
         kinds = {env.kind_of_task(prompt) for prompt in prompts}
         if unknown := sorted(kinds - set(env.mixture)):
             why = f"the data has prompts for the environment {unknown[0]!r}, which is not in env.mix"
-            found.append(("env.mix", f"{why} ({', '.join(env.mixture)})"))
-    if found:
-        raise ConfigError([loaded.placed(Problem(key, message)) for key, message in found])
+            problems.append(("env.mix", f"{why} ({', '.join(env.mixture)})"))
+    if problems:
+        raise ConfigError([loaded.placed(Problem(key, message)) for key, message in problems])
 
 
 def prompt_sampler(config: RunConfig, num_prompts: int, prompts: Prompts | None = None) -> PromptSampler:
     """The sampling order of `num_prompts` prompts, by the shares of data.mix if set."""
     seed = config.run.seed if config.data.seed is None else config.data.seed
-    mix = [(of.sources, of.share) for of in config.data.mix]
+    mix = [(entry.sources, entry.share) for entry in config.data.mix]
     if config.makes_tasks:
         mix = [((kind,), mixed.share) for kind, mixed in config.env.mixture.items()]
     if not mix or not prompts:

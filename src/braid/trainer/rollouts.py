@@ -80,10 +80,13 @@ class Rollouts:
                     stream.asked[rank] = self.workers.start_beside(rank, Collector.finished, use)
             answered = self.workers.wait_any(list(stream.asked.values()), within_s)
             for rank in [rank for rank, call in stream.asked.items() if call in answered]:
-                ((told, cost),) = stream.asked.pop(rank).wait()
+                ((finished, cost),) = stream.asked.pop(rank).wait()
                 metrics.merge(cost)
-                kept = [of for of in told if of.key in stream.running]  # not cancelled meanwhile
-                groups += [of.group(self.prompts[use][self._end(use, of.key)]) for of in kept]
+                # A group may have been cancelled in the meantime.
+                kept = [metadata for metadata in finished if metadata.key in stream.running]
+                groups += [
+                    metadata.group(self.prompts[use][self._end(use, metadata.key)]) for metadata in kept
+                ]
             if within_s is not None:
                 break
         return groups, metrics
@@ -118,15 +121,14 @@ class Rollouts:
         for place, group in enumerate(groups):
             kept[self._streams["train"].homes[group.key]].append((group.key, place, first))
             first += len(group.trajectories)
-        return self.workers.start_each(Collector.rows, [(of,) for of in kept]).refs
+        return self.workers.start_each(Collector.rows, [(rows_of_worker,) for rows_of_worker in kept]).refs
 
     def whole(self, use: Use, groups: Sequence[Group]) -> list[Group]:
         """The same groups with tokens and texts, for reports; copies them into this process."""
         asked = self._by_worker(use, [group.key for group in groups])
-        found = {
-            g.key: g for of in self.workers.scatter(Collector.whole, [(use, a) for a in asked]) for g in of
-        }
-        return [found[group.key] for group in groups]
+        answers = self.workers.scatter(Collector.whole, [(use, keys) for keys in asked])
+        by_key = {group.key: group for answer in answers for group in answer}
+        return [by_key[group.key] for group in groups]
 
     def forget(self, use: Use, keys: Sequence[Key] | None = None) -> None:
         """Drop finished groups; all of them without `keys`."""
@@ -167,7 +169,7 @@ class Rollouts:
     def _drop(
         self, method: Callable[[Collector, Use, Sequence[Key]], None], use: Use, keys: Sequence[Key]
     ) -> None:
-        self.workers.scatter(method, [(use, of) for of in self._by_worker(use, keys)])
+        self.workers.scatter(method, [(use, worker_keys) for worker_keys in self._by_worker(use, keys)])
         for key in keys:
             del self._streams[use].homes[key]
 

@@ -83,7 +83,7 @@ class ExampleRows(Lazy[Row]):
         return len(self._examples)
 
     def item(self, index: int) -> Row:
-        """See Lazy."""
+        """The example at `index` as a row; its mask excludes the prompt."""
         example = self._examples[index]
         ids = np.array(example.prompt_ids + example.response_ids, np.int64)
         mask = np.array((False,) * len(example.prompt_ids) + example.response_mask)

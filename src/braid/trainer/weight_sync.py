@@ -25,12 +25,12 @@ def send_options(config: RunConfig, layout: Layout, folder: str, device: torch.d
     first, sync = policy.workers[0], config.rollout.weight_sync
     is_cuda = device.type == "cuda"
     devices = [set(worker.devices) for worker in rollout.workers]
-    shared = [bool(of & set(first.devices)) for of in devices]
+    shared = [bool(engine_devices & set(first.devices)) for engine_devices in devices]
     engine = served_engine(config)
     servers = engine.servers if engine else ()
     meeting = Meeting(
         is_one_machine=all(worker.node == first.node for worker in rollout.workers),
-        is_one_device=is_cuda and all(of == set(first.devices) for of in devices),
+        is_one_device=is_cuda and all(engine_devices == set(first.devices) for engine_devices in devices),
         # NCCL allows one rank per GPU: if only some engines share the sender's GPU, weights go through host
         # memory.
         is_cuda=is_cuda and (all(shared) or not any(shared)),

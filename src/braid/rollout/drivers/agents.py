@@ -60,7 +60,7 @@ class AgentDriver:
     """Plays the opponents, with other weights."""
 
     async def group(self, prompt: Prompt, group_size: int, key: Key) -> Group:
-        """See Driver."""
+        """Sample a group: `group_size` concurrent episodes of all agents, with the same environment seed."""
         samples = range(group_size)
         env_seed = int(np.random.SeedSequence((self.seed, *key)).generate_state(1)[0])
         async with task_group() as tasks:
@@ -341,12 +341,12 @@ class _Guarded:
     def _names(self, attribute: str) -> tuple[str, ...]:
         try:
             names = getattr(self.env, attribute, ())
-            found = () if isinstance(names, str) else tuple(names)
+            agents = () if isinstance(names, str) else tuple(names)
         except Exception as error:  # of a property
             raise _failure(error) from error
-        if isinstance(names, str) or not all(isinstance(name, str) for name in found):
+        if isinstance(names, str) or not all(isinstance(name, str) for name in agents):
             raise _EnvFailure(f"{attribute} is {shown(names)}, not names of agents")
-        return found
+        return agents
 
     @property
     def agents(self) -> tuple[str, ...]:

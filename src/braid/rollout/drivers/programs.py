@@ -97,8 +97,8 @@ class ProgramDriver:
             if self.needs_reward and trajectory.status is not Status.TRUNCATED:
                 raise EnvError("gave no reward; return or post one, or add a part to reward.parts")
             return
-        found = read_reward(reward)
-        if isinstance(found, Mapping):
-            trajectory.metrics.update({f"reward/{name}": value for name, value in found.items()})
-            found = exact_sum(found.values())
-        trajectory.turns[-1].reward = found
+        parsed = read_reward(reward)
+        if isinstance(parsed, Mapping):
+            trajectory.metrics.update({f"reward/{name}": value for name, value in parsed.items()})
+            parsed = exact_sum(parsed.values())
+        trajectory.turns[-1].reward = parsed

@@ -91,7 +91,7 @@ class RemoteEngine(SyncedEngine):
         """Restore the device memory of these parts."""
 
     def sleep(self) -> None:
-        """See RolloutEngine."""
+        """Free the device memory of all PARTS until `wake`. Raises EngineError while requests run."""
         if self._gone == PARTS:
             return
         self.check_idle("sleep")
@@ -100,7 +100,7 @@ class RemoteEngine(SyncedEngine):
         self._release()
 
     def wake(self) -> None:
-        """See RolloutEngine."""
+        """Restore the device memory that `sleep` freed."""
         if self._gone:
             self._regain(self._gone)
             self._gone = ()
@@ -167,7 +167,8 @@ class RemoteEngine(SyncedEngine):
         await set_weights_of([self], version, when, load)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See SyncedEngine."""
+        """Send `weights` to the engine as `version`. Raises EngineError if they do not arrive intact, or
+        while requests run."""
         if self._sender is None:
             self._sender = open_sender(self.receivers, self.sending)
         send_to([self], self._sender, version, weights)
@@ -199,7 +200,7 @@ class RemoteEngine(SyncedEngine):
         self._version = version
 
     def close(self) -> None:
-        """See RolloutEngine."""
+        """Close the weight sender, if one is open."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None
@@ -267,9 +268,9 @@ def send_to(
         sender.send(version, weights)
     except EngineError:
         # If an engine caused the failure, its error says why.
-        for of in receiving:
+        for future in receiving:
             with contextlib.suppress(FutureTimeoutError):
-                of.result(_WHY_S)
+                future.result(_WHY_S)
         raise
-    for engine, of in zip(engines, receiving, strict=True):
-        engine.finish_receiving(version, of)
+    for engine, future in zip(engines, receiving, strict=True):
+        engine.finish_receiving(version, future)

@@ -46,11 +46,11 @@ class Router:
 
     @property
     def cache_bytes(self) -> int:
-        """See RolloutEngine."""
+        """Bytes of all engines' key/value caches in this process."""
         return sum(engine.cache_bytes for engine in self.engines)
 
     async def generate(self, request: Request) -> Completion:
-        """See RolloutEngine."""
+        """Sample on the engine that has requests with the same prompt, else on the least loaded one."""
         prompt, load = request.prompt_ids, request.sampling.max_new_tokens
         home = self._homes.get(prompt)
         if home is None:
@@ -75,7 +75,8 @@ class Router:
     async def set_weights(
         self, version: int, when: NewWeights = "drain", load: Callable[[], object] | None = None
     ) -> None:
-        """See RolloutEngine."""
+        """Sample with `version` on all engines from now on. They switch together, and `load` is called once.
+        Raises EngineError unless all have received the version."""
         await set_weights_of(self.engines, version, when, load)
 
     def load_weights(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -94,17 +95,17 @@ class Router:
         receive_by(self.engines, version, ticket)
 
     def sleep(self) -> None:
-        """See SyncedEngine."""
+        """Free the device memory of all engines until `wake`. Raises EngineError while requests run."""
         for engine in self.engines:
             engine.sleep()
 
     def wake(self) -> None:
-        """See SyncedEngine."""
+        """Restore the device memory of all engines."""
         for engine in self.engines:
             engine.wake()
 
     def close(self) -> None:
-        """See RolloutEngine."""
+        """Close the weight sender and all engines."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None

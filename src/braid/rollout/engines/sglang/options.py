@@ -38,5 +38,5 @@ def server_arguments(config: Sglang, model: Model) -> list[str]:
         "--enable-memory-saver": model.sleeps,
         "--enable-weights-cpu-backup": model.sleeps,
     }
-    given = [word for name, value in values.items() if value is not None for word in (name, str(value))]
-    return given + [name for name, is_on in flags.items() if is_on]
+    arguments = [word for name, value in values.items() if value is not None for word in (name, str(value))]
+    return arguments + [name for name, is_on in flags.items() if is_on]

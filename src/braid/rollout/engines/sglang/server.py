@@ -35,7 +35,6 @@ class SglangServer(ServerEngine):
         return [self.name]
 
     def _interrupt(self) -> None:
-        """See RemoteEngine."""
         self._client.call("POST", "/abort_request", {"abort_all": True})
 
     def _release(self) -> None:
@@ -43,7 +42,6 @@ class SglangServer(ServerEngine):
         self._client.call("POST", "/release_memory_occupation", {"tags": PARTS}, tries=1)
 
     def _regain(self, parts: tuple[Part, ...]) -> None:
-        """See RemoteEngine."""
         self._client.call("POST", "/resume_memory_occupation", {"tags": parts}, tries=1)
 
     @property

@@ -101,7 +101,6 @@ class VllmEngine(RemoteEngine):
         return self._start_call("receive_weights", version, dict(ticket), self.name, self._timeout_s)
 
     def _interrupt(self) -> None:
-        """See RemoteEngine."""
         self._call("interrupt")
 
     def _release(self) -> None:
@@ -110,7 +109,6 @@ class VllmEngine(RemoteEngine):
             self._call("sleep")
 
     def _regain(self, parts: tuple[Part, ...]) -> None:
-        """See RemoteEngine."""
         if self._arguments["enable_sleep_mode"]:
             self._call("wake", parts)
 

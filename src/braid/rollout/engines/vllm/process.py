@@ -121,7 +121,9 @@ def missing_parts(model: nn.Module) -> Iterator[str]:
         for parameter, parts in loaded.items():
             if None not in parts:  # the parameter as a whole
                 yield from (
-                    f"{name}.{parameter} ({of})" for of in _all_parts(layer, parameter) if of not in parts
+                    f"{name}.{parameter} ({part})"
+                    for part in _all_parts(layer, parameter)
+                    if part not in parts
                 )
 
 

@@ -28,7 +28,8 @@ _START = (
 
 
 class VllmServer(ServerEngine):
-    """See SyncedEngine for the contract."""
+    """A vLLM server that was started elsewhere; its workers receive weights through braid's worker
+    extension."""
 
     _num_workers: int
     _model: str
@@ -48,7 +49,6 @@ class VllmServer(ServerEngine):
         self._client.call("POST", "/sleep", params={"level": "1"}, tries=1)
 
     def _regain(self, parts: tuple[Part, ...]) -> None:
-        """See RemoteEngine."""
         self._client.call("POST", "/wake_up", params={"tags": parts}, tries=1)
 
     @property
