@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.leftovers import LIMIT_S, await_end, runs
+from tests.leftovers import LIMIT_S, await_end
 from tests.machines import Cluster, Machine, environment, need_machines, two_machines
 from tests.needs import WITH_VLLM
 from tests.trainer.test_clusters import metrics, run_config
