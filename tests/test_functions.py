@@ -64,9 +64,9 @@ def test_a_module_of_a_file_has_the_files_name_in_messages(folder: Path) -> None
 @pytest.mark.parametrize(
     ("path", "fault"),
     [
-        ("score", "is not the path of a function; write package.module.function or file.py:function"),
-        ("mine.txt:score", "is not the path of a function"),
-        ("mine.py:", "is not the path of a function"),
+        ("score", "is not a path to Python code; write package.module.name or file.py:name"),
+        ("mine.txt:score", "is not a path to Python code"),
+        ("mine.py:", "is not a path to Python code"),
         ("mien.py:score", "mien.py, did you mean 'mine.py'?"),
         ("mine.py:scroe", "'mine.py' has no 'scroe', did you mean 'score'?"),
         ("mine.py:VALUE", "'mine.py:VALUE' is a int, not a function"),

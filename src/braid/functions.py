@@ -47,7 +47,7 @@ class _NotFound(Exception):
     """Carries the reason why a path does not name a function."""
 
 
-_FORM = "is not the path of a function; write package.module.function or file.py:function"
+_FORM = "is not a path to Python code; write package.module.name or file.py:name"
 
 
 def load_function(path: str, *, base_dir: Path, key: str, allows_class: bool = False) -> Callable[..., Any]:
@@ -91,7 +91,8 @@ def _member(module: ModuleType, names: Sequence[str], path: str, *, allows_class
             f"{member.__name__}()` in the module and use {path.removesuffix(member.__name__)}{instance}"
         )
     if not callable(member):
-        raise _NotFound(f"{path!r} is a {type(member).__name__}, not a function")
+        wanted = "a class or a function" if allows_class else "a function"
+        raise _NotFound(f"{path!r} is a {type(member).__name__}, not {wanted}")
     return member
 
 

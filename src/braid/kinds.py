@@ -15,6 +15,7 @@ from pydantic import PrivateAttr, ValidationError
 from braid.errors import ConfigError, suggest
 from braid.functions import give, given, is_given, load_function
 from braid.sections import Section
+from braid.users import described, is_the_users, shown
 
 K = TypeVar("K", bound="Kind")
 F = TypeVar("F", bound="CallsFunction")
@@ -37,6 +38,10 @@ class Kind(Section):
     def of_function(cls: type[K], function: Callable[..., Any]) -> K:  # noqa: ARG003
         """A user's function as a kind of the family. Raises ValueError in a family that has classes only."""
         raise ValueError(f"name a class of {_home(cls)}, not a function")
+
+    def must_define(self) -> tuple[str, ...]:
+        """Methods that a user's own needs with its settings, and that the family leaves to its kinds."""
+        return ()
 
     @property
     def is_own(self) -> bool:
@@ -92,8 +97,8 @@ def is_path(kind: object) -> bool:
 def own_kind(family: type[K], path: str, settings: Mapping[str, Any], *, base_dir: Path) -> K:
     """The user's class or function at `path` as one of `family`, with `settings` as its fields.
 
-    File paths are relative to `base_dir`. Raises ValueError if there is none, if it is not of the family, or
-    for settings that it does not have.
+    File paths are relative to `base_dir`. Raises ValueError if there is none, if it is not of the family or
+    lacks a method, for settings that it does not take, and for what its own code raises.
     """
     try:
         loaded = load_function(path, base_dir=base_dir, key=family.config_key, allows_class=True)
@@ -107,15 +112,30 @@ def own_kind(family: type[K], path: str, settings: Mapping[str, Any], *, base_di
                 f"{path!r} is a function, which has no settings such as {next(iter(settings))!r}; remove "
                 f"them, or write a class of {family.__name__} with these fields"
             )
-        made = family.of_function(loaded)
+        try:
+            made = family.of_function(loaded)
+        except ValueError as error:
+            raise ValueError(f"{path!r}: {error}") from None
     elif not issubclass(loaded, family):
         raise ValueError(f"{path!r} is not a class of {_home(family)}; derive it from that")
     else:
         try:
             made = loaded.model_validate(dict(settings))
         except ValidationError as error:
-            raise ValueError(f"{path}: {_first_problem(error, loaded)}") from None
+            raise ValueError(f"{path}: {_problems(error, loaded)}") from None
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
+            raise ValueError(f"{path!r}: to make one raised {described(error)}") from error
+        if missing := [name for name in made.must_define() if _is_of_the_base(loaded, name)]:
+            raise ValueError(f"{path!r} does not define {' and '.join(missing)}; see {_home(family)}")
     return made.at(path, base_dir)
+
+
+def _is_of_the_base(kind: type[Kind], method: str) -> bool:
+    """Whether a method is the first one of this name, which the family declares for its kinds to define."""
+    first = next(base for base in reversed(kind.__mro__) if method in vars(base))
+    return getattr(kind, method) is getattr(first, method)
 
 
 def _home(family: type[Kind]) -> str:
@@ -133,10 +153,17 @@ class _Missing:
         raise ValueError(self._why)
 
 
-def _first_problem(error: ValidationError, kind: type[Kind]) -> str:
-    detail = error.errors(include_url=False)[0]
-    name = str(detail["loc"][0]) if detail["loc"] else ""
-    if detail["type"] == "extra_forbidden":
-        keys = [key for key in kind.model_fields if key != "kind"]
-        return f"unknown key {name!r}{suggest(name, keys)}; its keys are {', '.join(keys) or 'none'}"
-    return f"{name}: {detail['msg']}" if name else detail["msg"]
+def _problems(error: ValidationError, kind: type[Kind]) -> str:
+    keys, out = [key for key in kind.model_fields if key != "kind"], list[str]()
+    for detail in error.errors(include_url=False):
+        name = ".".join(map(str, detail["loc"]))
+        match detail["type"]:
+            case "extra_forbidden":
+                near = suggest(name, keys)
+                out.append(f"unknown key {name!r}{near}; its keys are {', '.join(keys) or 'none'}")
+            case "missing":
+                out.append(f"missing required key {name!r}")
+            case _:
+                value = f"{name} is {shown(detail['input'])}: " if name else ""
+                out.append(f"{value}{detail['msg']}")
+    return "; ".join(out)

@@ -193,6 +193,16 @@ def test_a_mandatory_value_can_be_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        (
+            "rollout.engine=VLM",
+            "rollout.engine: kind: 'VLM' is not one of native, vllm, sglang, or file.py:name of your own, did "
+            "you mean 'vllm'? [override]",
+        ),
+        (
+            "rollout.engine={kind: ${run.name}}",
+            "rollout.engine: cannot parse the value {kind: ${run.name}} (expected ',' or '}', but got '{'); "
+            "quote ${...} inside { } and [ ] [override]",
+        ),
         ("modle.path=x", "modle: unknown key, did you mean 'model'? [override]"),
         ("run.sed=1", "run.sed: unknown key, did you mean 'seed'? [override]"),
         (

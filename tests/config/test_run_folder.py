@@ -33,6 +33,22 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+def test_the_run_of_an_earlier_version_says_so_and_where_its_keys_are_now(run: Path) -> None:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["rollout"]["vllm"] = {"tensor_parallel": 1}
+    config["critic"]["train"] = {"fsdp": {"size": None}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(ConfigError) as error:
+        load_config(run / "config.yaml")
+    first, *others = sorted(map(str, error.value.problems), key=lambda text: not text.startswith("config: "))
+    assert "an earlier version of braid made this run, with keys such as critic.train.fsdp" in first
+    assert len(others) == 2
+    (run / "plan.json").unlink()  # a config of the user's own
+    with pytest.raises(ConfigError) as error:
+        load_config(run / "config.yaml")
+    assert len(error.value.problems) == 2
+
+
 @pytest.mark.parametrize("is_moved", [False, True])
 def test_the_folder_that_is_named_is_the_folder(run: Path, tmp_path: Path, is_moved: bool) -> None:
     there = tmp_path / "elsewhere/copy"

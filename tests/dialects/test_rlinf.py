@@ -602,3 +602,20 @@ def test_a_wrong_value_says_what_is_allowed(override: str, message: str) -> None
 def test_an_override_below_braid_sets_a_native_key() -> None:
     found = here("braid.algorithm.kl_in=loss", "algorithm.kl_beta=0.1").loaded.config
     assert (found.algorithm.kl_in, found.algorithm.kl_coef) == ("loss", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("braid.rollout.engine=vlm", "braid.rollout.engine: kind: 'vlm' is not one of"),
+        ("braid.rollout.engine=[1]", "braid.rollout.engine: [1] is not one of"),
+        ("braid.rollout.vllm.replicas=2", "braid.rollout.vllm: unknown key"),
+        ("rollout.tensor_parallel_size=none", "rollout.tensor_parallel_size: "),
+    ],
+)
+def test_a_problem_names_the_key_that_was_set(override: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_config(SEEDS / "rlinf-math-000.yaml", [override])
+    (problem,) = error.value.problems
+    assert str(problem).startswith(expected)
+    assert problem.origin.startswith("override")

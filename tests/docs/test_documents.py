@@ -35,10 +35,23 @@ def test_the_config_of_the_readme_resolves(tmp_path: Path) -> None:
     resolve(load_config(tmp_path / "mine.yaml").config, 100)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
-def test_blocks_parse(path: Path) -> None:
+@pytest.mark.parametrize("path", [d for d in DOCUMENTS if blocks(d, "yaml")], ids=lambda p: p.name)
+def test_the_configs_of_a_document_load(path: Path, tmp_path: Path) -> None:
+    """Each is a part of a config, or has alternatives, one a line."""
+    code = blocks(path, "python")
     for block in blocks(path, "yaml"):
-        yaml.safe_load(block)
+        for file, name in re.findall(r"(\w+\.py):(\w+)", block):
+            defining = (text for text in code if re.search(rf"^(class|def) {name}\b", text, re.MULTILINE))
+            (tmp_path / file).write_text(next(defining, ""))
+        keys = [line.partition(":")[0] for line in block.splitlines() if line[:1].isalpha()]
+        for text in block.splitlines() if len(set(keys)) < len(keys) else [block]:
+            config = {"model": {"path": "model"}} | yaml.safe_load(text)
+            (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
+            load_config(tmp_path / "mine.yaml")
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_python_blocks_compile(path: Path) -> None:
     for block in blocks(path, "python"):
         compile(block, str(path), "exec")
 

@@ -66,6 +66,41 @@ def test_an_engine_derives_from_one_with_a_place(tmp_path: Path) -> None:
         load_config(tmp_path / "run.yaml", ["rollout.engine=mine.py:Bare"])
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "class Own(Native):\n    def model_post_init(self, _):\n        1 / 0",
+            r"ZeroDivisionError: .*mine\.py:7",
+        ),
+        ("class Own(Native):\n    x: 'Undefined' = 1", "`Own` is not fully defined"),
+        ("class Own(Native):\n    x: int", "missing required key 'x'"),
+        ("class Own(ServedEngine): ...", "'mine.py:Own' does not define start"),
+        ("class Own(Backend): ...", "'mine.py:Own' does not define build"),
+        ("Own = Native()", "is a Native, not a class or a function"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_with_its_reason(
+    tmp_path: Path, code: str, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from braid.rollout.engines.base import ServedEngine\n"
+        "from braid.rollout.engines.native.kind import Native\n"
+        "from braid.training.backends import Backend\n\n" + code
+    )
+    (tmp_path / "run.yaml").write_text("model: {build: {}}\n")
+    key = "train.backend" if "Backend" in code else "rollout.engine"
+    with pytest.raises(ConfigError, match=rf"{re.escape(key)}: .*{message}"):
+        load_config(tmp_path / "run.yaml", [f"{key}=mine.py:Own"])
+
+
+def test_all_problems_of_a_kind_of_the_users_own_are_told_with_their_values(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {build: {}}\n")
+    value = "{kind: braid.rollout.engines.native.kind.Native, max_running: -3, dtype: half}"
+    with pytest.raises(ConfigError, match=r"max_running is -3 .*greater than 0; dtype is 'half'"):
+        load_config(tmp_path / "run.yaml", [f"rollout.engine={value}"])
+
+
 @pytest.mark.parametrize("key", PAGES)
 @pytest.mark.parametrize(
     ("value", "message"),

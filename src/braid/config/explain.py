@@ -111,7 +111,8 @@ def _message(detail: ErrorDetails, spot: _Spot, field: FieldInfo) -> str:
     if kind == "union_tag_invalid":
         name = spot.value["kind"] if isinstance(spot.value, dict) else spot.value
         own_form = f", or {OWN_FORM}" if kinds_of(field) else ""
-        return f"kind: {_not_allowed(name, f'{kinds}{own_form}')}"
+        near = suggest(name.lower(), map(str, map(kind_of, sections))) if isinstance(name, str) else ""
+        return f"kind: {_not_allowed(name, f'{kinds}{own_form}')}{near}"
     words = allowed(field, spot.item)
     if spot.value is None and sections:
         return f"is empty; remove it, or set it to {words}"

@@ -29,8 +29,9 @@ from braid.sections import Section
 
 from .explain import explain, unlike_numbers
 from .kinds import kinds_of
+from .moved import MOVED
 from .resolvers import MAX_NUMBER, RESOLVERS, register_resolvers
-from .run_folder import relocate
+from .run_folder import is_of_run, relocate
 from .schema import RunConfig
 from .secrets import (
     Reference,
@@ -45,6 +46,7 @@ from .shape import fields_of, section_for, sections_of
 from .source import (
     DEFAULT,
     OVERRIDE,
+    ROOT,
     KeyPath,
     Written,
     apply_override,
@@ -69,6 +71,10 @@ KINDS = {
     for path, family in FAMILIES.items()
 }
 """The same -> the kind of settings without one; None where it depends on the recipe."""
+_OF_AN_EARLIER_VERSION = (
+    "an earlier version of braid made this run, with keys such as {}, which are not read; use that version, "
+    "or move the keys below in {} to where they are now, and remove those of kinds that the run does not have"
+)
 MANDATORY = "???"
 """Placeholder for a value that must be given on the command line."""
 
@@ -132,14 +138,10 @@ def in_keys_of_file(problem: Problem, foreign_keys: Mapping[str, str]) -> Proble
     set are keys of braid, which are written below `braid`."""
 
     def key_of(native: str) -> str:
-        return next(
-            (
-                foreign
-                for name, foreign in foreign_keys.items()
-                if is_within(name, native) or is_within(native, name)
-            ),
-            "",
-        )
+        """The key that sets `native` or a section around it."""
+        around = (foreign for name, foreign in foreign_keys.items() if is_within(native, name))
+        kind = foreign_keys.get(f"{native}.kind", "")
+        return foreign_keys.get(native) or next(around, kind)
 
     def in_foreign_keys(match: re.Match[str]) -> str:
         native, value = match[1], match[2] or ""
@@ -150,7 +152,10 @@ def in_keys_of_file(problem: Problem, foreign_keys: Mapping[str, str]) -> Proble
 
     if problem.key in foreign_keys.values() or problem.key.partition(".")[0] not in RunConfig.model_fields:
         return problem
-    key = key_of(problem.key) or f"braid.{problem.key}"
+    below = (foreign for name, foreign in foreign_keys.items() if is_within(name, problem.key))
+    key = key_of(problem.key) or next(below, "")
+    if not key or problem.origin == OVERRIDE:  # those of keys of the file name the key, too
+        key = f"braid.{problem.key}"
     return replace(problem, key=key, message=_KEY.sub(in_foreign_keys, problem.message))
 
 
@@ -195,6 +200,8 @@ def validate(written: Written, file: Path | None) -> Loaded:
     missing = [path_text(path) for path, value in leaves(tree) if value == MANDATORY]
     complaints = [(name, f"required; set it on the command line: {name}=VALUE") for name in missing]
     complaints += unlike_numbers(tree)
+    if file is not None and is_of_run(file) and (former := MOVED.keys() & _sections_in(tree)):
+        written.problems.append(Problem(ROOT, _OF_AN_EARLIER_VERSION.format(min(former), file), file.name))
     folder = Path.cwd() if file is None else file.resolve().parent
     run = tree.get("run")
     base_dir = folder / str((run.get("base_dir") if isinstance(run, dict) else None) or "")
@@ -207,7 +214,7 @@ def validate(written: Written, file: Path | None) -> Loaded:
     for key, message in complaints:
         if key not in known:
             known.add(key)
-            written.problems.append(Problem(key, message, written.origin_of(parse_path(key))))
+            written.problems.append(Problem(key, message, _origin_of(written, key)))
     if written.problems or config is None:
         secrets = distinct(written.secrets)
         problems = sorted(written.problems, key=_line)
@@ -218,6 +225,20 @@ def validate(written: Written, file: Path | None) -> Loaded:
         name: written_at.get(name) or written_at.get(name.removesuffix(".kind"), DEFAULT) for name in names
     }
     return Loaded(config, origins, base_dir, file, references=written.references, secrets=written.secrets)
+
+
+def _sections_in(tree: Mapping[str, Any]) -> set[str]:
+    """The keys of a tree with the sections that hold them."""
+    return {path_text(path[:end]) for path, _ in leaves(tree) for end in range(1, len(path) + 1)}
+
+
+def _origin_of(written: Written, key: str) -> str:
+    """The origin of a value, or of a section: that of its kind, or of all its values if they share it."""
+    origin = written.origin_of(parse_path(key))
+    if origin != DEFAULT:
+        return origin
+    below = {where for name, where in written.origins.items() if is_within(name, key)}
+    return written.origins.get(f"{key}.kind") or (below.pop() if len(below) == 1 else DEFAULT)
 
 
 def _give_defaults(written: Written) -> None:

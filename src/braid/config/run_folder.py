@@ -15,12 +15,17 @@ def file_of(path: Path) -> Path:
     return path / "config.yaml" if (path / "config.yaml").is_file() else path
 
 
+def is_of_run(file: Path) -> bool:
+    """Whether a file is the config of a run folder, where braid wrote plan.json beside it."""
+    return file.name == "config.yaml" and (file.resolve().parent / "plan.json").is_file()
+
+
 def relocate(written: Written, file: Path) -> None:
-    """If `file` is the config of a run folder (braid wrote plan.json beside it), make run.output_dir and
+    """If `file` is the config of a run folder, make run.output_dir and
     run.name those of the folder, and move the paths below it along: they name the folder that the run was
     started in."""
     folder, run = file.resolve().parent, written.tree.get("run")
-    if file.name != "config.yaml" or not (folder / "plan.json").is_file() or not isinstance(run, dict):
+    if not is_of_run(file) or not isinstance(run, dict):
         return
     before = f"{run.get('output_dir')}/{run.get('name')}"
     if Path(before).resolve() == folder:

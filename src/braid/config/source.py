@@ -30,6 +30,7 @@ _ESCAPES = (
     r'between double quotes a backslash begins an escape: write it twice, "\\d", '
     r"or use single quotes: '\d'"
 )
+_QUOTED = "quote ${...} inside { } and [ ]"
 KeyPath = tuple[str | int, ...]
 """Components of a key path: ("data", "train", 0)."""
 
@@ -174,7 +175,11 @@ def apply_override(written: Written, text: str, kinds: Mapping[str, str | None] 
             problem = _TOO_DEEP
         except yaml.YAMLError as error:
             why = getattr(error, "problem", None) or "not valid YAML"
-            fix = _ESCAPES if "escape character" in why else f"quote strings: '{key}=\"...\"'"
+            fix = f"quote strings: '{key}=\"...\"'"
+            if "escape character" in why:
+                fix = _ESCAPES
+            elif "${" in value and value[0] in "{[":
+                fix = _QUOTED
             problem = f"cannot parse the value {value} ({why}); {fix}"
     if problem:
         written.problems.append(Problem(name, problem, OVERRIDE))
@@ -351,7 +356,7 @@ def _syntax_error(error: yaml.YAMLError, file: str, text: str) -> ConfigError:
     elif "but found another document" in message:
         message += "; a config is a single document, remove the line ---"
     elif "${" in line and "flow" in message:
-        message += "; quote ${...} inside { } and [ ]"
+        message += f"; {_QUOTED}"
     return _error(message, f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file)
 
 

@@ -150,6 +150,9 @@ class ServedEngine(Engine):
         """A client of the server at `url`; arguments as in http.ServerEngine."""
         raise NotImplementedError
 
+    def must_define(self) -> tuple[str, ...]:
+        return ("connect",) if self.servers else ("start",)
+
     def num_devices(self) -> int:
         return 0 if self.servers else self.tensor_parallel * self.pipeline_parallel
 

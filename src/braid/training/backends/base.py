@@ -70,6 +70,9 @@ class Backend(Kind):
         model that is never trained."""
         raise NotImplementedError
 
+    def must_define(self) -> tuple[str, ...]:
+        return ("build",)
+
     def for_inference(self, inference: InferenceConfig) -> Backend:
         """The settings of workers that compute log-probs on their own devices."""
         return self
