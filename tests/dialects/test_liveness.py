@@ -351,7 +351,11 @@ def _has_effect(key: str, effects: Effects) -> bool:
     # the stage has only one value; robot policies: tests/trainer/test_vla_runs.py,
     # tests/models/test_vla_policies.py auto_reset is only valid with another key:
     # tests/rollout_drivers/test_simulator_semantics.py
-    if key in (*ELSEWHERE, "env.auto_reset") or key.endswith("train.backend.stage") or key.startswith(MISSING):
+    if (
+        key in (*ELSEWHERE, "env.auto_reset")
+        or key.endswith("train.backend.stage")
+        or key.startswith(MISSING)
+    ):
         return True
     return effects.of(key, VALUES.get(key, ())) in ("changed", "read", "refused")
 
