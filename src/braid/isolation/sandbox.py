@@ -381,23 +381,35 @@ def kill_children() -> None:
 
 def _check_not_starved(timeout_s: float) -> None:
     """Raise SandboxError if the descendants of this process, which have missed a deadline, waited for a core
-    for half of the time, and computed for less than that: the machine was too slow, not the program.
-
-    Of waits, only those of two threads count, a program's and its tests', which take turns: a program cannot
-    add up those of many threads of its own."""
-    waits_s, computed_s = [0.0, 0.0], 0.0
+    for half of the time, and computed for less than that: the machine was too slow, not the program."""
+    threads_s: list[tuple[float, float]] = []
+    computed_s = 0.0
     for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError, ValueError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            # utime, stime, cutime and cstime, with threads and children that have ended (proc_pid_stat(5))
+            computed_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
         for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
             with contextlib.suppress(OSError, ValueError):
                 computed_ns, waited_ns, _ = map(int, file.read_text().split())
-                computed_s += computed_ns / 1e9
-                waits_s.append(waited_ns / 1e9)
-    waited_s = sum(sorted(waits_s)[-2:])
+                threads_s.append((computed_ns / 1e9, waited_ns / 1e9))
+    waited_s = waited_for_others(threads_s, computed_s)
     if computed_s < timeout_s / 2 <= waited_s:
         raise SandboxError(
             f"the machine is too busy: of {timeout_s:g} s the program and its tests waited for a core for "
             f"{waited_s:.1f} s and computed for {computed_s:.1f} s; use fewer processes, or a longer timeout"
         )
+
+
+def waited_for_others(threads_s: Sequence[tuple[float, float]], computed_s: float) -> float:
+    """Time that a test waited for a core while processes outside it computed, a lower bound. `threads_s` are
+    the times (computed, waited) of its threads; `computed_s` also counts those that have ended.
+
+    Only two threads count, a program's and its tests', which take turns, and of each only what exceeds the
+    time that all others computed, for which it may have waited: a program cannot make an idle machine look
+    busy by threads of its own."""
+    waits_s = (max(0.0, waited - max(0.0, computed_s - computed)) for computed, waited in threads_s)
+    return sum(sorted(waits_s)[-2:])
 
 
 def _is_over(limits: Limits, folder: str) -> bool:

@@ -90,12 +90,12 @@ class _Host:
             return {}
         try:
             session = self._session = self._session or self._started()
+            session.send(json.dumps({"code": request["code"]}).encode() + b"\n")
+            deadline = time.monotonic() + request["timeout_s"]
+            line = session.read_line(deadline, 16 * self._max_characters + 2**16)
         except SandboxError as error:
             self._end()
             return {"failed": str(error)}
-        session.send(json.dumps({"code": request["code"]}).encode() + b"\n")
-        deadline = time.monotonic() + request["timeout_s"]
-        line = session.read_line(deadline, 16 * self._max_characters + 2**16)
         output = _output(line)
         if output is not None:
             return {"output": output}

@@ -20,8 +20,8 @@ _LONGEST_WAIT_S = 1e6
 
 
 class Channel:
-    """One end. Several threads may send; one receives. A message without an end by its deadline leaves the
-    connection unusable: the caller ends the other process."""
+    """One end. Several threads may send; one receives. A message that is cut off, by its deadline or an
+    exception such as KeyboardInterrupt, ends the connection, and the caller ends the other process."""
 
     def __init__(self, connection: socket.socket, handle: int | None = None) -> None:
         """`handle` is a pidfd of the process at the other end, which the channel closes."""
@@ -34,14 +34,19 @@ class Channel:
         `deadline` (time.monotonic)."""
         with self._sending:
             left = memoryview(_LENGTH.pack(len(content)) + content)
-            while left:
-                try:
-                    left = left[self._socket.send(left) :]
-                except BlockingIOError:
+            try:
+                while left:
                     try:
+                        left = left[self._socket.send(left) :]
+                    except BlockingIOError:
                         self._wait(select.POLLOUT, deadline)
-                    except EOFError:
-                        raise BrokenPipeError from None
+            except EOFError:
+                raise BrokenPipeError from None
+            except OSError:
+                raise
+            except BaseException:  # an interrupt
+                self._shut()  # the next message would be read as the rest of this
+                raise
 
     def reply(self, content: bytes) -> None:
         """Send an answer, unless the other side is gone, which the end of `messages` says: a child whose
@@ -53,7 +58,12 @@ class Channel:
         """The next message. Raises EOFError if the other side is gone, TimeoutError after `deadline`, and
         OSError for one above `longest` bytes."""
         with self._receiving:
-            return bytes(self._read(_checked(self._read(_LENGTH.size, deadline), longest), deadline))
+            self._wait(select.POLLIN, deadline)
+            try:
+                return bytes(self._read(_checked(self._read(_LENGTH.size, deadline), longest), deadline))
+            except BaseException:
+                self._shut()  # the rest of this message would be read as the next
+                raise
 
     def poll(self, seconds: float) -> bool:
         """Whether the other side has sent something or is gone, after waiting for `seconds` at most."""

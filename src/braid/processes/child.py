@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import IO
 
 from .channel import Channel
-from .system import end, end_with, how_it_ended
+from .system import end, end_with, handle_of, has_ended, how_it_ended
 
 START_LIMIT_S = 120.0
 """Time limit for a new process to import its module and to do its first job."""
+_TICK_S = 0.005
+"""Interval at which `end` looks whether the process has ended."""
 
 
 class Child:
@@ -48,13 +50,13 @@ class Child:
                 env={**os.environ, "PYTHONPATH": path, **env},
                 start_new_session=True,
             )
-        self.channel = Channel(ours, os.pidfd_open(self.process.pid))
+        self.channel = Channel(ours, handle_of(self.process.pid))
         self._end = weakref.finalize(self, _end, self.process, self.channel)
 
     @property
     def is_alive(self) -> bool:
         """Whether it runs and has not been killed."""
-        return self._end.alive and self.process.poll() is None
+        return self._end.alive and not has_ended(self.process)
 
     def kill(self) -> None:
         """Kill the process and all that it has started. Idempotent."""
@@ -65,12 +67,11 @@ class Child:
         Returns how it ended."""
         if self._end.alive:
             self.channel.close()
-            if self.process.returncode is None:  # not reaped, or its number could be that of another process
-                handle = os.pidfd_open(self.process.pid)
-                select.select([handle], [], [], wait_s)
-                os.close(handle)
+            deadline = time.monotonic() + wait_s
+            while not has_ended(self.process) and time.monotonic() < deadline:
+                time.sleep(_TICK_S)
             self.kill()
-        return how_it_ended(self.process.wait())
+        return how_it_ended(self.process.poll())
 
 
 def _end(process: subprocess.Popen[bytes], channel: Channel) -> None:

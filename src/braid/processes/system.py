@@ -9,6 +9,7 @@ library only, since it runs without any other import path.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import shutil
@@ -24,6 +25,8 @@ FOLDER = "BRAID_PROCESS_FOLDER"
 """Environment variable with a folder that is removed with the process."""
 _LIMIT_S = 5.0
 """Time for killed processes to disappear."""
+_TICK_S = 0.5
+"""Interval at which a process without a handle of its parent looks whether it has ended."""
 
 
 def children(pid: int) -> list[int]:
@@ -99,19 +102,47 @@ def guarded(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
 
 
-def end(process: subprocess.Popen[bytes]) -> int:
-    """Kill the process, its group and all that it has started; returns its exit code."""
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether this process's child has ended. Does not reap it: until then no other process gets its number,
+    by which its group is killed."""
+    if process.returncode is not None:
+        return True
+    try:
+        return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # another thread has reaped it
+        return True
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process, its group and all that it has started, and reap it; one that the kernel does not let
+    go, as a call of a driver may, is left after _LIMIT_S. Idempotent."""
+    if process.returncode is not None and Path(f"/proc/{process.pid}").exists():
+        return  # another process has its number, which none gets while its group has members
     started = descendants(process.pid)
     kill_group(process.pid)
     kill(started)
-    return process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_LIMIT_S)
 
 
-def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words; None of a process that was killed in vain."""
+    if code is None:
+        return "was killed, but has not ended"
     if code >= 0:
         return f"exited with code {code}"
     return f"was killed by {signal.Signals(-code).name} ({signal.strsignal(-code)})"
+
+
+def handle_of(pid: int) -> int | None:
+    """A pidfd of the process; None where the system call does not exist (before Linux 5.3) or the filter of a
+    container forbids it. Raises ProcessLookupError if there is no such process."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.EPERM):
+            return None
+        raise
 
 
 def end_this_process() -> None:
@@ -127,9 +158,12 @@ def end_with(parent: int) -> None:
 
     def watch() -> None:
         with contextlib.suppress(ProcessLookupError):
-            handle = os.pidfd_open(parent)
-            if os.getppid() == parent:
-                select.select([handle], [], [])
+            handle = handle_of(parent)
+            while os.getppid() == parent:
+                if handle is None:
+                    time.sleep(_TICK_S)
+                else:
+                    select.select([handle], [], [])
         end_this_process()
 
     threading.Thread(target=watch, daemon=True).start()

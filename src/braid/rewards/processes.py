@@ -67,7 +67,7 @@ def _answer(process: Child, request: bytes) -> tuple[object, object]:
     try:
         process.channel.send(request)
         value, error = json.loads(process.channel.receive(longest=MAX_REPLY_BYTES))
-    except (OSError, EOFError, TypeError, ValueError) as error:
+    except (OSError, EOFError, TypeError, ValueError, RecursionError) as error:
         raise RewardError("the scoring process exited without a result (out of memory, or killed)") from error
     return value, error
 

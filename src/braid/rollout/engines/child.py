@@ -14,7 +14,7 @@ from tempfile import gettempdir
 from typing import IO
 
 from braid.cluster.reports import give_up
-from braid.processes import FOLDER, Channel, Child, guarded, kill_group
+from braid.processes import FOLDER, Channel, Child, end, guarded
 
 _END_S = 10.0
 """Time limit for a process to exit after it has been killed or has closed its pipe."""
@@ -104,9 +104,9 @@ class LoggedProcess:
         self._is_ended = True
         if self._folder is not None:  # first, since this process may be killed at any moment
             shutil.rmtree(self._folder, ignore_errors=True)
-        kill_group(self._process.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
+        end(self._process)
+        if self._child is not None:  # now, while its number is known to be its own
+            self._child.kill()
 
 
 def _appended(log: Path) -> IO[bytes]:
