@@ -92,7 +92,7 @@ TABLETOP = "examples.tabletop.Tabletop"
 
 
 def _mappings() -> int:
-    return Path("/proc/self/maps").read_text().count("memfd:braid-images")
+    return Path("/proc/self/maps").read_text().count("memfd:braid-arrays")
 
 
 def test_images_in_shared_memory_are_those_of_the_environment_also_after_a_process_was_killed() -> None:
