@@ -451,6 +451,11 @@ def test_a_wrong_type_anywhere_is_a_config_error_and_nothing_else(
         load_config(path)
 
 
+def test_the_allowed_values_of_every_key_have_words() -> None:
+    for path, field in fields_of(RunConfig):
+        assert allowed(field), path
+
+
 def test_an_item_may_be_a_name_or_a_section() -> None:
     words = "a string, or a mapping whose `kind` is one of mcp, search"
     assert allowed(ToolsEnv.model_fields["tools"], 0) == words

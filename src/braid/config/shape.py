@@ -94,7 +94,7 @@ def _words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
             sections = [
                 definitions[o["$ref"].rpartition("/")[2]]["properties"] for o in options if "$ref" in o
             ]
-            kinds = [keys["kind"]["const"] for keys in sections if "kind" in keys]
+            kinds = [keys["kind"]["const"] for keys in sections if "const" in keys.get("kind", {})]
             if len(kinds) < 2:
                 return ", or ".join(_words(option, definitions) for option in options)
             plain = [_words(option, definitions) for option in options if "$ref" not in option]
