@@ -236,13 +236,16 @@ class TextArenaSelfPlay:
         await self._table.close()
 
     async def _in_time(self, call: Awaitable[Opening | Step]) -> Opening | Step:
-        deadline = asyncio.timeout(self._timeout_s)
+        late = f"the game took longer than env.kwargs.timeout_s={self._timeout_s:g}"
+        deadline, loop = asyncio.timeout(self._timeout_s), asyncio.get_running_loop()
+        ends_s = loop.time() + self._timeout_s
         try:
             async with deadline:
-                return await call
+                reply = await call
         except TimeoutError as error:
             if deadline.expired():
-                raise EnvError(
-                    f"the game took longer than env.kwargs.timeout_s={self._timeout_s:g}"
-                ) from error
+                raise EnvError(late) from error
             raise
+        if loop.time() > ends_s:  # a reply that was there at once, which the deadline cannot interrupt
+            raise EnvError(late)
+        return reply
