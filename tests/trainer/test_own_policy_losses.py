@@ -76,7 +76,10 @@ def _loaded(folder: Path, *overrides: str) -> Any:
     ("override", "message"),
     [
         ("algorithm.policy_loss.tua=1", r"unknown key 'tua', did you mean 'tau'\?; its keys are tau"),
-        ("algorithm.policy_loss.tau=high", r"my_loss\.py:SquaredRatio: tau is 'high' \(str\): Input should be"),
+        (
+            "algorithm.policy_loss.tau=high",
+            r"my_loss\.py:SquaredRatio: tau is 'high' \(str\): Input should be",
+        ),
         ("algorithm.policy_loss=my_loss.py:Squared", r"'my_loss\.py' has no 'Squared', did you mean"),
         ("algorithm.policy_loss=other.py:Loss", r"no such file: .*other\.py"),
         (
