@@ -407,7 +407,7 @@ def waited_for_others(threads_s: Sequence[tuple[float, float]], computed_s: floa
 
     Only two threads count, a program's and its tests', which take turns, and of each only what exceeds the
     time that all others computed, for which it may have waited: a program cannot make an idle machine look
-    busy by threads of its own."""
+    busy with its own threads."""
     waits_s = (max(0.0, waited - max(0.0, computed_s - computed)) for computed, waited in threads_s)
     return sum(sorted(waits_s)[-2:])
 

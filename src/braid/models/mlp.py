@@ -39,7 +39,7 @@ _MIN_ROWS = 16
 
 
 def make_mlp(spec: MlpSpec, role: TrainingRole, config: RunConfig, spaces: Spaces) -> MlpPolicy | MlpValue:
-    """The model of a role; a critic of its own shares nothing with the policy."""
+    """Make the model of a role. A separate critic shares nothing with the policy."""
     seed = config.run.seed
     if role == "critic":
         options = head_of_robot(config)

@@ -60,7 +60,7 @@ class RoleLayout:
     groups: Groups
     offload: tuple[str, ...] = ()
     is_sharded: bool = False
-    """Whether its backend has processes of its own."""
+    """Whether its backend runs in separate processes."""
     joins_others: bool = True
     """Whether its backend trains several roles in the same processes."""
 
