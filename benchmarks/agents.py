@@ -25,9 +25,9 @@ from slow import AsyncSlow, Slow, latency
 
 from braid.cluster.loops import task_group
 from braid.cluster.memory import keep_freed_memory
-from braid.config.env import Timeouts
 from braid.config.model import ModelConfig
 from braid.envs.agents.hosts import HostedEnvs
+from braid.envs.kinds import Timeouts
 from braid.models.chat import ChatFormat
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.drivers.agents import AgentDriver, Limits

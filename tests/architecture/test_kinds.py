@@ -95,7 +95,7 @@ def test_a_table_has_each_kind_by_its_name(kinds: Mapping[str, type[Section]]) -
 
 
 BUILDERS = {
-    "env": (set(ENVIRONMENTS.values()), ("braid/config/env.py", "braid/config/schema.py", "braid/envs/")),
+    "env": (set(ENVIRONMENTS.values()), ("braid/config/schema.py", "braid/envs/")),
     "reward": (
         set(REWARDS.values()),
         ("braid/config/reward.py", "braid/rewards/", "braid/models/sequence_classifier.py"),

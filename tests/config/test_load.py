@@ -13,12 +13,12 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from braid.config.env import ToolsEnv
 from braid.config.load import Loaded, load_config, plain_data, to_yaml
 from braid.config.moved import MOVED
 from braid.config.schema import RunConfig
 from braid.config.shape import allowed, fields_of
 from braid.config.source import leaves, path_text
+from braid.envs.kinds import ToolsEnv
 from braid.errors import ConfigError
 
 BASE = """\

@@ -13,10 +13,10 @@ import pytest
 from numpy.typing import NDArray
 from tests.leftovers import LIMIT_S
 
-from braid.config.env import ToolsEnv
 from braid.envs.agents.base import AgentEnv, Step
 from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.agents.toolboxes import ToolEnvs
+from braid.envs.kinds import ToolsEnv
 from braid.envs.simulators.base import Simulator
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.simulators.processes import SimulatorProcesses

@@ -25,7 +25,12 @@ import pytest
 from tests.live_keys import Effects, keys_of, observed, recorded
 from tests.live_runs import LAYOUTS, LOSSES, RUNS, run_all, write_files
 
-from braid.config.env import (
+from braid.config.load import load_config, validate
+from braid.config.schema import RunConfig
+from braid.config.shape import fields_of, sections_of
+from braid.config.source import Written, parse_path, place
+from braid.config.train import OptimizerConfig
+from braid.envs.kinds import (
     GymnasiumEnv,
     LiberoEnv,
     ManiskillEnv,
@@ -36,11 +41,6 @@ from braid.config.env import (
     SearchTool,
     ToolsEnv,
 )
-from braid.config.load import load_config, validate
-from braid.config.schema import RunConfig
-from braid.config.shape import fields_of, sections_of
-from braid.config.source import Written, parse_path, place
-from braid.config.train import OptimizerConfig
 from braid.errors import ConfigError
 from braid.trainer import collectors, commands
 from braid_dialects.load import DIALECTS, read_foreign

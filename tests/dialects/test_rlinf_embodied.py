@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from braid.algorithms.advantages.gae import Gae
-from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv
 from braid.config.schema import RunConfig
+from braid.envs.kinds import LiberoEnv, ManiskillEnv, MetaworldEnv
 from braid.errors import ConfigError
 from braid_dialects.load import Read, read_config
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from braid.config.env import LiberoEnv
 from braid.config.model import VlaConfig
+from braid.envs.kinds import LiberoEnv
 from braid.errors import ConfigError
 from braid.plan import resolve
 from braid_dialects.load import Read, read_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from braid.config.env import LiberoEnv, ManiskillEnv, MetaworldEnv
+from braid.envs.kinds import LiberoEnv, ManiskillEnv, MetaworldEnv
 from braid.plan import resolve
 
 from .embodied import COMMON, FILES, Examples, Flat

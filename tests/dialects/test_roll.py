@@ -21,11 +21,11 @@ from braid.algorithms.policy_losses.policy_gradient import PolicyGradient
 from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.algorithms.policy_losses.topr import Topr
 from braid.config.load import Loaded
-from braid.config.reward import ChoiceReward, JudgeReward, RepetitionReward
 from braid.errors import ConfigError
 from braid.plan import resolve
 from braid.plan.placement import format_numbers
 from braid.plan.placement import parse_devices as parse_native
+from braid.rewards.kinds import ChoiceReward, JudgeReward, RepetitionReward
 from braid_dialects.devices import MAX_DEVICES, parse_devices
 from braid_dialects.load import Read, read_config
 from braid_dialects.roll import NO_MODEL

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.envs.playing import TASK, call, play, played, said
 
-from braid.config.env import ToolsEnv
 from braid.envs.agents.functions import class_toolbox, function_tool
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.envs.agents.tools import ToolEnv, fixed
+from braid.envs.kinds import ToolsEnv
 from braid.errors import ConfigError, EnvError, ToolError
 from braid.types import Prompt
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.needs import needs
 
-from braid.config.env import LiberoEnv
+from braid.envs.kinds import LiberoEnv
 from braid.envs.simulators.adapters import libero
 from braid.envs.simulators.adapters.libero import CAMERAS, Libero, axis_angle, tasks
 from braid.envs.simulators.gymnasium import GymnasiumSimulator

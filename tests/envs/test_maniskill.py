@@ -12,7 +12,7 @@ from gymnasium import spaces
 from tests.envs.maniskill_stub import has_vulkan, without_renderer
 from tests.needs import needs
 
-from braid.config.env import ManiskillEnv
+from braid.envs.kinds import ManiskillEnv
 from braid.envs.simulators.adapters.maniskill import ManiSkill, ManiSkillBatch
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.envs.simulators.vector import VectorSimulator

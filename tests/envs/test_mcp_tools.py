@@ -18,9 +18,9 @@ from tests.envs.playing import TASK, call, play
 from tests.leftovers import await_end
 
 from braid.cluster.loops import Loop
-from braid.config.env import McpServer, ToolsEnv
 from braid.envs.agents.base import Opening, Step
 from braid.envs.agents.toolboxes import ToolEnvs
+from braid.envs.kinds import McpServer, ToolsEnv
 from braid.errors import ConfigError, EnvError
 from braid.types import Action, ToolCall
 
@@ -247,7 +247,7 @@ KILLED = """
 import asyncio, sys
 from pathlib import Path
 from tests.envs.playing import call, play
-from braid.config.env import McpServer, ToolsEnv
+from braid.envs.kinds import McpServer, ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
 
 deaf = "import subprocess, sys, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"

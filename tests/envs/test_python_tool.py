@@ -16,8 +16,8 @@ from tests.envs.playing import call, play, played
 from tests.leftovers import await_end
 from tests.needs import need_sandbox
 
-from braid.config.env import ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
+from braid.envs.kinds import ToolsEnv
 from braid.errors import EnvError
 from braid.isolation.sandbox import find_isolation
 
@@ -173,7 +173,7 @@ KILLED = """
 import asyncio, sys
 from pathlib import Path
 from tests.envs.playing import call, play
-from braid.config.env import ToolsEnv
+from braid.envs.kinds import ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
 
 envs = ToolEnvs(ToolsEnv(kind="tools", tools=("python",), tool_timeout_s=300.0), Path())

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tests.envs.playing import call, said
 
-from braid.config.env import ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
+from braid.envs.kinds import ToolsEnv
 from braid.errors import ConfigError, DataError
 
 pytest.importorskip("bm25s", reason="bm25s is not installed: make test")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from examples.solutions import calculator_chain, calculator_chain_or_guess
 
-from braid.config.env import ToolsEnv
 from braid.envs.agents.toolboxes import ToolEnvs
+from braid.envs.kinds import ToolsEnv
 from braid.models.chat import ChatFormat
 from braid.models.tokenizer import character_tokenizer
 from braid.types import Prompt

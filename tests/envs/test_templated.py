@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from braid.config.env import AgentEnvConfig, MixedEnvConfig
 from braid.envs.agents.adapters.grids import FrozenLake, Sokoban
 from braid.envs.agents.adapters.templated import Templated
 from braid.envs.agents.base import Opening, Step
 from braid.envs.agents.build import AgentEnvs, MixedEnvs
+from braid.envs.kinds import AgentEnvConfig, MixedEnvConfig
 from braid.errors import ConfigError
 from braid.types import Action, Prompt
 

@@ -16,13 +16,14 @@ from tests.models.test_chat import _format
 from tests.models.test_tool_calls import TOOL
 from tests.rewards.conftest import answered, build, isolation  # noqa: F401  # fixtures
 
-from braid.config.reward import JudgeReward, RewardConfig
+from braid.config.reward import RewardConfig
 from braid.errors import RewardError
 from braid.models.tool_calls import ToolFormat, parse_calls
 from braid.reasoning import without_reasoning
 from braid.rewards.answers import last_boxes, tagged_answer
 from braid.rewards.isolated import MARKED_NUMBER
 from braid.rewards.judge import fill_template, score_reader
+from braid.rewards.kinds import JudgeReward
 from braid.rewards.scorer import Scorer, build_scorer
 from braid.types import CallStatus, Trajectory
 

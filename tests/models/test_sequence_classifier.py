@@ -11,10 +11,10 @@ import torch
 from tests.rounding import rounding
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from braid.config.reward import ModelReward
 from braid.errors import ModelError, RewardError
 from braid.models.sequence_classifier import SequenceClassifier, load_classifier
 from braid.models.tokenizer import character_tokenizer
+from braid.rewards.kinds import ModelReward
 from braid.types import Message
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz|"

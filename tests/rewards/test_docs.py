@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from braid.config.load import load_config
-from braid.config.reward import CodeConfig, ModelReward
+from braid.config.reward import CodeConfig
 from braid.rewards.base import Services
-from braid.rewards.kinds import REWARDS
+from braid.rewards.kinds import REWARDS, ModelReward
 from braid.rewards.scorer import build_scorer
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()

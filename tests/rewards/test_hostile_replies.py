@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import TypeAdapter
 
-from braid.config.reward import JudgeReward
 from braid.errors import ConfigError, RewardError
 from braid.rewards.judge import score_reader
+from braid.rewards.kinds import JudgeReward
 from braid.rewards.programs import read_tests
 from braid.rewards.rules import compile_pattern
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from tests.leftovers import LIMIT_S
 
-from braid.config.reward import JudgeReward, RewardConfig
+from braid.config.reward import RewardConfig
 from braid.errors import ConfigError, RewardError
 from braid.http import retry_after_s
 from braid.report.metrics import Metrics
 from braid.rewards.base import Services
 from braid.rewards.judge import backoff_s
+from braid.rewards.kinds import JudgeReward
 from braid.rewards.scorer import Scorer, build_scorer
 from braid.types import Message, Status, Trajectory
 

@@ -16,13 +16,13 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from braid.algorithms.recipes import RECIPES
-from braid.config.env import Timeouts, ToolsEnv
 from braid.envs.agents.base import AgentEnv, Opening, Outcome, Seats, Step
 from braid.envs.agents.build import AgentEnvs
 from braid.envs.agents.functions import class_toolbox
 from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.envs.agents.tools import ToolEnv
+from braid.envs.kinds import Timeouts, ToolsEnv
 from braid.errors import ConfigError, EngineError
 from braid.models.chat import ChatFormat
 from braid.rollout.drivers.agents import AgentDriver, Limits

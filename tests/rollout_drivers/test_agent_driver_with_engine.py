@@ -13,12 +13,12 @@ import torch
 from tests.driven import drive
 from tests.rows import rows_of
 
-from braid.config.env import Timeouts
 from braid.config.model import BuildSpec, ModelConfig
 from braid.data.prompts import Prompts, PromptSet
 from braid.data.worked import ExampleSet
 from braid.envs.agents.base import AgentEnv, Opening, Step
 from braid.envs.agents.single_turn import SingleTurn
+from braid.envs.kinds import Timeouts
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
 from braid.models.chat import ChatFormat

@@ -18,9 +18,9 @@ from tests.formulas import advantage_of
 from tests.rows import rows_of
 
 from braid.algorithms.recipes import Recipe
-from braid.config.env import GymnasiumEnv, SimulatorEnv
 from braid.config.load import load_config
 from braid.config.model import MlpSpec
+from braid.envs.kinds import GymnasiumEnv, SimulatorEnv
 from braid.envs.simulators.base import AS_IT_IS, EpisodeRules, reset_prompts
 from braid.envs.simulators.gymnasium import GymnasiumSimulator
 from braid.errors import ConfigError

@@ -7,21 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from braid.rewards.kinds import (
-    REWARDS,
-    ChoiceReward,
-    CodeReward,
-    ExactReward,
-    FunctionReward,
-    JudgeReward,
-    LengthReward,
-    MathReward,
-    ModelReward,
-    PatternReward,
-    ReasoningGymReward,
-    RepetitionReward,
-    RewardPart,
-)
+from braid.rewards.kinds import REWARDS, ModelReward, RewardPart
 from braid.sections import Section, Unused
 
 if TYPE_CHECKING:
@@ -32,24 +18,6 @@ if TYPE_CHECKING:
     PartKind = RewardPart
 else:
     PartKind = Annotated[Union[tuple(REWARDS.values())], Field(discriminator="kind")]  # noqa: UP007
-
-__all__ = [
-    "ChoiceReward",
-    "CodeConfig",
-    "CodeReward",
-    "ExactReward",
-    "FunctionReward",
-    "JudgeReward",
-    "LengthReward",
-    "MathReward",
-    "ModelReward",
-    "OverlongConfig",
-    "PatternReward",
-    "ReasoningGymReward",
-    "RepetitionReward",
-    "RewardConfig",
-    "RewardPart",
-]
 
 
 class OverlongConfig(Section):
@@ -97,7 +65,7 @@ class RewardConfig(Section):
     """Sandbox of the programs that rewards run."""
 
     def models(self) -> Iterator[tuple[int, ModelReward]]:
-        """The parts that have a model of their own, with their numbers."""
+        """(index, part) of each reward model."""
         return ((i, part) for i, part in enumerate(self.parts) if isinstance(part, ModelReward))
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:

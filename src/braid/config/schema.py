@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Union
 
+from pydantic import Field
+
+from braid.envs.kinds import ENVIRONMENTS, Environment, SimulatorEnv, SingleTurnEnv, TextEnv
 from braid.sections import Section, Unused
 from braid.types import DecisionLevel
 
 from .algorithm import AlgorithmConfig
 from .cluster import ClusterConfig, InferenceConfig
 from .data import DataConfig
-from .env import EnvConfig, SimulatorEnv, SingleTurnEnv, TextEnv
 from .model import CriticConfig, ModelConfig, ReferenceConfig
 from .pipeline import PipelineConfig
 from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection, SftConfig
@@ -20,6 +22,10 @@ from .train import TrainConfig
 
 if TYPE_CHECKING:
     from braid.plan.plan import Plan
+
+    EnvKind = Environment
+else:
+    EnvKind = Annotated[Union[tuple(ENVIRONMENTS.values())], Field(discriminator="kind")]  # noqa: UP007
 
 
 class RunConfig(Section):
@@ -39,7 +45,7 @@ class RunConfig(Section):
     """Workers that compute log-probs before the update, if they have their own devices."""
     data: DataConfig = DataConfig()
     """Training and evaluation prompts."""
-    env: EnvConfig = SingleTurnEnv()
+    env: EnvKind = SingleTurnEnv()
     """The environment."""
     reward: RewardConfig = RewardConfig()
     """Scoring of trajectories."""

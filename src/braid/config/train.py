@@ -129,7 +129,7 @@ class TrainConfig(Section):
     )
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        yield from self.backend.unused_in(config, plan, self, "@")
+        yield from self.backend.unused_in(config, plan, self)
         if plan.layout.mode == "in_process":
             yield "everything runs in one process", "@.balance_ranks"
         if config.run.device == "cpu":

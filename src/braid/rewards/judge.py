@@ -23,10 +23,10 @@ from string import Formatter
 import httpx2
 import regex
 
-from braid.config.reward import JudgeReward
 from braid.errors import ConfigError, Problem, RewardError, ServerError, suggest
 from braid.http import Client
 from braid.reasoning import without_reasoning
+from braid.rewards.kinds import JudgeReward
 from braid.types import Message, Trajectory
 
 from .base import Generate, Later, Score, references_of, task_of

@@ -11,12 +11,13 @@ from typing import Any
 
 import regex
 
-from braid.config.reward import CodeReward, FunctionReward, RewardConfig
+from braid.config.reward import RewardConfig
 from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
 from braid.generators import reasoning_gym
 from braid.isolation.sandbox import START_LIMIT_S, Isolation, find_isolation
 from braid.reasoning import without_reasoning
+from braid.rewards.kinds import CodeReward, FunctionReward
 from braid.types import Prompt, Trajectory
 from braid.users import shown
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import regex
 
-from braid.config.reward import ChoiceReward, ExactReward, LengthReward, PatternReward, RepetitionReward
 from braid.errors import ConfigError, Problem, RewardError
 from braid.reasoning import without_reasoning
+from braid.rewards.kinds import ChoiceReward, ExactReward, LengthReward, PatternReward, RepetitionReward
 from braid.types import Trajectory
 
 from .answers import last_boxes, tagged_answer

@@ -55,7 +55,7 @@ from .watch import LearningWatch
 from .weight_sync import send_options
 
 if TYPE_CHECKING:
-    from braid.config.env import SimulatorEnv
+    from braid.envs.kinds import SimulatorEnv
     from braid.envs.simulators.base import Simulator
     from braid.envs.simulators.remote import Peer, SimulatorHost
     from braid.training.group import ModelGroup

@@ -14,7 +14,6 @@ from pathlib import Path
 from braid.cluster.environment import environment
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
-from braid.config.reward import RewardPart
 from braid.data import checked
 from braid.data.prompts import Prompts
 from braid.errors import ConfigError, Problem, RewardError
@@ -23,6 +22,7 @@ from braid.plan import Plan, Verb, resolve
 from braid.report.names import reserved_names
 from braid.report.streams import reward_prints_in
 from braid.rewards.base import Later, Part, Score, Services, references_of
+from braid.rewards.kinds import RewardPart
 from braid.rewards.parts import GroupPart, build_part
 from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn

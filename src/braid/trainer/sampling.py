@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from braid.cluster.interrupts import StopSignals
-from braid.config.env import VideoConfig
 from braid.config.schema import RunConfig
 from braid.data.sampler import PromptSampler
+from braid.envs.kinds import VideoConfig
 from braid.errors import TrainingError
 from braid.report.metrics import Metrics
 from braid.report.outputs import log_outputs

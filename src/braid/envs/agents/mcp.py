@@ -23,7 +23,7 @@ from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.stdio import stdio_client
 from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, REQUEST_TIMEOUT
 
-from braid.config.env import McpServer
+from braid.envs.kinds import McpServer
 from braid.errors import EnvError, ToolError
 from braid.processes import guarded
 from braid.types import Prompt

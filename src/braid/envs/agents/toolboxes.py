@@ -11,7 +11,7 @@ from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from typing import Any
 
-from braid.config.env import McpServer, SearchTool, ToolsEnv
+from braid.envs.kinds import McpServer, SearchTool, ToolsEnv
 from braid.errors import ConfigError, Problem, suggest
 from braid.functions import load_function
 from braid.isolation.sandbox import find_isolation

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from braid.cluster.loops import task_group
-from braid.config.env import Timeouts
 from braid.envs.agents.base import AgentEnv, EpisodeOver, Opening, Outcome, Seats, Step, ToolSchema
+from braid.envs.kinds import Timeouts
 from braid.errors import BraidError, ConfigError, EngineError, EnvError, Problem
 from braid.models.chat import ChatFormat
 from braid.models.tokenizer import whole_text

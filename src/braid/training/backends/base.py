@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from braid.kinds import Kind
+from braid.sections import Unused
 from braid.types import Groups
 
 if TYPE_CHECKING:
@@ -124,12 +125,10 @@ class Backend(Kind):
         """Whether `check_model` restricts the architectures."""
         return type(self).check_model is not Backend.check_model
 
-    def unused_in(
-        self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
-    ) -> Iterator[tuple[str, str]]:
-        """(reason, keys) of settings without effect, as patterns of plan.unused."""
+    def unused_in(self, config: RunConfig, plan: Plan, train: TrainConfig) -> Unused:
+        """As Section.unused, for the training settings that it belongs to."""
         if self.frees_gradients:
-            yield f"{at}.backend always frees gradients after a step", f"{at}.offload.gradients"
+            yield "@.backend always frees gradients after a step", "@.offload.gradients"
 
 
 class Sharded(Backend):

@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from braid.config.env import ToolsEnv
 from braid.envs.agents.base import EpisodeOver, Outcome, Seat, Seats, ToolSchema
 from braid.envs.agents.toolboxes import ToolEnvs
+from braid.envs.kinds import ToolsEnv
 from braid.types import Message, Prompt, ToolCall
 
 from . import refused

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt
 
+from braid.sections import Unused
 from braid.training.backends.base import Sharded
 
 if TYPE_CHECKING:
@@ -51,10 +52,8 @@ class DeepSpeed(Sharded):
         size = self.hpz_partition_size
         yield "backend.hpz_partition_size", size, f"a secondary partition needs {size} devices"
 
-    def unused_in(
-        self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
-    ) -> Iterator[tuple[str, str]]:
-        yield from super().unused_in(config, plan, train, at)
+    def unused_in(self, config: RunConfig, plan: Plan, train: TrainConfig) -> Unused:
+        yield from super().unused_in(config, plan, train)
         if self.cpu_offload:
-            why = f"{at}.backend.cpu_offload already keeps everything in host memory"
-            yield why, f"{at}.offload.{{weights,gradients,optimizer}}"
+            why = "@.backend.cpu_offload already keeps everything in host memory"
+            yield why, "@.offload.{weights,gradients,optimizer}"

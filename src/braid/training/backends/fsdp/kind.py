@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import PositiveInt
 
 from braid.config.backends import DType
+from braid.sections import Unused
 from braid.training.backends.base import Sharded
 
 if TYPE_CHECKING:
@@ -62,13 +63,11 @@ class AnyFsdp(Sharded):
         if self.size is not None:
             yield "backend.size", self.size, f"a shard group needs {self.size} devices"
 
-    def unused_in(
-        self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
-    ) -> Iterator[tuple[str, str]]:
-        yield from super().unused_in(config, plan, train, at)
+    def unused_in(self, config: RunConfig, plan: Plan, train: TrainConfig) -> Unused:
+        yield from super().unused_in(config, plan, train)
         if self.cpu_offload:
-            why = f"{at}.backend.cpu_offload already keeps everything in host memory"
-            yield why, f"{at}.offload.{{weights,optimizer}}"
+            why = "@.backend.cpu_offload already keeps everything in host memory"
+            yield why, "@.offload.{weights,optimizer}"
 
 
 class Fsdp(AnyFsdp):

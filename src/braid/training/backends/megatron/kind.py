@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
-from braid.sections import Section
+from braid.sections import Section, Unused
 from braid.training.backends.base import Backend, Split, grid, has_heads, heads_of
 from braid.types import Groups
 
@@ -198,26 +198,23 @@ class Megatron(Backend):
 
         check_model(model, self)
 
-    def unused_in(
-        self, config: RunConfig, plan: Plan, train: TrainConfig, at: str
-    ) -> Iterator[tuple[str, str]]:
-        yield from super().unused_in(config, plan, train, at)
-        here = f"{at}.backend"
+    def unused_in(self, config: RunConfig, plan: Plan, train: TrainConfig) -> Unused:
+        yield from super().unused_in(config, plan, train)
         if find_spec("transformer_engine") is None:
             why = "the fused kernel needs Transformer Engine, which is not installed"
-            yield why, f"{here}.transformer.apply_rope_fusion"
+            yield why, "@.backend.transformer.apply_rope_fusion"
         is_other = config.critic.path is not None or config.reference.path is not None
         if plan.model_size is not None and not plan.model_size.num_experts and not is_other:
-            keys = f"{here}.{{moe_grouped_gemm,moe_layer_recompute,moe_token_dispatcher}}"
+            keys = "@.backend.{moe_grouped_gemm,moe_layer_recompute,moe_token_dispatcher}"
             yield "the model has no experts", keys
         if train.optimizer.kind == "sgd":
-            yield "SGD has no optimizer states", f"{here}.{{distributed_optimizer,overlap_param_gather}}"
+            yield "SGD has no optimizer states", "@.backend.{distributed_optimizer,overlap_param_gather}"
         if self.recompute_granularity != "off":
-            yield f"{here}.recompute_granularity is used instead", f"{at}.gradient_checkpointing"
+            yield "@.backend.recompute_granularity is used instead", "@.gradient_checkpointing"
         if "fp16" not in (config.model.dtype, train.autocast):
-            yield "fp16 is not used", f"{here}.dynamic_loss_scale_window"
-        why = f"the backend megatron uses {here}.dynamic_loss_scale_window"
-        yield why, f"{at}.grad_scaler.growth_interval"
+            yield "fp16 is not used", "@.backend.dynamic_loss_scale_window"
+        why = "the backend megatron uses @.backend.dynamic_loss_scale_window"
+        yield why, "@.grad_scaler.growth_interval"
 
 
 def settings_of(train: TrainConfig) -> Megatron:
