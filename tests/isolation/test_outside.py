@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from braid.errors import ConfigError
-from braid.isolation.sandbox import Confined, Isolation, Limits, find_isolation
+from braid.isolation.sandbox import Confined, Deadline, Isolation, Limits, find_isolation
 from braid.rewards.programs import _job
 
 from .probes import OF_ALL_PROCESSES, PRELUDE, PROBES
@@ -117,7 +117,7 @@ def _run(isolation: Isolation, code: str) -> str:
     guarded = f"try:\n    exec({code!r})\nexcept OSError as error:\n    print(error)\n"
     with Confined("program", isolation, Limits(30.0, 1 << 29)) as program:
         program.send(_job(guarded), is_last=True)
-        output = program.read_all(time.monotonic() + 30.0, 1 << 20)
+        output = program.read_all(Deadline(30.0), 1 << 20)
     return (output or b"").decode()
 
 

@@ -265,20 +265,20 @@ def starved() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_program_that_waits_for_a_core_is_no_wrong_answer(
+def test_a_program_that_waits_for_a_core_gets_its_time(
     starved: None, answered: Answered, score: Score
 ) -> None:
-    """It would take a third of the time; one that sleeps, or has many threads, is to blame itself."""
-    honest = "import time\ndef f():\n    while time.process_time() < 1.0: pass\n    return 1"
+    """It waits for longer than its timeout; one that sleeps misses it as on an idle machine."""
+    honest = "import time\ndef f():\n    while time.process_time() < 0.6: pass\n    return 1"
     asleep = "import time\ndef f():\n    time.sleep(60)\n    return 1"
+    start = time.monotonic()
     slow, lazy = score(
         [answered(fenced(program), tests="assert f() == 1") for program in (honest, asleep)],
-        {"kind": "code", "test_timeout_s": 3},
+        {"kind": "code", "test_timeout_s": 2},
         retries=0,
     )
-    assert slow.reward is None
-    assert re.search(r"the machine is too busy: of 3 s .* waited for a core for \d\.\d s", slow.reason)
-    assert (lazy.reason, lazy.reward) == ("", 0.0)
+    assert time.monotonic() - start > 4
+    assert [(slow.reason, slow.reward), (lazy.reason, lazy.reward)] == [("", 1.0), ("", 0.0)]
 
 
 def test_tests_that_pass_custom_objects_are_not_a_wrong_answer(answered: Answered, score: Score) -> None:
@@ -330,14 +330,14 @@ def test_the_systems_bwrap_is_preferred_unless_it_is_too_old(
 def test_a_time_limit_that_passes_is_named_by_its_own_key(
     answered: Answered, score: Score, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("braid.rewards.parts.START_LIMIT_S", 0.01)
+    monkeypatch.setattr("braid.rewards.parts.START_LIMIT_S", 0.001)
     answer = answered(fenced("while True: pass"), tests="assert True")
     (scored,) = score(
-        [answer], {"kind": "code", "test_timeout_s": 0.02}, code=PROCESS, timeout_s=30, retries=0
+        [answer], {"kind": "code", "test_timeout_s": 0.001}, code=PROCESS, timeout_s=30, retries=0
     )
     assert scored.reason == (
-        "reward code: no result within 0.03 s: 0.02 s (reward.parts[0].test_timeout_s) and 0.01 s to "
-        "start, for each of 1 tests"
+        "reward code: no result within 0.02 s: 10 times 0.001 s (reward.parts[0].test_timeout_s) and 0.001 s "
+        "to start, for each of 1 tests"
     )
 
 

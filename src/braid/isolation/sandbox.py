@@ -52,6 +52,8 @@ FILE_BYTES = 16 << 20
 """Maximum size of a file that a program writes to its folder."""
 FOLDER_BYTES, MAX_FILES = 64 << 20, 1000
 _OPEN_FILES = 128
+MAX_WAIT = 10
+"""A deadline moves by the time that a test waited for a core, up to this many times its timeout."""
 _TICK_S = 0.1
 """Interval at which memory and processes are measured, over all processes of a test."""
 _KILL_S = 5.0
@@ -75,8 +77,8 @@ class SandboxError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of one test or session. `timeout_s` bounds the CPU time of each process; deadlines are up to the
-    caller."""
+    """Limits of one test or session. `timeout_s` bounds the CPU time of each process; a Deadline bounds the
+    rest."""
 
     timeout_s: float
     memory_bytes: int
@@ -106,6 +108,34 @@ def find_isolation(asked: str, key: str = "reward.code.isolation") -> Isolation:
     raise ConfigError([Problem(key, problem)])
 
 
+class Deadline:
+    """The end of a timeout for the descendants of this process: other processes' use of the cores does not
+    count, as far as the kernel says how long a thread waited for one. Raises SandboxError if the machine is
+    too busy to give them their time within MAX_WAIT timeouts."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._start_s = timeout_s, time.monotonic()
+        self.time_s = self._start_s + timeout_s
+        """When to ask next whether it has passed, by time.monotonic()."""
+        self._before = _used_s()
+
+    def has_passed(self) -> bool:
+        if (now := time.monotonic()) < self.time_s:
+            return False
+        (computed_before_s, waited_before_s), (computed_s, waited_s) = self._before, _used_s()
+        computed_s, waited_s = computed_s - computed_before_s, waited_s - waited_before_s
+        time_s = self._start_s + self._timeout_s + min(waited_s, (MAX_WAIT - 1) * self._timeout_s)
+        if computed_s >= self._timeout_s or (time_s <= now and waited_s < (MAX_WAIT - 1) * self._timeout_s):
+            return True
+        if time_s <= now:
+            raise SandboxError(
+                f"the machine is too busy: in {now - self._start_s:.1f} s the program and its tests waited "
+                f"for a core for {waited_s:.1f} s and computed for {computed_s:.1f} s; use fewer processes"
+            )
+        self.time_s = min(time_s, now + self._timeout_s)
+        return False
+
+
 class Confined:
     """A process in a sandbox, with a role of confined.py. Its limits are set when the constructor returns;
     raises SandboxError if the start fails.
@@ -125,7 +155,7 @@ class Confined:
             for stream in (self._process.stdin, self._process.stdout):
                 stack.callback(stream.close)
                 os.set_blocking(stream.fileno(), False)
-            if self.read_line(time.monotonic() + START_LIMIT_S, 1) != b"":
+            if self.read_line(Deadline(START_LIMIT_S), 1) != b"":
                 errors.seek(0)
                 said = errors.read(4096).decode(errors="replace").strip().splitlines()
                 raise SandboxError(
@@ -140,9 +170,9 @@ class Confined:
         self._to_send += data
         self._is_last = is_last
 
-    def read_line(self, deadline: float, max_bytes: int) -> bytes | None:
+    def read_line(self, deadline: Deadline, max_bytes: int) -> bytes | None:
         """The next output line; None at the deadline or the end of the output, for a longer line, or if the
-        test exceeds its limits. Raises SandboxError at the deadline if the machine was too busy."""
+        test exceeds its limits."""
         while (end := self._received.find(b"\n")) < 0:
             if len(self._received) > max_bytes or not self._pump(deadline):
                 return None
@@ -150,15 +180,15 @@ class Confined:
         del self._received[: end + 1]
         return line
 
-    def read_all(self, deadline: float, max_bytes: int) -> bytes | None:
+    def read_all(self, deadline: Deadline, max_bytes: int) -> bytes | None:
         """The whole output of a process that exits with status 0; None if it fails, prints more, misses the
-        deadline, or exceeds its limits. Raises SandboxError at the deadline if the machine was too busy."""
+        deadline, or exceeds its limits."""
         while len(self._received) <= max_bytes and self._pump(deadline):
             pass
-        is_whole = self._is_at_end and _exit_code(self._process, deadline) == 0
+        is_whole = self._is_at_end and _exit_code(self._process, deadline.time_s) == 0
         return bytes(self._received) if is_whole else None
 
-    def _pump(self, deadline: float) -> bool:
+    def _pump(self, deadline: Deadline) -> bool:
         """Wait up to _TICK_S, and transfer some data. False at the end of the output, at the deadline, or if
         the test exceeds its limits, which are measured once per _TICK_S."""
         stdin, stdout, now = self._process.stdin, self._process.stdout, time.monotonic()
@@ -172,7 +202,7 @@ class Confined:
             poll.register(stdin, select.POLLOUT)
         elif self._is_last:
             stdin.close()
-        ready = [number for number, _ in poll.poll(max(0.0, min(deadline - now, _TICK_S)) * 1000)]
+        ready = [number for number, _ in poll.poll(max(0.0, min(deadline.time_s - now, _TICK_S)) * 1000)]
         if self._to_send and stdin.fileno() in ready:
             try:
                 self._to_send = self._to_send[os.write(stdin.fileno(), self._to_send) :]
@@ -182,10 +212,7 @@ class Confined:
             data = os.read(stdout.fileno(), 1 << 16)
             self._is_at_end = not data
             self._received += data
-        if now < deadline or self._is_at_end:
-            return not self._is_at_end
-        _check_not_starved(self._limits.timeout_s)
-        return False
+        return not self._is_at_end and not deadline.has_passed()
 
     def __enter__(self) -> Self:
         return self
@@ -379,9 +406,8 @@ def kill_children() -> None:
         time.sleep(1e-3)
 
 
-def _check_not_starved(timeout_s: float) -> None:
-    """Raise SandboxError if the descendants of this process, which have missed a deadline, waited for a core
-    for half of the time, and computed for less than that: the machine was too slow, not the program."""
+def _used_s() -> tuple[float, float]:
+    """Time that the descendants of this process computed, and waited for others that used the cores."""
     threads_s: list[tuple[float, float]] = []
     computed_s = 0.0
     for pid in descendants(os.getpid()):
@@ -393,12 +419,7 @@ def _check_not_starved(timeout_s: float) -> None:
             with contextlib.suppress(OSError, ValueError):
                 computed_ns, waited_ns, _ = map(int, file.read_text().split())
                 threads_s.append((computed_ns / 1e9, waited_ns / 1e9))
-    waited_s = waited_for_others(threads_s, computed_s)
-    if computed_s < timeout_s / 2 <= waited_s:
-        raise SandboxError(
-            f"the machine is too busy: of {timeout_s:g} s the program and its tests waited for a core for "
-            f"{waited_s:.1f} s and computed for {computed_s:.1f} s; use fewer processes, or a longer timeout"
-        )
+    return computed_s, waited_for_others(threads_s, computed_s)
 
 
 def waited_for_others(threads_s: Sequence[tuple[float, float]], computed_s: float) -> float:

@@ -18,8 +18,10 @@ from typing import Any
 from braid.processes import Channel, Child, connect, end_this_process
 
 from .sandbox import (
+    MAX_WAIT,
     START_LIMIT_S,
     Confined,
+    Deadline,
     Isolation,
     Limits,
     SandboxError,
@@ -30,7 +32,7 @@ from .threads import start
 
 _CPU_S = 3600.0
 """CPU time of a session."""
-_MARGIN_S = START_LIMIT_S + 40.0
+_MARGIN_S = MAX_WAIT * START_LIMIT_S + 40.0
 """Time to start a host and a sandbox, and to end them."""
 
 
@@ -45,7 +47,7 @@ class SessionProcess:
     async def run(self, code: str, timeout_s: float) -> tuple[str, str]:
         """Run code in the session, which is started by its first. Returns what it prints, and why the session
         has ended, if it has. Raises SandboxError if the sandbox fails; the process is then of no more use."""
-        reply = await self._ask({"code": code, "timeout_s": timeout_s}, timeout_s + _MARGIN_S)
+        reply = await self._ask({"code": code, "timeout_s": timeout_s}, MAX_WAIT * timeout_s + _MARGIN_S)
         if "failed" in reply:
             raise SandboxError(reply["failed"])
         return reply.get("output", ""), reply.get("ended", "")
@@ -91,7 +93,7 @@ class _Host:
         try:
             session = self._session = self._session or self._started()
             session.send(json.dumps({"code": request["code"]}).encode() + b"\n")
-            deadline = time.monotonic() + request["timeout_s"]
+            deadline = Deadline(request["timeout_s"])
             line = session.read_line(deadline, 16 * self._max_characters + 2**16)
         except SandboxError as error:
             self._end()
@@ -99,7 +101,7 @@ class _Host:
         output = _output(line)
         if output is not None:
             return {"output": output}
-        is_late = line is None and time.monotonic() >= deadline
+        is_late = line is None and time.monotonic() >= deadline.time_s
         self._end()
         why = f"timed out after {request['timeout_s']:g} s" if is_late else "exited or exceeded its limits"
         return {"ended": why}

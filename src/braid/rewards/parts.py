@@ -15,7 +15,7 @@ from braid.config.reward import RewardConfig
 from braid.errors import ConfigError, Problem, RewardError, suggest
 from braid.functions import load_function
 from braid.generators import reasoning_gym
-from braid.isolation.sandbox import START_LIMIT_S, Isolation, find_isolation
+from braid.isolation.sandbox import MAX_WAIT, START_LIMIT_S, Isolation, find_isolation
 from braid.reasoning import without_reasoning
 from braid.rewards.kinds import CodeReward, FunctionReward
 from braid.types import Prompt, Trajectory
@@ -110,10 +110,10 @@ def _code(
     if code is None:
         return 0.0
     each_s, needs_all = config.test_timeout_s, config.score == "all"
-    limit_s = len(tests) * (each_s + START_LIMIT_S)
+    limit_s = len(tests) * MAX_WAIT * (each_s + START_LIMIT_S)
     limit = (
-        f"{limit_s:g} s: {each_s:g} s ({key}.test_timeout_s) and {START_LIMIT_S:g} s to start, for each of "
-        f"{len(tests)} tests"
+        f"{limit_s:g} s: {MAX_WAIT} times {each_s:g} s ({key}.test_timeout_s) and {START_LIMIT_S:g} s to "
+        f"start, for each of {len(tests)} tests"
     )
     arguments = (code, tests, isolation, each_s, config.memory_bytes, needs_all)
     return partial(processes.run, arguments, limit_s, limit)

@@ -8,11 +8,10 @@ are never in the program's process.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from braid.isolation.sandbox import Confined, Isolation, Limits, adopt_orphans, kill_children
+from braid.isolation.sandbox import Confined, Deadline, Isolation, Limits, adopt_orphans, kill_children
 from braid.json_text import parse_json
 
 from .function_calls import assertion_of, called_function, entry_to
@@ -109,13 +108,13 @@ def passes(code: str, test: ProgramTest, isolation: Isolation, limits: Limits) -
         return _hold(test.assertions, code, isolation, limits)
     with Confined("program", isolation, limits) as program:
         program.send(_job(code) + test.input.encode(errors="replace"), is_last=True)
-        output = program.read_all(time.monotonic() + limits.timeout_s, MAX_OUTPUT_BYTES)
+        output = program.read_all(Deadline(limits.timeout_s), MAX_OUTPUT_BYTES)
     return output is not None and _lines(output.decode(errors="replace")) == _lines(test.output)
 
 
 def _hold(assertions: str, code: str, isolation: Isolation, limits: Limits) -> bool:
     with Confined("answer", isolation, limits) as program, Confined("tests", isolation, limits) as tests:
-        deadline = time.monotonic() + limits.timeout_s
+        deadline = Deadline(limits.timeout_s)
         program.send(_job(code))
         tests.send(_job(assertions))
         while (message := tests.read_line(deadline, MAX_MESSAGE_BYTES)) is not None:

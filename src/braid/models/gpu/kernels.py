@@ -1,4 +1,7 @@
+# Triton's own types, where it is installed (CUDA builds of torch bring it), do not know what @jit makes.
 # pyright: reportIndexIssue=false, reportInvalidTypeForm=false, reportMissingImports=false
+# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 """Triton kernels: norms, rotary embeddings, gates, and attention of one new token per sequence over the
 cache.
 
