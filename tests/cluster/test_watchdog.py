@@ -25,9 +25,10 @@ time.sleep(600)
 """
 """A worker with a folder, a child in its own group, one in another session, and one without an exec."""
 PARENT = """
-import subprocess, sys
+import subprocess, sys, time
 subprocess.Popen(["sleep", "600"])  # an agent
 subprocess.Popen([sys.executable, "-c", sys.argv[1]]).wait()
+time.sleep(600)  # like a raylet, it outlives its worker
 """
 
 

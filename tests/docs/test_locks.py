@@ -21,7 +21,7 @@ def test_each_pinned_package_accepts_each_python_it_is_installed_on(lock: str) -
     num_checked, refused = 0, []
     for requirement in map(Requirement, filter(None, stated)):
         try:
-            accepts = SpecifierSet(metadata(requirement.name)["Requires-Python"] or "")
+            accepts = SpecifierSet(metadata(requirement.name).get("Requires-Python", ""))
         except PackageNotFoundError:
             continue
         num_checked += 1
