@@ -60,10 +60,10 @@ class Counting(NativeEngine):
     num_read = num_computed = 0
 
     def _known_prefix(self, sequence: Any) -> Any:
-        found = super()._known_prefix(sequence)
+        known = super()._known_prefix(sequence)
         self.num_read += len(sequence.prefix)
-        self.num_computed += len(sequence.prefix) - (len(found.ids) if found else 0)
-        return found
+        self.num_computed += len(sequence.prefix) - (len(known.ids) if known else 0)
+        return known
 
 
 class Bench:

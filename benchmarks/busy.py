@@ -98,16 +98,16 @@ def measure(process: subprocess.Popen[bytes], metrics: Path, plan: list[int]) ->
     is left out."""
     wait_for_rounds(process, metrics, 1)
     for number, busy in enumerate(plan):
-        own, everything = cpu_s(process.pid), machine_s()
+        before_s, everything = cpu_s(process.pid), machine_s()
         beside = start_busy(busy)
         try:
             wall_s = wait_for_rounds(process, metrics, number + 2)[-1]["time/round_s"]
-            own_s = cpu_s(process.pid) - own
-            others_s = machine_s() - everything - own_s - sum(cpu_s(of.pid) for of in beside)
+            own_s = cpu_s(process.pid) - before_s
+            others_s = machine_s() - everything - own_s - sum(cpu_s(other.pid) for other in beside)
         finally:
-            for of in beside:
-                of.kill()
-                of.wait()
+            for other in beside:
+                other.kill()
+                other.wait()
         yield Round(busy, wall_s, own_s, others_s)
 
 
@@ -144,25 +144,26 @@ def main() -> None:
         )
         try:
             rounds = []
-            for of in measure(process, folder / "busy/metrics.jsonl", plan):
-                rounds.append(of)
+            for measured in measure(process, folder / "busy/metrics.jsonl", plan):
+                rounds.append(measured)
                 print(
-                    f"{of.busy} busy: {of.wall_s:6.2f} s, CPU {of.own_s:6.2f} s, other processes "
-                    f"{of.others_s:6.2f} s",
+                    f"{measured.busy} busy: {measured.wall_s:6.2f} s, CPU {measured.own_s:6.2f} s, other processes "
+                    f"{measured.others_s:6.2f} s",
                     flush=True,
                 )
         finally:
             process.terminate()
             process.wait()
-    quiet = statistics.median(of.wall_s for of in rounds if of.busy == min(args.busy))
+    quiet = statistics.median(measured.wall_s for measured in rounds if measured.busy == min(args.busy))
     for number in args.busy:
-        some = [of for of in rounds if of.busy == number]
-        wall, own = (
-            statistics.median(values) for values in zip(*((of.wall_s, of.own_s) for of in some), strict=True)
+        some = [measured for measured in rounds if measured.busy == number]
+        wall, computed = (
+            statistics.median(values)
+            for values in zip(*((measured.wall_s, measured.own_s) for measured in some), strict=True)
         )
         print(
             f"median, {number} busy: {wall:6.2f} s, {wall / quiet:.2f} times the quiet round; CPU "
-            f"{own:6.2f} s"
+            f"{computed:6.2f} s"
         )
 
 

@@ -69,9 +69,9 @@ def rows(num: int) -> Iterator[dict[str, str]]:
         yield {"prompt": f"What is {a} + {b}? Answer with a number.", "answer": str(a + b)}
 
 
-def write_lines(path: Path, of: Iterator[dict[str, str]]) -> str:
+def write_lines(path: Path, rows: Iterator[dict[str, str]]) -> str:
     with path.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in of)
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     return str(path)
 
 

@@ -55,8 +55,8 @@ def main() -> None:
     for kind, sizes in SIZES.items():
         figures = [driver_bytes(kind, size) for size in sizes]
         worst = max(worst, *(figure / figures[0] for figure in figures))
-        told = ", ".join(f"{size:,}: {figure:,}" for size, figure in zip(sizes, figures, strict=True))
-        print(f"bytes of {GROUPS} groups of {GROUP}, by {kind}: {told}")
+        listed = ", ".join(f"{size:,}: {figure:,}" for size, figure in zip(sizes, figures, strict=True))
+        print(f"bytes of {GROUPS} groups of {GROUP}, by {kind}: {listed}")
     print(f"largest growth {worst:.3f}, to be at most {GOAL}")
     sys.exit(worst > GOAL)
 

@@ -44,7 +44,7 @@ def main() -> None:
     for length in args.lengths:
         with tempfile.TemporaryDirectory() as folder:
             rounds = measure(_config(Path(folder), args, length))
-        whole, loop, process = (median(of) for of in zip(*rounds, strict=True))
+        whole, loop, process = (median(times) for times in zip(*rounds, strict=True))
         print(f"{length:>12} {whole:>9.2f} {loop:>8.3f} {process:>10.3f} {process / whole:>10.2%}")
 
 

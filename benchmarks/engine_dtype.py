@@ -41,7 +41,7 @@ def main() -> None:
                 "bf16": NativeEngine(lm, decode=str, max_running=num, dtype="bf16"),
             }
             turns = [
-                [tokens / run_engine(of, requests) for of in engines.values()]
+                [tokens / run_engine(engine, requests) for engine in engines.values()]
                 for _ in range(args.repeats + 1)
             ]
             rates = [statistics.median(side) for side in zip(*turns[1:], strict=True)]

@@ -58,7 +58,9 @@ def run_vllm(llm: LLM, requests: list[Request]) -> float:
     start = time.process_time()
     done = llm.generate(prompts, settings, use_tqdm=False)  # pyright: ignore[reportArgumentType]
     seconds = time.process_time() - start
-    assert [len(of.outputs[0].token_ids) for of in done] == [r.sampling.max_new_tokens for r in requests]
+    assert [len(output.outputs[0].token_ids) for output in done] == [
+        r.sampling.max_new_tokens for r in requests
+    ]
     return seconds
 
 

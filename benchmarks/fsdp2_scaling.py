@@ -58,12 +58,12 @@ def _work(rank: int, folder: Path, settings: dict[str, Any], repeats: int, profi
         [r.num_tokens for r in rows], [r.group for r in rows], mode="token_mean", constant=None
     )
     share = share_rows(rows, 2, balances=True)[rank]
-    own, own_weights = [rows[i] for i in share], [weights[i] for i in share]
+    rank_rows, rank_weights = [rows[i] for i in share], [weights[i] for i in share]
 
     def update_together() -> tuple[float, float]:
         dist.barrier()
         start, used = time.perf_counter(), time.process_time()
-        group.train(own, own_weights, loss, rows[0])
+        group.train(rank_rows, rank_weights, loss, rows[0])
         slower = torch.tensor(time.process_time() - used)
         dist.all_reduce(slower, dist.ReduceOp.MAX)
         return time.perf_counter() - start, slower.item()

@@ -51,11 +51,11 @@ def main() -> None:
         engine = NativeEngine(lm, decode=str, max_running=64, compile=True)
 
         prompts = {group: [tuple(words[i - i % group]) for i in range(64)] for group in (8, 1)}
-        turns = [[step(engine, of) for of in prompts.values()] for _ in range(args.repeats + 1)]
-        shared, own = (statistics.median(side) * 1e3 for side in zip(*turns[1:], strict=True))
+        turns = [[step(engine, requests) for requests in prompts.values()] for _ in range(args.repeats + 1)]
+        shared, separate = (statistics.median(side) * 1e3 for side in zip(*turns[1:], strict=True))
         print(
-            f"{args.size}, prompts of {length}: {shared:.2f} ms per step in groups of 8, {own:.2f} with "
-            f"prompts of their own, ratio {own / shared:.2f}; positions to keep {8 * length + 64 * NEW:,} "
+            f"{args.size}, prompts of {length}: {shared:.2f} ms per step in groups of 8, {separate:.2f} with "
+            f"prompts of their own, ratio {separate / shared:.2f}; positions to keep {8 * length + 64 * NEW:,} "
             f"and {64 * (length + NEW):,}",
             flush=True,
         )

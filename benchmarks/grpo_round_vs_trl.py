@@ -201,8 +201,10 @@ def compare(name: str, parameters: int, setting: Setting, repeats: int) -> None:
     """Run both sides in turn, and print their medians and that of the ratios."""
     pairs = [(run_side("braid", setting), run_side("trl", setting)) for _ in range(repeats)]
     ratio = statistics.median(braid.tokens_per_s / trl.tokens_per_s for braid, trl in pairs)
-    braid, trl = (statistics.median(of.tokens_per_s for of in side) for side in zip(*pairs, strict=True))
-    peaks = [max(of.peak_bytes for of in side) / 2**30 for side in zip(*pairs, strict=True)]
+    braid, trl = (
+        statistics.median(result.tokens_per_s for result in side) for side in zip(*pairs, strict=True)
+    )
+    peaks = [max(result.peak_bytes for result in side) / 2**30 for side in zip(*pairs, strict=True)]
     print(
         f"{name}: {parameters / 1e6:.1f}M parameters, {PROMPTS} prompts x {GROUP}, up to {MAX_NEW} new "
         f"tokens, {setting.dtype}, {setting.device}"

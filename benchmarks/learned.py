@@ -90,7 +90,7 @@ def prepare(task: Task, folder: Path) -> list[str]:
 def train(config: Path, metric: str, overrides: Sequence[str], jobs: int, folder: Path, seed: int) -> Result:
     """Train a config with a seed, beside `jobs` - 1 others; the run is in a folder beside `folder`."""
     folder = folder.with_name(f"{folder.name}_{seed}")
-    own = [
+    settings = [
         f"run.seed={seed}",
         f"run.output_dir={folder.parent}",
         f"run.name={folder.name}",
@@ -104,7 +104,7 @@ def train(config: Path, metric: str, overrides: Sequence[str], jobs: int, folder
         "train",
         str(config),
         *overrides,
-        *(f"{prefix}{key}" for key in own),
+        *(f"{prefix}{key}" for key in settings),
     ]
     threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // jobs))} if jobs > 1 else {}
     code = subprocess.run(command, check=False, env={**threads, **os.environ}).returncode
@@ -121,12 +121,12 @@ def train(config: Path, metric: str, overrides: Sequence[str], jobs: int, folder
     return Result(code != 0, first, last, wall_s)
 
 
-def row(name: str, config: Path, of: EvalConfig, results: Sequence[Result]) -> str:
+def row(name: str, config: Path, config_eval: EvalConfig, results: Sequence[Result]) -> str:
     """A row of the table."""
     optimum = re.search(r"[Oo]ptimum ([-+.\d]*\d)", config.read_text())
     bars = [
         f"{bar:{sign}g}"
-        for bar, sign in ((of.target.min_final, ""), (of.target.min_gain, "+"))
+        for bar, sign in ((config_eval.target.min_final, ""), (config_eval.target.min_gain, "+"))
         if bar is not None
     ]
 
@@ -137,21 +137,21 @@ def row(name: str, config: Path, of: EvalConfig, results: Sequence[Result]) -> s
             f"{result.last:.3f}" if math.isnan(result.first) else f"{result.first:.3f} to {result.last:.3f}"
         )
 
-    seconds = ("-" if math.isnan(of.wall_s) else f"{of.wall_s:.0f}" for of in results)
-    cells = [name, optimum[1] if optimum else "", " ".join([of.target_metric, *bars])]
+    seconds = ("-" if math.isnan(result.wall_s) else f"{result.wall_s:.0f}" for result in results)
+    cells = [name, optimum[1] if optimum else "", " ".join([config_eval.target_metric, *bars])]
     return f"| {' | '.join([*cells, ' / '.join(map(text, results)), ' / '.join(seconds)])} |"
 
 
 def ranges(name: str, results: Sequence[Result]) -> str:
     """The lowest and highest result of the seeds that did not fail, in the first evaluation and in the
     last."""
-    finished = [of for of in results if not math.isnan(of.last)]
+    finished = [result for result in results if not math.isnan(result.last)]
     parts = [
-        f"{name}: {len(finished)} of {len(results)} seeds finished, {sum(of.is_missed for of in results)} "
+        f"{name}: {len(finished)} of {len(results)} seeds finished, {sum(result.is_missed for result in results)} "
         "missed the bar"
     ]
     for when in ("first", "last"):
-        values = [value for of in finished if not math.isnan(value := getattr(of, when))]
+        values = [value for result in finished if not math.isnan(value := getattr(result, when))]
         parts += [f"{when} {min(values):.3f} to {max(values):.3f}"] if values else []
     return "; ".join(parts)
 
@@ -178,14 +178,14 @@ def main() -> None:
             task, place = TASKS[name], Path(folder)
             overrides = prepare(task, place / name)
             try:
-                of = read_config(task.config, overrides).loaded.config.eval
+                config_eval = read_config(task.config, overrides).loaded.config.eval
             except ConfigError:  # the runs say why
-                of = EvalConfig()
-            run = partial(train, task.config, of.target_metric, overrides, args.jobs, place / name)
+                config_eval = EvalConfig()
+            run = partial(train, task.config, config_eval.target_metric, overrides, args.jobs, place / name)
             with ThreadPoolExecutor(args.jobs) as pool:
                 results = list(pool.map(run, seeds))
             is_missed |= any(result.is_missed for result in results)
-            print(row(name, task.config, of, results), flush=True)
+            print(row(name, task.config, config_eval, results), flush=True)
             print(ranges(name, results), file=sys.stderr, flush=True)
     sys.exit(is_missed)
 

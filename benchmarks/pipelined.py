@@ -83,7 +83,10 @@ def main() -> None:
     parser.add_argument("--max-lag", type=int, default=2)
     args = parser.parse_args()
     loops = {"on-policy": None, f"max_lag {args.max_lag}": {"max_lag": args.max_lag}}
-    runs = [[tokens_per_s(args.size, args.rounds, of) for of in loops.values()] for _ in range(args.repeats)]
+    runs = [
+        [tokens_per_s(args.size, args.rounds, overlap) for overlap in loops.values()]
+        for _ in range(args.repeats)
+    ]
     ratio = statistics.median(pipelined / on_policy for on_policy, pipelined in runs)
     for name, figures in zip(loops, zip(*runs, strict=True), strict=True):
         print(f"{name}: {statistics.median(figures):,.0f} trained tokens/s")

@@ -83,8 +83,8 @@ def cases(batch: PackedBatch) -> dict[str, Callable[[Tensor], Tensor]]:
     out["ppo_clip, dual clip"] = loss_alone(PpoClip(dual_clip=3.0), batch, None)
     out["dppo, kl"] = loss_alone(Dppo(divergence="kl"), batch, None)
     assert batch.decision is not None, "batch_of sets it"
-    for level, of in (("turn", batch.decision), ("sequence", batch.trajectory)):
-        out[f"  ratio of a {level}"] = loss_alone(BASE.policy_loss, batch, segments(batch.mask, of))
+    for level, segment in (("turn", batch.decision), ("sequence", batch.trajectory)):
+        out[f"  ratio of a {level}"] = loss_alone(BASE.policy_loss, batch, segments(batch.mask, segment))
     out["  whole loss"] = loss_of_training(BASE, batch)
     out["  whole loss, ratio of a sequence"] = loss_of_training(
         replace(BASE, policy_loss=PpoClip(ratio_level="sequence")), batch
@@ -111,21 +111,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    batch = batch_of(given.tokens)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    batch = batch_of(args.tokens)
     generator = torch.Generator().manual_seed(1)
-    logprobs = batch.fields["old_logprobs"] + 0.1 * torch.randn(given.tokens, generator=generator)
+    logprobs = batch.fields["old_logprobs"] + 0.1 * torch.randn(args.tokens, generator=generator)
     compared = cases(batch)
     times: dict[str, list[float]] = {name: [] for name in compared}
-    for repeat in range(given.repeats + 5):
+    for repeat in range(args.repeats + 5):
         for name, compute in compared.items():
             taken = seconds(compute, logprobs)
             if repeat >= 5:  # the first ones warm up
                 times[name].append(taken)
     base = times["ppo_clip"]
     misses = 0
-    print(f"{given.tokens} tokens, {given.threads} threads\n{'':<36}      ms   of ppo_clip")
+    print(f"{args.tokens} tokens, {args.threads} threads\n{'':<36}      ms   of ppo_clip")
     for name, taken in times.items():
         ratio = statistics.median(a / b for a, b in zip(taken, base, strict=True))
         misses += not name.startswith(" ") and ratio > GOAL

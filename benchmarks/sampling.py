@@ -59,7 +59,7 @@ def main() -> None:
     for _ in range(args.repeats + 1):
         best["product"] = min(best["product"], seconds(lambda: linear(hidden, weight)))
         for name, sampler in samplers.items():
-            best[name] = min(best[name], seconds(lambda of=sampler: of.sample(logits, 0)))
+            best[name] = min(best[name], seconds(lambda one=sampler: one.sample(logits, 0)))
     print(f"{args.rows} rows, {VOCAB} tokens: product {best['product'] * 1e3:.1f} ms of CPU")
     for name in HOWS:
         print(f"  {name:24} {best[name] * 1e3:7.1f} ms, {best[name] / best['product']:6.2f} of the product")

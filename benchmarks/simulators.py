@@ -101,13 +101,13 @@ def shares() -> None:
             commands.train(load_config(path, [f"run.output_dir={folder}", *overrides]))
             (metrics,) = Path(folder).glob("*/metrics.jsonl")
             lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        rounds = [of for of in lines if "time/rollout_s" in of]  # the first line is the start
+        rounds = [metrics for metrics in lines if "time/rollout_s" in metrics]  # the first line is the start
         names = ("time/update_s", "time/compute_advantages_s")
-        updates = sum(of.get(name, 0.0) for of in rounds for name in names)
-        whole = sum(of["time/round_s"] for of in rounds)
+        updates = sum(metrics.get(name, 0.0) for metrics in rounds for name in names)
+        whole = sum(metrics["time/round_s"] for metrics in rounds)
         parts = {**timers.seconds, "update": updates}
         parts["other"] = whole - sum(parts.values())
-        shown = ", ".join(f"{name} {100 * of / whole:.0f} %" for name, of in parts.items())
+        shown = ", ".join(f"{name} {100 * part_s / whole:.0f} %" for name, part_s in parts.items())
         print(f"{title}: {whole:.1f} s: {shown}")
 
 
@@ -188,10 +188,10 @@ def stages(repeats: int = 3) -> None:
     """8 environments in one process, whose steps take as long as the policy's actions."""
     rates: dict[int, list[float]] = {1: [], 2: []}
     for _ in range(repeats):
-        for num_stages, of in rates.items():
+        for num_stages, figures in rates.items():
             simulator = SimulatorProcesses(f"{__file__}:Sleeper", 8, {"seconds": 2e-3}, timeout_s=60)
             with closing(simulator):
-                of.append(play(simulator, Trivial(simulator.spaces, 2e-3), 16, num_stages))
+                figures.append(play(simulator, Trivial(simulator.spaces, 2e-3), 16, num_stages))
     one, two = rates[1], rates[2]
     ratios = [b / a for a, b in zip(one, two, strict=True)]
     print(
@@ -218,7 +218,7 @@ BARE: Mapping[str, tuple[str, dict[str, Any], int]] = {
 
 def cpu_s() -> float:
     """CPU time of this process and of children that have ended."""
-    return sum(sum(resource.getrusage(of)[:2]) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def bare(env_id: str, kwargs: Mapping[str, Any], num_episodes: int, num_envs: int = 8) -> float:
@@ -254,8 +254,8 @@ def overhead(repeats: int = 3) -> None:
             with closing(GymnasiumSimulator(env_id, 8, kwargs)) as here:
                 rates["in this process"].append(play(here, Trivial(here.spaces), num_episodes, clock=cpu_s))
         print(f"{title}: bare {statistics.median(rates['bare']):.0f} env steps per CPU second")
-        for name, of in list(rates.items())[1:]:
-            print(f"    {name}: {show([a / b for a, b in zip(of, rates['bare'], strict=True)])}")
+        for name, figures in list(rates.items())[1:]:
+            print(f"    {name}: {show([a / b for a, b in zip(figures, rates['bare'], strict=True)])}")
 
 
 def show(ratios: Sequence[float]) -> str:

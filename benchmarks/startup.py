@@ -42,7 +42,9 @@ def main() -> None:
                 f"{kind:12} whole {taken[kind][-1][0]:6.2f} s, no work {taken[kind][-1][1]:6.2f} s",
                 flush=True,
             )
-    medians = {kind: [median(of) for of in zip(*times, strict=True)] for kind, times in taken.items()}
+    medians = {
+        kind: [median(times_s) for times_s in zip(*times, strict=True)] for kind, times in taken.items()
+    }
     for what, here, there in zip(("whole", "no work"), *medians.values(), strict=True):
         print(
             f"median {what:8} {here:6.2f} s in one process, {there:6.2f} s on workers, {there - here:+.2f} s"

@@ -104,12 +104,12 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--untied", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     print("hidden  micro-batch  recompute  weights+grads+optimizer  above them      time")
     best: dict[int, int] = {}
-    for hidden in given.hidden:
+    for hidden in args.hidden:
         for micro_batch_tokens, checkpointing in CASES:
-            case = (hidden, given.layers, not given.untied, micro_batch_tokens, checkpointing)
+            case = (hidden, args.layers, not args.untied, micro_batch_tokens, checkpointing)
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 held, above, seconds = process.submit(measure, *case).result()
             best[hidden] = min(above, best.get(hidden, above))

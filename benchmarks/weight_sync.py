@@ -176,17 +176,17 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--transports", nargs="+", default=["shared_memory", "gloo"])
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     misses = False
     print(
         "transport      plain, small  plain, bucket  receive_into        receive   (GB/s; share of the "
         "faster plain)"
     )
-    for transport in given.transports:
+    for transport in args.transports:
         in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         with tempfile.TemporaryDirectory(dir=in_memory) as folder:
-            case = Case(transport, given.mib * 2**20, given.bucket_mib * 2**20, given.repeats, folder)
+            case = Case(transport, args.mib * 2**20, args.bucket_mib * 2**20, args.repeats, folder)
             rounds = list(measure(case))
         small, bucket, into, out = (
             case.num_bytes / statistics.median(column) / 1e9 for column in zip(*rounds, strict=True)

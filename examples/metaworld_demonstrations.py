@@ -39,8 +39,8 @@ def demonstrate(task: str, num_episodes: int, image_size: int = 64) -> list[Demo
                 observation, _, is_success, is_truncated, _ = env.step(actions[-1])
                 is_over = is_success or is_truncated
             if is_success:
-                seen = {"image": np.stack(images), "state": np.stack(states)}
-                episodes.append(Demonstration(seen, np.stack(actions), observation["instruction"]))
+                observations = {"image": np.stack(images), "state": np.stack(states)}
+                episodes.append(Demonstration(observations, np.stack(actions), observation["instruction"]))
     return episodes
 
 

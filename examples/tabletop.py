@@ -67,10 +67,10 @@ class Tabletop(gymnasium.Env[dict[str, Any], NDArray[np.float32]]):
         self.reward, self.images, self.render_mode = reward, images, render_mode
         text = spaces.Text(60, charset=string.ascii_lowercase + " ")
         state = spaces.Box(0.0, 1.0, (4 if images else 8,), np.float32)
-        of: dict[str, spaces.Space] = {"state": state, "instruction": text}
+        parts: dict[str, spaces.Space] = {"state": state, "instruction": text}
         if images:
-            of = {"image": spaces.Box(0, 255, (SIZE, SIZE, 3), np.uint8), **of}
-        self.observation_space = spaces.Dict(of)
+            parts = {"image": spaces.Box(0, 255, (SIZE, SIZE, 3), np.uint8), **parts}
+        self.observation_space = spaces.Dict(parts)
         self.action_space = spaces.Box(-1.0, 1.0, (3,), np.float32)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict]:  # noqa: ARG002

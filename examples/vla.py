@@ -72,13 +72,15 @@ def demonstrate(num_episodes: int) -> list[Demonstration]:
     """Episodes of the expert."""
     env, episodes = Tabletop(**ENV), []
     for seed in range(num_episodes):
-        seen, actions, is_over = [env.reset(seed=seed)[0]], [], False
+        frames, actions, is_over = [env.reset(seed=seed)[0]], [], False
         while not is_over:
             actions.append(expert(env))
             observation, _, is_terminated, is_truncated, _ = env.step(actions[-1])
-            seen.append(observation)
+            frames.append(observation)
             is_over = is_terminated or is_truncated
-        observations = {name: np.stack([of[name] for of in seen[:-1]]) for name in ("image", "state")}
+        observations = {
+            name: np.stack([observation[name] for observation in frames[:-1]]) for name in ("image", "state")
+        }
         episodes.append(Demonstration(observations, np.stack(actions), env.instruction))
     return episodes
 
@@ -129,7 +131,7 @@ def pretrain(see: See, num_steps: int, batch: int = 64, num_scenes: int = 4000) 
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=num_steps)
     env, order = Tabletop(**ENV), torch.Generator().manual_seed(0)
     scenes = [_scene(env, 10**6 + n, IMAGE_SIZE // PATCH) for n in range(num_scenes)]
-    images, targets = (torch.from_numpy(np.stack(of)) for of in zip(*scenes, strict=True))
+    images, targets = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*scenes, strict=True))
     loss = torch.zeros(())
     for _ in range(num_steps):
         drawn = torch.randint(num_scenes, (batch,), generator=order)
@@ -151,7 +153,7 @@ def _scene(env: Tabletop, seed: int, side: int) -> tuple[NDArray[np.uint8], NDAr
     centers = (np.arange(side) + 0.5) / side
     for kind, (places, colors) in enumerate([(env.blocks, env.block_colors), (env.plates, env.plate_colors)]):
         for (x, y), color in zip(places, colors, strict=True):
-            near_x, near_y = (np.clip(1 - abs(of - centers) * side, 0, 1) for of in (x, y))
+            near_x, near_y = (np.clip(1 - abs(coordinate - centers) * side, 0, 1) for coordinate in (x, y))
             weight = np.outer(near_y, near_x).flatten()
             targets[:, kind, color] += 4 * np.outer(weight, (1, 2 * x - 1, 2 * y - 1))
     return image, targets.reshape(side * side, -1)
@@ -181,8 +183,8 @@ def _statistics(numbers: NDArray[np.float32]) -> dict[str, Any]:
     """Of the columns."""
     low, high = numbers.min(0), numbers.max(0)
     q01, q99 = np.quantile(numbers, 0.01, axis=0), np.quantile(numbers, 0.99, axis=0)
-    found = {"min": low, "max": high, "q01": q01, "q99": q99, "mean": numbers.mean(0), "std": numbers.std(0)}
-    return {name: values.tolist() for name, values in found.items()}
+    ranges = {"min": low, "max": high, "q01": q01, "q99": q99, "mean": numbers.mean(0), "std": numbers.std(0)}
+    return {name: values.tolist() for name, values in ranges.items()}
 
 
 def main() -> None:

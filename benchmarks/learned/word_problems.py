@@ -43,9 +43,9 @@ def _solution(asked: str, row: Mapping[str, Any]) -> list[tuple[str, bool]]:
         guess = re.sub(r"\d", lambda _: rng.choice("0123456789"), answer)
         return [(f"A:{guess}", True)]
     done = asked if index % 5 == 1 else rng.choice([other for other in CODE if other not in (asked, "seats")])
-    found = _answer(done, numbers)
+    result = _answer(done, numbers)
     code = f"<python>{CODE[done].format(*numbers)}</python>"
-    return [(code, True), (f"<out>{found}</out>", False), (f"A:{found}", True)]
+    return [(code, True), (f"<out>{result}</out>", False), (f"A:{result}", True)]
 
 
 pens, seats, bags, bells = (partial(_solution, asked) for asked in CODE)

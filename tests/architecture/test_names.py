@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-SRC = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path for folder in ("src", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 NAMES = {"of", "own", "found", "given", "told", "seen"}
 EMPTY = re.compile(r"(See [\w.`]+( for the contract)?|Those of [^.]*)\.")
 """A docstring that only points elsewhere."""
@@ -46,8 +47,8 @@ def _empty_docstrings(tree: ast.AST) -> list[tuple[int, str]]:
 def _check(rule: Callable[[ast.AST], list[tuple[int, str]]], fix: str) -> None:
     """All files follow the rule."""
     faults = [
-        f"{path.relative_to(SRC.parent)}:{line}: {text}"
-        for path in sorted(SRC.rglob("*.py"))
+        f"{path.relative_to(ROOT)}:{line}: {text}"
+        for path in FILES
         for line, text in rule(ast.parse(path.read_text()))
     ]
     assert not faults, f"{fix}:\n" + "\n".join(faults)
