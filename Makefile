@@ -93,6 +93,7 @@ slow: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
 
 nightly: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS) smollm2
 	$(BIN)/pytest -q -n 2 --dist loadgroup -m nightly
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "hypothesis and not nightly" --hypothesis-profile=thorough
 	$(BIN)/python benchmarks/learned.py
 
 lint: setup

@@ -3,6 +3,7 @@ openai_agent.yaml."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import math
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from openai import DefaultHttpxClient, OpenAI
 
 HTTP = DefaultHttpxClient()  # shared by all episodes, since creating one is slow
+atexit.register(HTTP.close)
 TOOL: Any = {
     "type": "function",
     "function": {

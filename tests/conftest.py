@@ -33,8 +33,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-# Properties are tried on the same examples each time, however slow the machine is.
-settings.register_profile("braid", deadline=None, derandomize=True)
+# Properties are tried on the same examples each time, however slow the machine is: on few, and on many with
+# --hypothesis-profile=thorough, as in make nightly.
+settings.register_profile("braid", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("thorough", deadline=None, derandomize=True, max_examples=200)
 settings.load_profile("braid")
 
 

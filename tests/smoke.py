@@ -23,7 +23,7 @@ SMOKE = {
     "vllm": "contracts/test_engine.py::test_greedy_output_equals_the_trainers_after_each_weight_sync[vllm]",
     "engine server": "contracts/test_engine_servers.py::test_requests_of_a_hanging_server_move_to_the_others[sglang]",
     "weight sync": "weights/test_publication.py::test_every_engine_gets_the_weights_of_each_version[shared_memory]",
-    "CUDA": "fake_cuda/test_suite.py::test_tests_pass_on_the_device[gpu/test_training.py]",
+    "CUDA": "fake_cuda/test_suite.py::test_tests_pass_on_the_device[gpu/test_training.py-not nightly]",
     "architecture": "models/test_architectures.py::test_an_architecture_is_what_the_page_says[qwen3]",
     "agent": "trainer/test_agent_runs.py::test_a_run_of_agents_resumes_bit_exactly",
     "program as agent": "rollout/test_sessions.py::test_a_call_is_answered_in_openais_form_and_recorded_exactly",

@@ -73,6 +73,7 @@ def test_the_library_of_pytorch_waits_passively_in_each_kind_of_process(module: 
     assert found["GOMP_SPINCOUNT"] == "0"
 
 
+@pytest.mark.slow
 def test_the_library_of_pytorch_waits_as_the_user_says() -> None:
     assert _displayed("braid.api", GOMP_SPINCOUNT="1234")["GOMP_SPINCOUNT"] == "1234"
     assert _displayed("braid.api", OMP_WAIT_POLICY="ACTIVE")["OMP_WAIT_POLICY"] == "ACTIVE"

@@ -21,7 +21,7 @@ from braid.config.load import Loaded, load_config
 from braid.config.run_folder import file_of
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError, ReportError, StopTraining
-from braid.functions import give
+from braid.functions import path_of_passed
 from braid.plan import resolve
 from braid.users import described, is_the_users
 
@@ -156,12 +156,17 @@ def _loaded(
 ) -> Loaded:
     file = None if isinstance(config, Mapping) else file_of(Path(config))
     settings = [_override(*item) for item in config.items()] if isinstance(config, Mapping) else []
-    if reward is not None:
-        settings.append(_override("reward.parts", [{"kind": "function", "path": give(reward)}]))
-    for name, function in kinds.items():
+    functions = dict[str, Callable[..., Any]]()
+    for name, function in {"reward": reward, **kinds}.items():
         if function is not None:
-            settings.append(_override(f"algorithm.{name}", give(function, name)))
-    return load_config(file, [*settings, *overrides])
+            path = path_of_passed(function, name)
+            path += f"_as_{name}" * (path in functions)
+            functions[path] = function
+            key, value = f"algorithm.{name}", path
+            if name == "reward":
+                key, value = "reward.parts", [{"kind": "function", "path": path}]
+            settings.append(_override(key, value))
+    return load_config(file, [*settings, *overrides], functions=functions)
 
 
 def _override(key: str, value: Any) -> str:

@@ -1,5 +1,5 @@
 """User functions named in a config, as `package.module.function` or `file.py:function`, and those passed to
-the Python API, as `braid.given.name`.
+the Python API, as `braid.given.name`, which the config holds.
 
 Owns finding and importing them; their signatures are up to the callers.
 """
@@ -9,38 +9,39 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from os.path import isfile  # False for names that no file can have
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from braid.errors import ConfigError, Problem, suggest
 from braid.users import described, is_the_users
 
-GIVEN: dict[str, Callable[..., Any]] = {}
-"""Functions passed to the Python API, by name."""
-_GIVEN = "braid.given."
+if TYPE_CHECKING:
+    from pydantic import ValidationInfo
+
+Passed = Mapping[str, Callable[..., Any]]
+"""Functions passed to the Python API, by their paths."""
+NONE_PASSED: Passed = MappingProxyType({})
+_PASSED = "braid.given."
 
 
-def give(function: Callable[..., Any], unnamed: str = "reward") -> str:
-    """Make a function available to configs of this process; returns its path. `unnamed` is the name of a
-    lambda."""
+def path_of_passed(function: Callable[..., Any], unnamed: str) -> str:
+    """The path of a function that is passed to the Python API. `unnamed` is the name of a lambda."""
     name = getattr(function, "__name__", type(function).__name__)
-    name = name if name.isidentifier() else unnamed
-    GIVEN[name] = function
-    return f"{_GIVEN}{name}"
+    return f"{_PASSED}{name if name.isidentifier() else unnamed}"
 
 
-def given(path: str) -> Callable[..., Any] | None:
-    """The function at `path` if it was passed to the Python API in this process."""
-    return GIVEN.get(path.removeprefix(_GIVEN)) if is_given(path) else None
+def is_passed(path: str) -> bool:
+    """Whether `path` names a function that was passed to the Python API, for this run or another."""
+    return path.startswith(_PASSED)
 
 
-def is_given(path: str) -> bool:
-    """Whether `path` names a function that was passed to the Python API, in this process or another."""
-    return path.startswith(_GIVEN)
+def passed_in(info: ValidationInfo) -> Passed:
+    """The functions with which a config is validated."""
+    return (info.context or {}).get("functions", NONE_PASSED)
 
 
 class _NotFound(Exception):
@@ -50,30 +51,29 @@ class _NotFound(Exception):
 _FORM = "is not a path to Python code; write package.module.name or file.py:name"
 
 
-def load_function(path: str, *, base_dir: Path, key: str, allows_class: bool = False) -> Callable[..., Any]:
-    """Load the callable named by `path`. File paths are relative to `base_dir` (the config's folder); a file
-    is executed only once.
+def load_function(
+    path: str, *, base_dir: Path, key: str, allows_class: bool = False, passed: Passed = NONE_PASSED
+) -> Callable[..., Any]:
+    """Load the callable named by `path`, one of the functions `passed` among others. File paths are relative
+    to `base_dir` (the config's folder); a file is executed only once.
 
     Raises ConfigError for the config key `key` if the file, module or function does not exist, importing it
     fails, it is not callable, or, without `allows_class`, a class.
     """
     try:
-        if path.startswith(_GIVEN):
-            return _given(path.removeprefix(_GIVEN))
+        if is_passed(path):
+            if path not in passed:
+                name = path.removeprefix(_PASSED)
+                raise _NotFound(
+                    f"the function {name!r} was passed to braid.train from Python and is not stored with the "
+                    "run; call braid.train or braid.evaluate with it again, or name a function in a file: "
+                    "file.py:function"
+                )
+            return passed[path]
         module, names = _from_file(path, base_dir) if ":" in path else _from_package(path)
         return _member(module, names, path, allows_class=allows_class)
     except _NotFound as problem:
         raise ConfigError([Problem(key, str(problem), "config")]) from problem.__cause__
-
-
-def _given(name: str) -> Callable[..., Any]:
-    if name not in GIVEN:
-        raise _NotFound(
-            f"the function {name!r} was passed to braid.train from Python and is not stored with the run; "
-            "call braid.train or braid.evaluate with it again, or name a function in a file: "
-            "file.py:function"
-        )
-    return GIVEN[name]
 
 
 def _member(module: ModuleType, names: Sequence[str], path: str, *, allows_class: bool) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import PrivateAttr, ValidationError
 
 from braid.errors import ConfigError, suggest
-from braid.functions import give, given, is_given, load_function
+from braid.functions import NONE_PASSED, Passed, is_passed, load_function
 from braid.sections import Section
 from braid.users import described, is_the_users, shown
 
@@ -33,6 +33,8 @@ class Kind(Section):
     """Metrics that it reports: name -> meaning. All are dimensionless."""
     _base_dir: Path | None = PrivateAttr(None)
     """Of a user's own: where the path `kind` starts from."""
+    _passed: Passed = PrivateAttr(default_factory=dict)
+    """The function at `kind`, if it was passed to the Python API."""
 
     @classmethod
     def of_function(cls: type[K], function: Callable[..., Any]) -> K:  # noqa: ARG003
@@ -48,10 +50,11 @@ class Kind(Section):
         """Whether it is a user's own, named by its path."""
         return self._base_dir is not None
 
-    def at(self: K, path: str, base_dir: Path) -> K:
-        """The same, of the user's class or function at `path`."""
+    def at(self: K, path: str, base_dir: Path, passed: Passed = NONE_PASSED) -> K:
+        """The same, of the user's class or function at `path`, which may be among the functions `passed`."""
         named = self.model_copy(update={"kind": path})
         named._base_dir = base_dir.absolute()
+        named._passed = {name: function for name, function in passed.items() if name == path}
         return named
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -61,7 +64,7 @@ class Kind(Section):
             return super().__reduce_ex__(protocol)
         family = next(base for base in type(self).__mro__ if base.__dict__.get("config_key"))
         settings = self.model_dump(exclude_unset=True, exclude={"kind"})
-        return _load_again, (family, self.kind, settings, self._base_dir, given(self.kind))
+        return _load_again, (family, self.kind, settings, self._base_dir, dict(self._passed))
 
 
 class CallsFunction(Kind):
@@ -81,12 +84,9 @@ def _load_again(
     path: str,
     settings: Mapping[str, Any],
     base_dir: Path,
-    passed: Callable[..., Any] | None,
+    passed: Passed,
 ) -> Kind:
-    """`passed` is what was passed to the Python API of the process that sent it."""
-    if passed is not None:
-        give(passed, path.rpartition(".")[2])
-    return own_kind(family, path, settings, base_dir=base_dir)
+    return own_kind(family, path, settings, base_dir=base_dir, passed=passed)
 
 
 def is_path(kind: object) -> bool:
@@ -94,16 +94,26 @@ def is_path(kind: object) -> bool:
     return isinstance(kind, str) and (":" in kind or "." in kind)
 
 
-def own_kind(family: type[K], path: str, settings: Mapping[str, Any], *, base_dir: Path) -> K:
+def own_kind(
+    family: type[K],
+    path: str,
+    settings: Mapping[str, Any],
+    *,
+    base_dir: Path,
+    passed: Passed = NONE_PASSED,
+) -> K:
     """The user's class or function at `path` as one of `family`, with `settings` as its fields.
 
-    File paths are relative to `base_dir`. Raises ValueError if there is none, if it is not of the family or
-    lacks a method, for settings that it does not take, and for what its own code raises.
+    File paths are relative to `base_dir`; `passed` are the functions passed to the Python API. Raises
+    ValueError if there is none, if it is not of the family or lacks a method, for settings that it does not
+    take, and for what its own code raises.
     """
     try:
-        loaded = load_function(path, base_dir=base_dir, key=family.config_key, allows_class=True)
+        loaded = load_function(
+            path, base_dir=base_dir, key=family.config_key, allows_class=True, passed=passed
+        )
     except ConfigError as error:
-        if not is_given(path):
+        if not is_passed(path):
             raise ValueError(error.problems[0].message) from error
         loaded = _Missing(error.problems[0].message)  # an evaluation or an export does not need it
     if not isinstance(loaded, type):
@@ -129,7 +139,7 @@ def own_kind(family: type[K], path: str, settings: Mapping[str, Any], *, base_di
             raise ValueError(f"{path!r}: to make one raised {described(error)}") from error
         if missing := [name for name in made.must_define() if _is_of_the_base(loaded, name)]:
             raise ValueError(f"{path!r} does not define {' and '.join(missing)}; see {_home(family)}")
-    return made.at(path, base_dir)
+    return made.at(path, base_dir, passed)
 
 
 def _is_of_the_base(kind: type[Kind], method: str) -> bool:

@@ -246,6 +246,7 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_says_what_is_missing(small_
     assert store.steps() == [2]
 
 
+@pytest.mark.slow
 def test_a_limit_on_file_sizes_is_named_instead_of_the_disk(tmp_path: Path) -> None:
     program = textwrap.dedent(
         """

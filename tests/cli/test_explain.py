@@ -230,6 +230,19 @@ def test_a_native_config_has_nothing_to_explain(capsys: pytest.CaptureFixture[st
     assert "pass a config to explain, or --key KEY" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("argument", ["rollout.group_size", "group_size=3"])
+def test_a_key_in_place_of_a_config_names_the_option(
+    argument: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["explain", argument]) == 2
+    key = argument.partition("=")[0]
+    assert f"{argument} is not a file; to explain a key: braid explain --key {key}" in capsys.readouterr().err
+    (tmp_path / "group.yaml").touch()
+    assert main(["explain", "group.yam"]) == 2
+    assert "no such file: group.yam, did you mean 'group.yaml'?" in capsys.readouterr().err
+
+
 def test_a_key_is_explained_in_each_dialect_that_has_it() -> None:
     wide = console(200)
     print_key("trainer.algorithm.kl_loss_coef", wide)

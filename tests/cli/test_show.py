@@ -189,6 +189,9 @@ def test_a_simulator_shows_no_tokens(tmp_path: Path) -> None:
     loaded = load_config(path, ["algorithm.recipe=ppo"])
     names = [figure.name for figure in figures(loaded.config, resolve(loaded.config))]
     assert not [name for name in names if "token" in name or "cache" in name]
+    out = StringIO()
+    print_plan(loaded, resolve(loaded.config), show_defaults=False, console=Console(file=out, width=120))
+    assert "level turn env" in " ".join(out.getvalue().split())  # of the advantage
 
 
 @pytest.mark.parametrize("verb", ["sft", "eval"])

@@ -181,6 +181,7 @@ def test_a_pipeline_over_two_machines_keeps_its_bound_on_the_lag(
 
 
 @WITH_VLLM
+@pytest.mark.nightly
 def test_vllm_on_the_other_machine_samples_from_the_weights_of_each_round(
     cluster: Cluster, shared: Path
 ) -> None:
@@ -267,6 +268,7 @@ def test_a_short_cut_is_survived_and_a_machine_that_loses_its_power_is_waited_fo
     _assert_empty(fragile)
 
 
+@pytest.mark.nightly
 def test_a_lasting_cut_ends_the_run_with_the_machines_name_and_the_run_resumes(
     fragile: Cluster, shared: Path, alone: list[dict[str, float]]
 ) -> None:

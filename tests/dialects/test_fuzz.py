@@ -137,6 +137,8 @@ _SLOW_INPUTS = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.fu
 _FAST = settings(max_examples=25, suppress_health_check=_SLOW_INPUTS)
 _LONG = settings(max_examples=150, suppress_health_check=_SLOW_INPUTS)
 _SEEDS = st.sampled_from([seed for seed in ALL_SEEDS if seed.variant is None])
+_ONE_OF_EACH = {seed.dialect: seed for seed in reversed(ALL_SEEDS) if seed.variant is None}.values()
+"""The first file of each dialect."""
 
 
 @pytest.mark.slow
@@ -149,6 +151,7 @@ def test_a_mutated_file_loads_or_raises_a_config_error(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @_LONG
 @given(seed=_SEEDS, changes=_changes, chosen=_choices)
 def test_many_mutated_files_load_or_raise_a_config_error(
@@ -159,7 +162,12 @@ def test_many_mutated_files_load_or_raise_a_config_error(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed", [seed for seed in ALL_SEEDS if seed.variant is None], ids=lambda seed: seed.name
+    "seed",
+    [
+        pytest.param(seed, id=seed.name, marks=[pytest.mark.nightly] * (seed not in _ONE_OF_EACH))
+        for seed in ALL_SEEDS
+        if seed.variant is None
+    ],
 )
 def test_each_key_takes_any_value_without_a_traceback(reader: Reader, seed: Seed) -> None:
     dialect = DIALECTS[seed.dialect]

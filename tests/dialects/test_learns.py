@@ -269,6 +269,7 @@ def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
 
 
 @WITH_VLLM
+@pytest.mark.nightly
 @pytest.mark.xdist_group("workers")
 def test_roll_s_rlvr_file_runs_on_deepspeed_beside_vllm(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [

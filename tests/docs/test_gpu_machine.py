@@ -15,22 +15,31 @@ from tests.gpu import machine
 
 ROOT = Path(__file__).parents[2]
 ALL_STEPS = """
+import sys
 import torch
 from tests.gpu.machine import STEPS, Machine
 
 if __name__ == "__main__":
-    for step in STEPS:
+    for step in STEPS[: int(sys.argv[1])]:
         assert isinstance(step(Machine(torch.device("cpu"), is_tiny=True)), dict), step
 """
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("vllm")
-def test_every_step_runs_with_the_packages_of_one_process_alone(tmp_path: Path) -> None:
-    """All in one process, for speed."""
+@pytest.mark.parametrize(
+    "num_steps",
+    [
+        2,
+        pytest.param(
+            len(machine.STEPS), marks=[pytest.mark.nightly, pytest.mark.xdist_group("vllm")], id="all"
+        ),
+    ],
+)
+def test_steps_run_with_the_packages_of_one_process_alone(tmp_path: Path, num_steps: int) -> None:
+    """All in one process, for speed. The first ones update weights and sample."""
     (tmp_path / "all_steps.py").write_text(ALL_STEPS)
     path = os.pathsep.join(map(str, (ROOT / "tests/gpu/core_only", ROOT / "src", ROOT)))
-    command = [sys.executable, str(tmp_path / "all_steps.py")]
+    command = [sys.executable, str(tmp_path / "all_steps.py"), str(num_steps)]
     done = subprocess.run(
         command,
         cwd=tmp_path,

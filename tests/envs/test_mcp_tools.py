@@ -16,6 +16,7 @@ import pydantic
 import pytest
 from tests.envs.playing import TASK, call, play
 from tests.leftovers import await_end
+from tests.needs import needs
 
 from braid.cluster.loops import Loop
 from braid.envs.agents.base import Opening, Step
@@ -24,9 +25,7 @@ from braid.envs.kinds import McpServer, ToolsEnv
 from braid.errors import ConfigError, EnvError
 from braid.types import Action, ToolCall
 
-pytestmark = pytest.mark.slow
-
-pytest.importorskip("mcp", reason="mcp is not installed: make test")
+pytestmark = [pytest.mark.slow, needs("mcp")]
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = {"command": sys.executable, "args": (str(SERVER),)}

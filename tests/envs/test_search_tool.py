@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 from tests.envs.playing import call, said
+from tests.needs import needs
 
 from braid.envs.agents.toolboxes import ToolEnvs
 from braid.envs.kinds import ToolsEnv
 from braid.errors import ConfigError, DataError
 
-pytest.importorskip("bm25s", reason="bm25s is not installed: make test")
+pytestmark = needs("bm25s")
 
 DOCUMENTS = [
     {"id": "a", "title": "France", "text": "The capital of France is Paris."},

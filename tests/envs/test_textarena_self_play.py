@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.needs import needs
 from tests.trainer.conftest import TINY_MODEL, LoadTiny, load_tiny
 from tests.trainer.test_runs import lines
 
@@ -21,9 +22,7 @@ from braid.report.samples import read_samples
 from braid.trainer import commands
 from braid.types import Action, Message, Prompt
 
-pytestmark = pytest.mark.slow
-
-textarena = pytest.importorskip("textarena")
+pytestmark = [pytest.mark.slow, needs("textarena")]
 __all__ = ["load_tiny"]
 TASK = Prompt("test:0", "test", (), ())
 Policy = Callable[[str], str]
@@ -174,6 +173,8 @@ def sentences() -> list[str]:
 
 
 def _heard(seed: int) -> dict[str, list[str]]:
+    import textarena
+
     game = textarena.make("KuhnPoker-v0")
     game.reset(num_players=2, seed=seed)
     heard: dict[str, list[str]] = {"0": [], "1": []}

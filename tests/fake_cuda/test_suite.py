@@ -26,6 +26,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     },
 }
 """Files with tests, and what they need in the environment beside the device."""
+_GROUPS = {"fake_cuda/on_device/test_clusters.py": [pytest.mark.xdist_group("workers")]}
 STEPS = [s.__name__ for s in machine.STEPS if s.__name__ not in ("tests", "engines", "offloading")]
 """Steps of `make gpu` but that of the tests above, that of engines, which are not built for the device, and
 one that asks another process for the device's free memory, of which each process has its own count."""
@@ -33,15 +34,19 @@ one that asks another process for the device's free memory, of which each proces
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path",
+    ("path", "tier"),
     [
-        pytest.param(path, marks=[pytest.mark.xdist_group("workers")] * ("clusters" in path))
-        for path in ENVIRONMENTS
+        pytest.param(path, tier, marks=_GROUPS.get(path, []) + [pytest.mark.nightly] * (tier == "nightly"))
+        for path, tier in [
+            *((path, "not nightly") for path in ENVIRONMENTS if "live_runs" not in path),
+            ("fake_cuda/on_device/test_clusters.py", "nightly"),
+            ("fake_cuda/on_device/test_live_runs.py", "nightly"),
+        ]
     ],
 )
-def test_tests_pass_on_the_device(path: str) -> None:
+def test_tests_pass_on_the_device(path: str, tier: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--show-capture=no", f"tests/{path}"],
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--show-capture=no", "-m", tier, f"tests/{path}"],
         env=environment(**ENVIRONMENTS[path]),
         cwd=REPOSITORY,
         capture_output=True,

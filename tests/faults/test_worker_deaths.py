@@ -281,7 +281,7 @@ def test_a_run_whose_worker_is_stopped_restarts_within_ten_seconds_of_the_deadli
     [
         ("sync_weights", "rollout"),
         pytest.param("sync_weights", "policy", marks=pytest.mark.nightly),
-        ("rollout", "policy"),
+        pytest.param("rollout", "policy", marks=pytest.mark.nightly),
     ],
 )
 def test_a_signal_ends_a_run_that_waits_for_a_stopped_worker(

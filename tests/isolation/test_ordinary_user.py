@@ -29,17 +29,15 @@ exec setpriv --reuid $TESTER --regid $TESTER --clear-groups --inh-caps=-all "$@"
 """
 """Runs a command as a user who has $REACHED, but nothing else in the $CLOSED folders of root."""
 TESTS = Path(__file__).parents[1]
-_QUICK = ("-m", "not slow")
+_RIGHTS = ("data/test_checked.py", "checkpoint/test_store.py", "report/test_run_dir.py")
+"""Tests beside those of sandboxes in which rights matter: of files, folders and caches."""
 
 
 @pytest.mark.parametrize(
     "files",
     [
-        ["isolation", "test_functions.py", "test_redaction.py"],
+        ["isolation", "rewards/test_code.py", "envs/test_python_tool.py", *_RIGHTS, "-m", "not slow"],
         ["rewards/test_attacks.py"],
-        ["rewards/test_code.py", "envs/test_python_tool.py", *_QUICK],
-        ["checkpoint", "report", "data", *_QUICK],
-        ["faults", "cli/test_main.py", *_QUICK],
     ],
     ids=lambda files: files[0],
 )

@@ -56,6 +56,7 @@ def test_it_equals_pytorchs_for_every_number_of_threads(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_rows_may_be_apart_in_memory_and_in_half_precision() -> None:
     inputs, call = _inputs(2, 40, 4, 2, 32), LayerCall(0, 0.3, None, None)
     expected = _results(compiled_attention, call, inputs)

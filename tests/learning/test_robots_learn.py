@@ -96,6 +96,7 @@ def _demonstrate(folder: Path, num_frames: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_vla_policy_surpasses_its_demonstrator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _write_model(tmp_path / "model")

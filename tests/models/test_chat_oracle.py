@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.models.test_chat import _ENDS, _format
 from tests.models.test_tool_calls import TOOL
+from tests.needs import needs
 
 from braid.models.chat import ChatFormat
 from braid.types import Message
 
-renderers = pytest.importorskip("renderers", reason="renderers is not installed: make test")
+pytestmark = needs("renderers")
 
 _OF_QWEN = ("<|endoftext|>", "<tool_response>", "</tool_response>")
 _ORACLES = {
@@ -35,6 +36,8 @@ _THOUGHT = "<think>\nHm.\n</think>\n\n"
 
 @cache
 def _pair(name: str) -> tuple[ChatFormat, Any]:
+    import renderers  # takes long, so it is not imported where tests are only collected
+
     kind, control = _ORACLES[name]
     chat = _format(name, control=control)
     config = getattr(renderers, f"{kind}RendererConfig")(thinking_retention="all")

@@ -33,11 +33,9 @@ from braid.report.names import describe
 from braid.trainer import commands
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NUM_KILLS = 20
-NUM_ROUNDS = 40
 
 CONFIG = {
-    "run": {"name": "tiny", "max_rounds": NUM_ROUNDS, "num_threads": 1, "device": "cpu"},
+    "run": {"name": "tiny", "max_rounds": 10, "num_threads": 1, "device": "cpu"},
     "model": {
         "build": {
             "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1,
@@ -131,18 +129,30 @@ def wait_for(moment: str, run: Path, process: ForkServerProcess, rng: random.Ran
 
 
 @pytest.mark.slow
-def test_a_run_killed_twenty_times_equals_the_uninterrupted_run(tmp_path: Path) -> None:
-    _check_killed(tmp_path, CONFIG, NUM_KILLS)
+@pytest.mark.parametrize("num_kills", [6, pytest.param(20, marks=pytest.mark.nightly)])
+def test_a_run_killed_many_times_equals_the_uninterrupted_run(tmp_path: Path, num_kills: int) -> None:
+    run = CONFIG["run"] | {"max_rounds": 2 * num_kills + 4}
+    _check_killed(tmp_path, CONFIG | {"run": run}, num_kills)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "env",
     [
-        {"kind": "gymnasium", "id": f"{EXAMPLES}/tabletop.py:Tabletop", "kwargs": {"max_episode_steps": 10}},
-        {"kind": "metaworld", "task": "button-press-v3", "max_episode_steps": 10},
+        pytest.param(
+            {
+                "kind": "gymnasium",
+                "id": f"{EXAMPLES}/tabletop.py:Tabletop",
+                "kwargs": {"max_episode_steps": 10},
+            },
+            id="tabletop",
+        ),
+        pytest.param(
+            {"kind": "metaworld", "task": "button-press-v3", "max_episode_steps": 10},
+            id="metaworld",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["tabletop", "metaworld"],
 )
 def test_a_killed_run_of_a_simulator_equals_the_uninterrupted_one(
     tmp_path: Path, env: dict[str, Any]
@@ -153,7 +163,7 @@ def test_a_killed_run_of_a_simulator_equals_the_uninterrupted_one(
         name: CONFIG[name] for name in ("rollout", "train", "eval", "checkpoint", "report")
     }
     config |= {
-        "run": CONFIG["run"] | {"max_rounds": 10},
+        "run": CONFIG["run"],
         "model": {"mlp": mlp},
         "env": env | {"num_envs": 4, "eval_episodes": 4},
         "rollout": {"prompts_per_round": 4, "group_size": 1},
@@ -169,7 +179,7 @@ def test_a_killed_run_of_a_vision_language_action_policy_equals_the_uninterrupte
     _demonstrate(tmp_path / "demonstrations")
     config: dict[str, Any] = {name: CONFIG[name] for name in ("eval", "checkpoint", "report", "train")}
     config |= {
-        "run": CONFIG["run"] | {"max_rounds": 10},
+        "run": CONFIG["run"],
         "model": {
             "path": str(tmp_path / "model"),
             "vla": {"kind": "openvla_oft", "form": "rlinf", "action_dim": 3, "num_action_chunks": 4},

@@ -248,7 +248,10 @@ def _course(lora: dict[str, Any] | None, build: str = "odd") -> Course:
     return Course(saved, third, weights(), report)
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param(None, id="all weights"), pytest.param(LORA, id="adapters", marks=pytest.mark.nightly)],
+)
 def test_each_layout_resumes_from_checkpoints_of_the_others(
     tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:

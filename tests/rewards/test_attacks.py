@@ -37,7 +37,13 @@ class Outcome:
     reached: list[str]
 
 
-@pytest.fixture(scope="module", params=["bubblewrap", "sandlock"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.xdist_group(name))  # all attacks are made once
+        for name in ("bubblewrap", "sandlock")
+    ],
+)
 def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     try:
         find_isolation(request.param)

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.leftovers import LIMIT_S
 
+from braid.config.reward import RewardConfig
 from braid.processes import Child
+from braid.rewards.scorer import Scorer, build_scorer
 from braid.types import Trajectory
 
 Answered = Callable[..., Trajectory]
@@ -42,6 +47,23 @@ NOTATIONS = {
     "∞": r"\infty",
 }
 DIFFERENT = [("1/2", "0.51"), ("5", ""), ("5", "no idea"), ("12", r"\boxed{13}"), ("x+1", "$x-1$")]
+
+
+@pytest.fixture(scope="module")
+def score() -> Iterator[Score]:
+    """Scores with one scorer of each config, so that its process starts once."""
+    scorers = dict[str, Scorer]()
+
+    def score(trajectories: list[Trajectory], *parts: dict[str, Any], **settings: Any) -> list[Trajectory]:
+        config = {"parts": parts, **settings}
+        if (key := json.dumps(config)) not in scorers:
+            scorers[key] = build_scorer(RewardConfig.model_validate(config), base_dir=Path())
+        asyncio.run(scorers[key].score(trajectories))
+        return trajectories
+
+    yield score
+    for scorer in scorers.values():
+        scorer.close()
 
 
 def test_equivalent_answers_count_in_any_notation(answered: Answered, score: Score) -> None:

@@ -11,6 +11,9 @@ import pytest
 import yaml
 
 from braid.config.load import Loaded, load_config
+from braid.plan import Plan, resolve
+from braid.trainer import preflight
+from braid.types import Trajectory
 
 TINY_MODEL = {
     "hidden_size": 32,
@@ -52,3 +55,8 @@ def load_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadTiny:
         return load_config(tmp_path / "tiny.yaml", overrides)
 
     return load
+
+
+def check(loaded: Loaded) -> tuple[Plan, Trajectory | None]:
+    """Plan a training run and check it, as `braid show --check` does."""
+    return preflight.check(loaded, resolve(loaded.config, origin_of=loaded.origin))

@@ -40,7 +40,7 @@ def _mixture(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "engine",
-    ["native", pytest.param("vllm", marks=[pytest.mark.xdist_group("vllm"), WITH_VLLM])],
+    ["native", pytest.param("vllm", marks=[pytest.mark.xdist_group("vllm"), pytest.mark.nightly, WITH_VLLM])],
 )
 def test_ppo_with_adapters_of_experts_trains_policy_critic_and_engine(
     load_tiny: LoadTiny, engine: str, tmp_path: Path

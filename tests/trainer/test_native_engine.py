@@ -140,6 +140,7 @@ def test_a_machine_that_cannot_compile_samples_without_or_says_why(
         check_attention("compiled", torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("without", [_without_package, _without_numba])
 def test_the_engine_samples_the_same_without_kernels(
     without: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ import yaml
 
 from braid.config.load import load_config
 from braid.errors import ConfigError
+from braid.plan import resolve
 from braid.trainer import commands
 
 from .conftest import LoadTiny
@@ -121,3 +122,25 @@ def test_what_is_no_engine_or_backend_is_refused_with_its_key(
     file.write_text("model: {build: {}}\n")
     with pytest.raises(ConfigError, match=rf"{re.escape(key)}: .*{message}"):
         load_config(file, [f"{key}={value.replace('KIND', name)}"])
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "method"),
+    [
+        ("braid.rollout.engines.native.kind.Native", "rollout.engine", "dtype_in"),
+        ("braid.training.backends.single.kind.Single", "train.backend", "problems"),
+    ],
+)
+def test_what_an_own_kind_raises_while_the_run_is_planned_is_an_error_with_its_line(
+    tmp_path: Path, base: str, key: str, method: str
+) -> None:
+    module, _, name = base.rpartition(".")
+    (tmp_path / "mine.py").write_text(
+        f"from {module} import {name}\n\nclass Own({name}):\n    def {method}(self, *_, **__):\n        return 1 / 0\n"
+    )
+    (tmp_path / "run.yaml").write_text("model: {build: {}}\n")
+    loaded = load_config(tmp_path / "run.yaml", [f"{key}=mine.py:Own"])
+    with pytest.raises(
+        ConfigError, match=rf"{re.escape(key)}: 'mine\.py:Own' raised Zero\w+: .*\(mine\.py:5\)"
+    ):
+        resolve(loaded.config)

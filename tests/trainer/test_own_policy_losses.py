@@ -57,6 +57,21 @@ def test_a_function_passed_to_train_is_the_loss(tmp_path: Path) -> None:
     assert plan["recipe"]["policy_loss"] == {"kind": "braid.given.weighted"}
 
 
+def test_functions_of_one_name_that_are_passed_to_train_and_to_a_later_run_do_not_mix(tmp_path: Path) -> None:
+    def scored(value: float) -> Any:
+        def weighted(response: str) -> float:
+            return value
+
+        return weighted
+
+    settings = ["run.max_rounds=1", "eval={before: false}"]
+    for i, value in enumerate((2.0, 3.0)):
+        run = braid.train(
+            config(tmp_path), [*settings, f"run.name=run{i}"], reward=scored(value), policy_loss=weighted
+        )
+        assert run.metrics[-1]["reward/mean"] == value
+
+
 def test_an_own_loss_is_loaded_again_in_a_process_that_receives_it(tmp_path: Path) -> None:
     (tmp_path / "my_loss.py").write_text(CODE)
     loss = _loaded(tmp_path).policy_loss

@@ -20,6 +20,7 @@ def test_no_schedule_deadlocks_loses_or_repeats_a_group_or_exceeds_the_lag() -> 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(4))
 def test_nor_does_any_of_100_000(part: int) -> None:
     pipeline_schedules.check(range(part * 25_000, (part + 1) * 25_000))

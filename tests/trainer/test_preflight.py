@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ from braid.errors import ConfigError, DataError, ModelError
 from braid.plan import available
 from braid.trainer import commands
 from braid.trainer.cluster import RayCluster
-from braid.trainer.preflight import check
 
-from .conftest import LoadTiny
+from .conftest import LoadTiny, check
 
 REWARDS = """
 class Brevity:
@@ -81,7 +81,7 @@ def test_missing_data_or_failing_rewards_are_refused_before_the_run_has_a_folder
     load_tiny: LoadTiny, overrides: list[str], words: str
 ) -> None:
     loaded = load_tiny(*overrides, rewards=REWARDS)
-    for attempt in (lambda: check(loaded, "train"), lambda: commands.train(loaded)):
+    for attempt in (lambda: check(loaded), lambda: commands.train(loaded)):
         with pytest.raises(ConfigError) as caught:
             attempt()
         assert words in str(caught.value)
@@ -128,9 +128,19 @@ def test_what_cannot_run_is_refused_alike_by_all_before_anything_starts(
 def test_all_problems_are_reported_together(load_tiny: LoadTiny) -> None:
     parts = f"reward.parts=[{MODEL}, {{kind: function, path: 'rewards.py:nothing'}}]"
     with pytest.raises(ConfigError) as caught:
-        check(load_tiny(parts, "rollout.engine=sglang", rewards=REWARDS), "train")
+        check(load_tiny(parts, "rollout.engine=sglang", rewards=REWARDS))
     keys = {problem.key for problem in caught.value.problems}
     assert keys == {"rollout.engine", "reward.parts[0].path", "reward.parts[1].path"}
+
+
+def test_the_command_plans_once(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_tiny(rewards=REWARDS)
+    planned = list[object]()
+    module = sys.modules["braid.plan.resolve"]  # the package has a function of this name
+    derive = module.derive
+    monkeypatch.setattr(module, "derive", lambda *args: planned.append(args) or derive(*args))
+    assert main(["show", "tiny.yaml", "--check"]) == 0
+    assert len(planned) == 1
 
 
 def test_null_answers_are_counted_and_the_first_is_named(load_tiny: LoadTiny) -> None:
@@ -138,19 +148,19 @@ def test_null_answers_are_counted_and_the_first_is_named(load_tiny: LoadTiny) ->
     rows = [{"prompt": x, "answer": None if x in "bc" else x} for x in "abcd"]
     Path("letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ConfigError, match="exact cannot score 2 of 4 prompts; first: letters:1"):
-        check(loaded, "train")
+        check(loaded)
 
 
 @pytest.mark.parametrize("name", ["not_of_a", "away", "of_the_turn"])
 def test_a_reward_that_rejects_one_prompt_or_lacks_its_service_passes_the_check(
     load_tiny: LoadTiny, name: str
 ) -> None:
-    check(load_tiny(of(name), rewards=REWARDS), "train")
+    check(load_tiny(of(name), rewards=REWARDS))
 
 
 def test_a_check_works_inside_a_running_event_loop(load_tiny: LoadTiny) -> None:
     async def inside() -> Any:
-        return check(load_tiny(of("late"), rewards=REWARDS), "train")
+        return check(load_tiny(of("late"), rewards=REWARDS))
 
     with pytest.raises(ConfigError, match="KeyError"):
         asyncio.run(inside())
@@ -170,7 +180,7 @@ def test_the_command_line_exits_with_2_for_every_user_error(
     load_tiny: LoadTiny, override: str, error: type[Exception], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(error):
-        check(load_tiny(override, rewards=REWARDS), "train")
+        check(load_tiny(override, rewards=REWARDS))
     for verb in (["train"], ["show", "--check"]):
         assert main([*verb, "tiny.yaml", override]) == 2
         out, err = capsys.readouterr()
@@ -213,5 +223,5 @@ def test_the_configured_isolation_is_the_one_that_is_checked(
     )
     asked: list[str] = []
     monkeypatch.setattr("braid.rewards.parts.find_isolation", lambda name: asked.append(name) or "process")
-    check(load_tiny(*settings, "reward.code.isolation=process"), "train")
+    check(load_tiny(*settings, "reward.code.isolation=process"))
     assert asked == ["process"]

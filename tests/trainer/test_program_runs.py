@@ -16,9 +16,8 @@ import pytest
 from braid.errors import ConfigError
 from braid.report.samples import read_samples
 from braid.trainer import commands
-from braid.trainer.preflight import check
 
-from .conftest import LoadTiny
+from .conftest import LoadTiny, check
 from .test_features import numbers
 from .test_runs import lines
 
@@ -111,7 +110,7 @@ def test_programs_elsewhere_ask_for_episodes(load_tiny: LoadTiny, monkeypatch: p
     with pytest.raises(
         ConfigError, match="at least 16 characters in the environment variable BRAID_EXTERNAL"
     ):
-        check(load_tiny(*settings), "train")
+        check(load_tiny(*settings))
     monkeypatch.setenv("BRAID_EXTERNAL_KEY", key)
     programs = [
         threading.Thread(target=_play_elsewhere, args=(port, key, is_over, played), daemon=True)
@@ -127,7 +126,7 @@ def test_programs_elsewhere_ask_for_episodes(load_tiny: LoadTiny, monkeypatch: p
     assert line["reward/mean"] == 0.25
     assert line["rollout/trajectories"] == len(played)
     with pytest.raises(ConfigError, match=r"env\.port: external programs have to know the port"):
-        check(load_tiny(*settings, "env.port=0"), "train")
+        check(load_tiny(*settings, "env.port=0"))
 
 
 @pytest.mark.parametrize(
@@ -139,5 +138,5 @@ def test_programs_elsewhere_ask_for_episodes(load_tiny: LoadTiny, monkeypatch: p
 )
 def test_a_missing_program_is_an_error_of_the_config(load_tiny: LoadTiny, program: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
-        check(load_tiny(f"env={{kind: program, max_context_tokens: 2000, program: {program}}}"), "train")
+        check(load_tiny(f"env={{kind: program, max_context_tokens: 2000, program: {program}}}"))
     assert "env.program" in str(error.value)

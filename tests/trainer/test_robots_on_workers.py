@@ -66,7 +66,14 @@ def _assert_alike(mine: list[dict[str, float]], other: list[dict[str, float]]) -
         assert kept[0] == pytest.approx(kept[1], rel=1e-3, abs=1e-4, nan_ok=True)
 
 
-@pytest.mark.parametrize("backend", ["single", "fsdp2", pytest.param("deepspeed", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "fsdp2",
+        pytest.param("single", marks=pytest.mark.nightly),
+        pytest.param("deepspeed", marks=pytest.mark.nightly),
+    ],
+)
 def test_simulators_and_a_perceptron_on_workers_match_one_process(tmp_path: Path, backend: str) -> None:
     path = _cartpole(tmp_path)
     placement = APART if backend != "single" else {"policy": "0", "critic": "1", "rollout": "2"}
@@ -82,13 +89,18 @@ def test_simulators_and_a_perceptron_on_workers_match_one_process(tmp_path: Path
 @pytest.mark.parametrize(
     ("placement", "overrides"),
     [
-        ({"policy,critic": "0", "rollout": "1", "env": "2-3"}, []),
-        (
+        pytest.param(
+            {"policy,critic": "0", "rollout": "1", "env": "2-3"},
+            [],
+            id="several per rollout worker",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
             {"policy,critic": "0", "rollout": "0-1", "env": "2"},
             ["env.pipeline_stages=2", "env.offload=true", "env.processes=2"],
+            id="stages and offload",
         ),
     ],
-    ids=["several per rollout worker", "stages and offload"],
 )
 def test_simulators_on_devices_of_their_own_match_one_process(
     tmp_path: Path, placement: dict[str, str], overrides: list[str]
@@ -113,7 +125,12 @@ def test_a_worker_of_simulators_that_dies_ends_the_run_and_is_named(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("vla", "lora"), [(OFT, None), (PI0, None), (OFT, ADAPTERS)], ids=["openvla_oft", "pi0", "adapters"]
+    ("vla", "lora"),
+    [
+        pytest.param(OFT, None, id="openvla_oft"),
+        pytest.param(PI0, None, id="pi0", marks=pytest.mark.nightly),
+        pytest.param(OFT, ADAPTERS, id="adapters", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_vla_policy_trains_on_several_ranks_as_in_one_process(
     tmp_path: Path, vla: dict[str, Any], lora: dict[str, Any] | None

@@ -388,7 +388,10 @@ def test_an_instruction_that_is_too_long_ends_the_run_with_one_message(
     assert not [of for of in caplog.records if of.name == "asyncio"], "the exceptions of other groups"
 
 
-@pytest.mark.parametrize("vla", [OFT, OPENVLA], ids=["oft", "openvla"])
+@pytest.mark.parametrize(
+    "vla",
+    [pytest.param(OFT, id="oft"), pytest.param(OPENVLA, id="openvla", marks=pytest.mark.nightly)],
+)
 def test_reinforcement_learning_finds_the_best_action(tmp_path: Path, vla: dict[str, Any]) -> None:
     """Random tokens are 1.0 off on average; the best action's are 0."""
     config = write_config(

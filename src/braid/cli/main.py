@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import sys
@@ -179,7 +180,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.check:
         from braid.trainer.preflight import check
 
-        plan, example = check(loaded, plan.verb)
+        plan, example = check(loaded, plan)
     if args.json:
         sys.stdout.write(show.as_json(loaded, plan, example))
     else:
@@ -190,11 +191,14 @@ def _show(args: argparse.Namespace) -> int:
 def _planned(args: argparse.Namespace, verb: Verb | None = None) -> tuple[Loaded, Plan]:
     """The config and its plan, for the command that the config is for unless `verb` names one. Raises
     ConfigError."""
+    from braid.cluster.environment import environment
     from braid.plan import default_verb, resolve
 
     loaded, read = _read(args)
     args.loaded, args.read_as = loaded, "" if read is None else _read_as(read)
-    return loaded, resolve(loaded.config, verb=verb or default_verb(loaded.config), origin_of=loaded.origin)
+    verb = verb or default_verb(loaded.config)
+    with environment(loaded.config.cluster.variables):  # as of a run
+        return loaded, resolve(loaded.config, verb=verb, origin_of=loaded.origin)
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -208,6 +212,9 @@ def _explain(args: argparse.Namespace) -> int:
         return OK
     if args.config is None:
         raise ConfigError("pass a config to explain, or --key KEY for a single key")
+    if _is_key(args.config):
+        key = args.config.partition("=")[0]
+        raise ConfigError(f"{args.config} is not a file; to explain a key: braid explain --key {key}")
     allowed, args.allow_unsupported = args.allow_unsupported, ["*"]
     try:
         _, translation = _read(args)
@@ -234,6 +241,13 @@ def _explain(args: argparse.Namespace) -> int:
         outcome = f"refused because {first.key}: {first.message}" + f" (and {num_more} more)" * bool(num_more)
     (sys.stderr if args.json else sys.stdout).write(f"plan: {outcome}\n")
     return code
+
+
+def _is_key(text: str) -> bool:
+    """Whether an argument looks like a config key, perhaps with a value, and like no file here."""
+    key = text.partition("=")[0]
+    is_file = Path(text).exists() or suggest(text, os.listdir()) or key.endswith((".yaml", ".yml", ".sh"))
+    return not is_file and re.fullmatch(r"[\w-]+(\.[\w-]+)*", key) is not None
 
 
 def _convert(args: argparse.Namespace) -> int:

@@ -160,7 +160,7 @@ def _algorithm(loaded: Loaded, plan: Plan) -> list[Row]:
     """The recipe's components, with the origin of those set in the config; unused ones are dimmed."""
     recipe, config = plan.recipe, loaded.config.algorithm
     idle = unused_keys(loaded.config, plan)
-    derived: dict[str, str] = dict.fromkeys(("logprob_level", "entropy_level", "advantage_level"), "env")
+    derived: dict[str, str] = dict.fromkeys(("logprob_level", "entropy_level", "advantage"), "env")
     derived["corrections"] = "pipeline" if loaded.config.max_lag else "rollout.engine.dtype"
     rows: list[Row] = []
     named = _parts(RECIPES[config.recipe])

@@ -21,6 +21,7 @@ from pydantic import Discriminator, GetCoreSchemaHandler, GetJsonSchemaHandler, 
 from pydantic.fields import FieldInfo
 from pydantic_core import core_schema
 
+from braid.functions import passed_in
 from braid.kinds import Kind, is_path, own_kind
 
 K = TypeVar("K", bound=Kind)
@@ -78,7 +79,7 @@ class KindOf:
         if is_path(value["kind"]):
             settings = {key: item for key, item in value.items() if key != "kind"}
             base_dir = (info.context or {}).get("base_dir", Path())
-            return own_kind(self.family, value["kind"], settings, base_dir=base_dir)
+            return own_kind(self.family, value["kind"], settings, base_dir=base_dir, passed=passed_in(info))
         return of_braid(value)
 
 

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from braid.errors import ConfigError, Problem, suggest
+from braid.functions import NONE_PASSED, Passed
 from braid.sections import Section
 
 from .explain import explain, unlike_numbers
@@ -99,6 +100,8 @@ class Loaded:
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     foreign_keys: Mapping[str, str] | None = field(default=None, repr=False)
     """Of a config in another framework's format: native key -> the key of the file that sets it."""
+    functions: Passed = field(default_factory=dict, repr=False)
+    """Those passed to the Python API, by the paths that the config names."""
 
     def to_show(self) -> dict[str, Any]:
         """The config as plain data without secrets: values from environment variables, and secrets
@@ -165,10 +168,11 @@ def load_config(
     *,
     backend: str | None = None,
     engine: str | None = None,
+    functions: Passed = NONE_PASSED,
 ) -> Loaded:
     """Read, override, interpolate and validate a config; without a `path`, from overrides only. The config of
     a run folder is that of the folder in which it is. `backend` and `engine` take precedence over
-    train.backend and rollout.engine.
+    train.backend and rollout.engine. `functions` are those passed to the Python API.
 
     Raises one ConfigError with all problems found, each with its origin.
     """
@@ -186,10 +190,10 @@ def load_config(
         )
         raise ConfigError([Problem("config", why, file.name)])
     written.tree = interpolate(written, with_defaults)
-    return validate(written, file)
+    return validate(written, file, functions)
 
 
-def validate(written: Written, file: Path | None) -> Loaded:
+def validate(written: Written, file: Path | None, functions: Passed = NONE_PASSED) -> Loaded:
     """Build the config from a tree without interpolations. Raises ConfigError with the problems in `written`
     and all others found, at most one of each key.
 
@@ -206,7 +210,7 @@ def validate(written: Written, file: Path | None) -> Loaded:
     run = tree.get("run")
     base_dir = folder / str((run.get("base_dir") if isinstance(run, dict) else None) or "")
     try:
-        config = RunConfig.model_validate(tree, context={"base_dir": base_dir})
+        config = RunConfig.model_validate(tree, context={"base_dir": base_dir, "functions": functions})
         complaints += plain_secrets(config, written.references)
     except ValidationError as error:
         complaints += explain(error, tree)
@@ -224,7 +228,15 @@ def validate(written: Written, file: Path | None) -> Loaded:
     origins = {
         name: written_at.get(name) or written_at.get(name.removesuffix(".kind"), DEFAULT) for name in names
     }
-    return Loaded(config, origins, base_dir, file, references=written.references, secrets=written.secrets)
+    return Loaded(
+        config,
+        origins,
+        base_dir,
+        file,
+        references=written.references,
+        secrets=written.secrets,
+        functions=functions,
+    )
 
 
 def _sections_in(tree: Mapping[str, Any]) -> set[str]:

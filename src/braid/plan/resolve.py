@@ -5,10 +5,15 @@ Neither the config nor the plan changes afterwards. checks.py checks that the ke
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
+
+from pydantic import BaseModel
 
 from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.config.algorithm import CorrectionConfig
@@ -20,6 +25,8 @@ from braid.config.schema import RunConfig
 from braid.config.source import DEFAULT
 from braid.config.train import TrainConfig
 from braid.errors import ConfigError, Problem
+from braid.kinds import Kind
+from braid.users import described
 
 from .checks import find_problems, find_warnings
 from .layout import Needs, lay_out
@@ -52,17 +59,43 @@ def resolve(
     """
     if num_prompts is None:
         num_prompts = _known_prompts(config)
-    plan = derive(config, num_prompts, verb, count_gpus() if num_gpus is None else num_gpus)
-    return _checked(plan, config, origin_of)
+    with _naming_own_kinds(config, origin_of):
+        plan = derive(config, num_prompts, verb, count_gpus() if num_gpus is None else num_gpus)
+        return _checked(plan, config, origin_of)
 
 
 def with_prompts(plan: Plan, config: RunConfig, num_prompts: int, origin_of: Callable[[str], str]) -> Plan:
     """The `plan` of `config` once its training prompts are read. Raises ConfigError like `resolve`."""
     if plan.num_prompts == num_prompts:
         return plan
-    return _checked(
-        replace(plan, **_of_prompts(config, plan.recipe, num_prompts, plan.verb)), config, origin_of
-    )
+    with _naming_own_kinds(config, origin_of):
+        return _checked(
+            replace(plan, **_of_prompts(config, plan.recipe, num_prompts, plan.verb)), config, origin_of
+        )
+
+
+@contextmanager
+def _naming_own_kinds(config: RunConfig, origin_of: Callable[[str], str]) -> Iterator[None]:
+    """What the code of a kind of the user's own raises becomes a ConfigError of its key, with the file and
+    line."""
+    try:
+        yield
+    except Exception as error:
+        files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+        for key, kind in _own_kinds(config):
+            if not isinstance(error, ConfigError) and inspect.getfile(type(kind)) in files:
+                message = f"{kind.kind!r} raised {described(error)} while the run was planned"
+                raise ConfigError([Problem(key, message, origin_of(key))]) from error
+        raise
+
+
+def _own_kinds(section: BaseModel, above: str = "") -> Iterator[tuple[str, Kind]]:
+    """(key, kind) of each kind of the user's own in a config."""
+    for name, value in section:
+        if isinstance(value, Kind) and value.is_own:
+            yield f"{above}{name}", value
+        elif isinstance(value, BaseModel):
+            yield from _own_kinds(value, f"{above}{name}.")
 
 
 def _checked(plan: Plan, config: RunConfig, origin_of: Callable[[str], str]) -> Plan:

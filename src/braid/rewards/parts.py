@@ -13,7 +13,6 @@ import regex
 
 from braid.config.reward import RewardConfig
 from braid.errors import ConfigError, Problem, RewardError, suggest
-from braid.functions import load_function
 from braid.generators import reasoning_gym
 from braid.isolation.sandbox import MAX_WAIT, START_LIMIT_S, Isolation, find_isolation
 from braid.reasoning import without_reasoning
@@ -65,7 +64,7 @@ def code_part(config: CodeReward, making: Making) -> Part:
 def function_part(config: FunctionReward, making: Making) -> Part | GroupPart:
     """What a function of the user's returns."""
     key = making.key
-    function = load_function(config.path, base_dir=making.base_dir, key=f"{key}.path")
+    function = config.load(key, making.base_dir)
     arguments = arguments_of(function, config.params, path=config.path, key=key)
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     runner = LoopThread() if is_async else CallThreads(max_stuck=making.config.concurrency)

@@ -25,7 +25,6 @@ from braid.config.load import Loaded, to_yaml
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
 from braid.data.worked import NO_EXAMPLES
-from braid.functions import GIVEN
 from braid.plan import Plan
 from braid.report.reporter import Reporter
 from braid.rollout.collector import Collector
@@ -174,7 +173,7 @@ class _Workers:
         elif self._spec.plan.layout.role("env"):
             assert isinstance(cluster, RayCluster), "workers are on Ray"
             num_rollout = cluster.groups["rollout"].size
-            host = partial(_simulator_host, dict(GIVEN), config.simulator, new_simulator, num_rollout)
+            host = partial(_simulator_host, config.simulator, new_simulator, num_rollout)
             cluster.make({"env": host}, self._logs)
             return partial(_remote_simulator, cluster.groups["env"].peers())
         return new_simulator
@@ -188,7 +187,6 @@ class _Workers:
         inputs = None if spec.inputs is None else replace(spec.inputs, examples=NO_EXAMPLES)
         collector = partial(
             _collector,
-            dict(GIVEN),
             new_simulator=new_simulator,
             config=self._cluster.config,
             plan=plan,
@@ -235,17 +233,14 @@ def _simulator(config: RunConfig, base_dir: Path, _: Place, num_envs: int | None
 
 
 def _simulator_host(
-    functions: Mapping[str, Callable[..., Any]],
     env: SimulatorEnv,
     new_simulator: Callable[..., Simulator],
     num_rollout: int,
     place: Place,
 ) -> SimulatorHost:
-    """This worker's part of the environments of one of `num_rollout` rollout workers; `functions` are those
-    of GIVEN."""
+    """This worker's part of the environments of one of `num_rollout` rollout workers."""
     from braid.envs.simulators.remote import SimulatorHost
 
-    GIVEN.update(functions)
     parts = place.size // num_rollout
     first, last = (env.num_envs * (place.rank % parts + i) // parts for i in (0, 1))
     return SimulatorHost(new_simulator(place, num_envs=last - first))
@@ -258,11 +253,10 @@ def _remote_simulator(peers: Sequence[Peer], place: Place) -> Simulator:
     return RemoteSimulator(peers[place.rank * each : (place.rank + 1) * each])
 
 
-def _collector(functions: Mapping[str, Callable[..., Any]], place: Place, **settings: Any) -> Collector:
-    """The collector of one rollout worker; `functions` are those of GIVEN."""
+def _collector(place: Place, **settings: Any) -> Collector:
+    """The collector of one rollout worker."""
     from .collectors import make_collector  # models, engines and rewards: of no use to a driver with workers
 
-    GIVEN.update(functions)
     return make_collector(place, **settings)
 
 

@@ -18,7 +18,7 @@ from braid.data import checked
 from braid.data.prompts import Prompts
 from braid.errors import ConfigError, Problem, RewardError
 from braid.models.chat import ChatFormat
-from braid.plan import Plan, Verb, resolve
+from braid.plan import Plan, with_prompts
 from braid.report.names import reserved_names
 from braid.report.streams import reward_prints_in
 from braid.rewards.base import Later, Part, Score, Services, references_of
@@ -35,24 +35,21 @@ _MAX_EXAMPLES = 4
 """Most prompts on which a reward function is tried until it returns a score."""
 
 
-def check(loaded: Loaded, verb: Verb) -> tuple[Plan, Trajectory | None]:
-    """Resolve the plan of a run and check everything that can be checked without building it. Returns also an
-    example of what its rewards read, a prompt answered with its reference; None without rewards of a text.
-    Raises ConfigError, DataError and ModelError."""
+def check(loaded: Loaded, plan: Plan) -> tuple[Plan, Trajectory | None]:
+    """Check everything of a planned run that can be checked without building it. Returns the plan, with the
+    number of its prompts, and an example of what its rewards read, a prompt answered with its reference; None
+    without rewards of a text. Raises ConfigError, DataError and ModelError."""
     loaded = with_absolute_paths(loaded)
     with environment(loaded.config.cluster.variables):
-        inputs = read_inputs(loaded, verb)
-        plan = resolve(loaded.config, _num_prompts(inputs, verb), verb=verb, origin_of=loaded.origin)
+        inputs = read_inputs(loaded, plan.verb)
+        if inputs is not None and plan.verb == "train":
+            plan = with_prompts(plan, loaded.config, len(inputs.train.prompts), loaded.origin)
         check_inputs(loaded, plan, inputs)
-        if inputs is None or verb == "sft" or not loaded.config.reward.parts:
+        if inputs is None or plan.verb == "sft" or not loaded.config.reward.parts:
             return plan, None
         prompts = inputs.train.prompts + inputs.eval.prompts
         chat = chat_format(loaded.config, inputs.tokenizer, inputs.end_token_ids)
         return plan, _example(prompts[0], chat) if prompts else None
-
-
-def _num_prompts(inputs: TextInputs | None, verb: Verb) -> int | None:
-    return len(inputs.train.prompts) if inputs is not None and verb == "train" else None
 
 
 def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:

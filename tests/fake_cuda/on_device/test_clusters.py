@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[str, Settings]] = {
 }
 """Transport of the weights and settings. NCCL has one rank per device, so weights pass through host memory
 where only some engines share that of the policy's first rank."""
+_EVERY_TIME = ("collocated on one device", "disaggregated, fsdp")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +46,9 @@ def cluster() -> Iterator[None]:
     disconnect()
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in _EVERY_TIME)) for name in RUNS]
+)
 def test_engines_sample_with_the_weights_that_ranks_have_trained(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

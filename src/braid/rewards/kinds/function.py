@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
-from braid.functions import load_function
+from braid.functions import Passed, load_function, passed_in
 from braid.types import Prompt
 
 from .base import RewardPart
@@ -35,6 +35,18 @@ class FunctionReward(RewardPart):
     reads_files: ClassVar[bool] = True
     is_tried: ClassVar[bool] = True
 
+    _passed: Passed = PrivateAttr(default_factory=dict)
+    """The function at `path`, if it was passed to the Python API."""
+
+    @model_validator(mode="after")
+    def _keep_passed(self, info: ValidationInfo) -> Self:
+        self._passed = {path: function for path, function in passed_in(info).items() if path == self.path}
+        return self
+
+    def load(self, key: str, base_dir: Path) -> Callable[..., Any]:
+        """The function of the part at `key`. Raises ConfigError like load_function."""
+        return load_function(self.path, base_dir=base_dir, key=f"{key}.path", passed=self._passed)
+
     @property
     def metric_name(self) -> str:
         return self.name or re.split(r"[.:]", self.path)[-1] or self.kind
@@ -47,6 +59,5 @@ class FunctionReward(RewardPart):
     def reader(self, key: str, base_dir: Path) -> Callable[[Prompt], object] | None:
         from braid.rewards.parts import arguments_of
 
-        function = load_function(self.path, base_dir=base_dir, key=f"{key}.path")
-        arguments = arguments_of(function, self.params, path=self.path, key=key)
+        arguments = arguments_of(self.load(key, base_dir), self.params, path=self.path, key=key)
         return arguments.check if arguments.columns else None
