@@ -36,7 +36,15 @@ _RIGHTS = ("data/test_checked.py", "checkpoint/test_store.py", "report/test_run_
 @pytest.mark.parametrize(
     "files",
     [
-        ["isolation", "rewards/test_code.py", "envs/test_python_tool.py", *_RIGHTS, "-m", "not slow"],
+        [
+            "isolation",
+            "faults",
+            "rewards/test_code.py",
+            "envs/test_python_tool.py",
+            *_RIGHTS,
+            "-m",
+            "not slow",
+        ],
         ["rewards/test_attacks.py"],
     ],
     ids=lambda files: files[0],
