@@ -20,7 +20,7 @@ from braid.rollout.engines.native.engine import NativeEngine
 from .architectures import tiny_of
 
 REPLAYED = {
-    "qwen2_moe": True, "qwen3_moe": True, "mixtral": True, "olmoe": True, "gpt_oss": True, "granitemoe": True,
+    "qwen2_moe": True, "qwen3_moe": True, "mixtral": True, "olmoe": True, "gpt_oss": True,
     "deepseek_v3": False, "glm4_moe": False, "ernie4_5_moe": False, "minimax_m2": False,
 }  # fmt: skip
 """Architectures whose routers are replayed, and whether they have a load-balancing loss."""
