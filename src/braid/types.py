@@ -122,6 +122,8 @@ class Prompt:
 
 Key = tuple[int, ...]
 """The seed of random numbers: equal keys give equal numbers."""
+UNKNOWN_EXPERT = -1
+"""In place of the index of an expert that a token was routed to: the router of the model chooses."""
 PolicyVersion = int | tuple[tuple[int, int], ...]
 """The policy version that wrote a turn's tokens; or runs of (version, number of tokens), in order, if the
 weights changed while it was written."""
@@ -135,6 +137,8 @@ class Turn:
     never trained on. `logprobs` are natural logs under the distribution sampled from, one per output token.
     `reward` is the environment's reward for this turn. Sampling began at `start_s` and ended at `end_s`, as
     time.time() gives it. The environment then took `env_s` seconds to reply, `tool_s` of them in tools.
+    `experts` [n, L, K] are those that the engine chose in each of L layers for the n tokens before the last
+    one, back to the last of the previous turn; None unless they are replayed.
     """
 
     context_ids: list[int]
@@ -147,6 +151,7 @@ class Turn:
     end_s: float = 0.0
     env_s: float = 0.0
     tool_s: float = 0.0
+    experts: NDArray[np.signedinteger] | None = None
 
 
 @dataclass(slots=True)
@@ -448,9 +453,10 @@ class Row:
     rows hold all rows of a trajectory, one after the other in the order of its segments.
 
     `inputs` are the model's inputs, each array with T along its first axis: `input_ids` for text, `actions`
-    for perceptrons. In every per-position array index t belongs to the token (or action) at t: its log-prob
-    given everything before it, its reward, its advantage, and the value of the state just before it. `mask`
-    is True exactly where the policy wrote; elsewhere arrays hold 0.
+    for perceptrons. `experts` [T, L, K] are those to choose in each layer, UNKNOWN_EXPERT where the router
+    does (train.router_replay). In every per-position array index t belongs to the token (or action) at t: its
+    log-prob given everything before it, its reward, its advantage, and the value of the state just before it.
+    `mask` is True exactly where the policy wrote; elsewhere arrays hold 0.
 
     `decision` numbers the decisions from 0 and is -1 outside the mask: a decision is a turn of text, a chunk
     of actions, or an env step of a simulator. By default the row is one. `policy_versions` are the versions

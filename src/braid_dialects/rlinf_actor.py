@@ -143,7 +143,8 @@ _MODEL = section("actor.model", "model")(
        unless(lambda s: s["actor.model.model_type"] in facts.SMALL_POLICIES, "the policy is built from sizes"),
        refused(lambda v, _: v == "" and "set it to the policy's folder")),
     to("model_type", "", MODEL_TYPE, model_type),
-    missing("moe_aux_loss_coeff", "set it to 0: there is no auxiliary loss for experts", default=0.0),
+    missing("moe_aux_loss_coeff", "set it to 0; other backends have a load-balancing loss "
+            "(braid.train.router_aux_coef)", default=0.0),
     ignored("{moe_router_load_balancing_type,moe_router_topk,moe_router_pre_softmax,init_method_std}",
             "set by the model's config.json"),
     ignored("{encoder_seq_length,seq_length,variable_seq_lengths}", "rows are packed without padding"),

@@ -161,8 +161,7 @@ _OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
     ignored("max_concurrency offload_nccl use_remove_padding "
             "model_args.{model_type,num_labels,device_map,autocast_adapter_dtype,flash_attn}",
             "determined by the role, its placement and model_args; rows are always packed"),
-    missing("model_args.{model_config_kwargs,moe_aux_loss_coef}",
-            "set it in config.json of the model folder; there is no auxiliary router loss"),
+    missing("model_args.model_config_kwargs", "set it in config.json of the model folder"),
     missing("model_args.{freeze_module_prefix,additional_target}", "use adapters: lora_target"))
 
 _TRAINED = section("{actor_train,critic}")(
@@ -217,7 +216,6 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
            "count?", note="dp = devices / (TP * PP * CP)")),
     to("backend_timeout", "{train}.backend.timeout_minutes", "count", used, of_backend("megatron"),
        default=30),
-    always("router_replay.mode", "no router replay", choice("disable")),
     to("use_dynamic_batching_in_infer", "{train}.infer_batch_tokens", "bool", used, _tokens),
     to("max_tokens_per_microbatch_in_infer", "{train}.infer_batch_tokens", "natural?", used,
        needs(".use_dynamic_batching_in_infer"), _tokens),
@@ -296,6 +294,10 @@ _ACTOR_TRAIN = section("actor_train")(
     to("model_args.lora_rank", "model.lora.rank", "count?", _IS_LORA, null_as(8), default=8),
     to("model_args.lora_alpha", "model.lora.alpha", "positive?", _IS_LORA,
        lambda v, s: v or 2 * (s[".lora_rank"] or 8), default=None),
+    to("model_args.moe_aux_loss_coef", "train.router_aux_coef", "non-negative?", null_as(0.0),
+       note="over all tokens of a step, whatever its micro-batches"),
+    to("router_replay.mode", "train.router_replay", {"disable": "none", "R2": "old", "R3": "rollout"},
+       default="disable"),
     missing("model_args.lora_dropout", "set it to 0: log-probs must be the same in rollout and training",
             default=0.0),
     to("model_args.adapter_name_or_path", "model.lora.path", "path?", _IS_LORA),
@@ -364,6 +366,9 @@ WORKERS = rows(
     to("{critic,reference}.model_args.model_name_or_path", "{critic,reference}.path", "path", used,
        note="of the critic, instead of reward_pretrain"),
     ignored("critic.training_args.save_hf_model", "only the policy is exported"),
+    always("{critic,reference}.router_replay.mode", "only the policy's choices are replayed", choice("disable")),
+    missing("{critic,reference,actor_infer}.model_args.moe_aux_loss_coef",
+            "set it under actor_train: only the policy's routers have a load-balancing loss"),
     always("{critic,reference}.model_args.attn_implementation", "same as the policy's", "sdpa|fa2|auto?"),
     ignored("{critic,reference,actor_infer}.data_args.*", "read only under actor_train and validation"),
     ignored("{critic,reference,actor_infer}.worker_cls", "determined by the role and its strategy"),

@@ -186,8 +186,9 @@ NEWER = section("{generator,generator.inference_engine}")(
     ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
     ignored("language_model_only fully_sharded_loras", "models are of text; engines receive merged weights"),
     missing("engine_init_kwargs speculative_config", "remove it, or use rollout.engine in docs/config.md"),
-    missing("enable_return_routed_experts enable_pd", "set it to false; there is no routing replay, and "
-            "prefill and decoding share an engine", default=False),
+    ignored("enable_return_routed_experts", "engines return them where they are replayed: see "
+            "trainer.policy.megatron_config.moe_enable_routing_replay", "bool"),
+    missing("enable_pd", "set it to false; prefill and decoding share an engine", default=False),
     missing("serialized_weight_sync_mode delta_weight_sync", "use weight_sync_backend=nccl"),
     missing("external_proxy_url", "use remote_inference_engine_urls"))
 

@@ -288,6 +288,10 @@ _TEMPLATES = section("deepspeed_config.{train,eval}")(
     ignored(f"* zero_optimization.* zero_optimization.{{stage,zero_hpz_partition_size}} {_DEEPSPEED_KEYS}.*",
             "a template, used where ${deepspeed_config.train} or ${deepspeed_config.eval} refers to it"))
 
+_ROUTERS = to(
+    "trainer.policy.megatron_config.moe_enable_routing_replay", "train.router_replay",
+    {True: "rollout", False: "none"}, _MEGATRON_ONLY, default=False, note="the engine's experts are chosen in the update (R3)")
+
 _MEGATRON = section("trainer.{policy,ref}.megatron_config", "{train}.backend", _MEGATRON_ONLY, used)(
     to("tensor_model_parallel_size", {".tensor_parallel": as_is, ".sequence_parallel": lambda v, _: v > 1},
        "count", default=1),
@@ -377,6 +381,6 @@ SFT = missing(
 TRAINER = rows(
     to("defaults", "", "any", presets),
     always("hydra.searchpath", "folders searched for the presets of `defaults`", "any"),
-    SFT, PLACEMENT, GENERAL, REPORT, MODELS, _OPTIMIZER, _FSDP, _DEEPSPEED, _TEMPLATES, _MEGATRON,
+    SFT, PLACEMENT, GENERAL, REPORT, MODELS, _OPTIMIZER, _FSDP, _DEEPSPEED, _TEMPLATES, _ROUTERS, _MEGATRON,
 )
 # fmt: on

@@ -377,6 +377,7 @@ EQUAL: dict[str, dict[str, tuple[tuple[Any, ...], ...]]] = {
     },
     "roll": {
         "actor_train.data_args.template": (("native", "qwen2_5", "qwen3"),),
+        "actor_train.model_args.moe_aux_loss_coef": ((None, 0.0),),
         "actor_train.model_args.ulysses_size": ((None, 1),),
         "actor_train.strategy_args.strategy_config.tensor_model_parallel_size": ((None, 1),),
         "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size": ((None, 1),),

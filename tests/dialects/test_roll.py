@@ -828,6 +828,15 @@ def test_other_spellings_of_a_key_work(tmp_path: Path) -> None:
     assert row.note.startswith("alias of actor_train.data_args.template")
 
 
+@pytest.mark.parametrize(("mode", "replay"), [("disable", "none"), ("R2", "old"), ("R3", "rollout")])
+def test_router_replay_and_the_load_balancing_loss_are_the_policy_s(
+    tmp_path: Path, mode: str, replay: str
+) -> None:
+    policy = {"router_replay": {"mode": mode}, "model_args": {"moe_aux_loss_coef": 0.01}}
+    train = read(tmp_path, {"actor_train": policy}).loaded.config.train
+    assert (train.router_replay, train.router_aux_coef) == (replay, 0.01)
+
+
 def test_a_wrong_value_is_refused_with_the_allowed_ones(tmp_path: Path) -> None:
     text = problems(
         tmp_path,

@@ -468,6 +468,18 @@ def test_adapters(file: Path) -> None:
     assert (lora.rank, lora.alpha, lora.targets) == (8, 16.0, ("q_proj",))
 
 
+def test_routing_replay_is_that_of_megatron(file: Path) -> None:
+    keys = ("trainer.policy.megatron_config.moe_enable_routing_replay=true",
+            "generator.inference_engine.enable_return_routed_experts=true")  # fmt: skip
+    chosen = {
+        name: read(file, *keys, f"trainer.strategy={name}").loaded.config for name in ("megatron", "fsdp2")
+    }
+    assert {name: config.train.router_replay for name, config in chosen.items()} == {
+        "megatron": "rollout",
+        "fsdp2": "none",
+    }
+
+
 def test_each_backend_reads_its_own_section(file: Path) -> None:
     sizes = ("trainer.policy.deepspeed_config.zero_optimization.zero_hpz_partition_size=2",
              "trainer.policy.megatron_config.tensor_model_parallel_size=2")  # fmt: skip

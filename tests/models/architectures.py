@@ -2,7 +2,7 @@
 
     python tests/models/architectures.py
 
-writes the table of docs/models.md (a minute or two). A model is built from its architecture's default config,
+writes the tables of docs/models.md (a minute or two). A model is built from its architecture's default config,
 made tiny, with windows switched on; it is refused with a sentence, or its packed log-probs and gradients and
 the native engine's greedy tokens and log-probs are those of plain transformers, for ragged rows beyond every
 window.
@@ -63,6 +63,7 @@ _INCOMPLETE = (
     "ministral",
     "nemotron",
 )
+_END_OF_ROUTERS = "<!-- end of the routers -->"
 _LONG = 100
 """Rows of the tiny models stay below it, and tiny.NEVER beyond."""
 
@@ -84,6 +85,13 @@ def verdict(name: str) -> str:
         if found is None:
             return _refusal(str(error))
     return f"{_tried(tiny_model(kind, config, frozenset()), _LONG)}, rows up to its {found[1]}"
+
+
+def tiny_of(name: str, **settings: Any) -> PreTrainedModel:
+    """A tiny model of an architecture's default config with other `settings`."""
+    kind, config = _sizes(name)
+    vars(config).update(settings)
+    return tiny_model(kind, config, frozenset())
 
 
 def _sizes(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
@@ -231,10 +239,51 @@ def table() -> str:
 
 def recorded() -> dict[str, str]:
     """Model type -> cell, as docs/models.md has it."""
-    return dict(re.findall(r"^\| `([\w.-]+)` \| \w+ \| (.*) \|$", PAGE.read_text(), re.MULTILINE))
+    text = PAGE.read_text()
+    part = text[text.index("| model type") :]
+    return dict(re.findall(r"^\| `([\w.-]+)` \| \w+ \| (.*) \|$", part, re.MULTILINE))
+
+
+def routers(name: str) -> tuple[str, str] | None:
+    """Whether an architecture's experts are replayed, and whether it has a load-balancing loss; None for one
+    that has no experts or does not run."""
+    try:
+        lm = CausalLM(tiny_of(name))
+    except Exception:  # see verdict
+        return None
+    if lm.routers is None:
+        return None
+    try:
+        lm.prepare_routers("train.router_replay")
+    except ModelError as error:
+        why = re.search(r"cannot be used for it: (.*); set it to", str(error))
+        return f"refused: {why[1]}" if why else "refused", "refused"
+    try:
+        lm.check_balance()
+    except ModelError:
+        return "yes", "refused"
+    return "yes", "yes"
+
+
+def table_of_routers() -> str:
+    found = ((name, routers(name)) for name in NAMES)
+    rows = (f"| `{name}` | {cells[0]} | {cells[1]} |" for name, cells in found if cells is not None)
+    return "\n".join(("| mixture | router replay | load balancing |", "|---|---|---|", *rows))
+
+
+def recorded_routers() -> dict[str, tuple[str, str]]:
+    """Model type -> what `routers` says, as docs/models.md has it."""
+    text = PAGE.read_text()
+    part = text[text.index("| mixture |") : text.index(_END_OF_ROUTERS)]
+    return {n: (a, b) for n, a, b in re.findall(r"^\| `([\w.-]+)` \| (.*) \| (.*) \|$", part, re.MULTILINE)}
+
+
+def write(start: str, end: str, new: str) -> None:
+    """Replace the page's text from `start` to the line `end`."""
+    text = PAGE.read_text()
+    PAGE.write_text(text[: text.index(start)] + new + text[text.index(f"\n{end}") :])
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    start, end = (text.index(mark) for mark in ("| model type", "\n<!-- end of the table -->"))
-    PAGE.write_text(text[:start] + table() + text[end:])
+    write("| model type", "<!-- end of the table -->", table())
+    write("| mixture |", _END_OF_ROUTERS, table_of_routers())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
-from tests.models.architectures import NAMES, PAGE, recorded, verdict
+from tests.models.architectures import NAMES, PAGE, recorded, recorded_routers, routers, verdict
 
 pytestmark = [
     pytest.mark.slow,
@@ -18,3 +18,10 @@ def test_an_architecture_is_what_the_page_says(name: str) -> None:
     found = verdict(name)  # which fails where one is let in and computed wrongly
     if f"transformers {transformers.__version__}" in PAGE.read_text():
         assert recorded()[name] == found, "run: python tests/models/architectures.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_are_replayed_where_the_page_says(name: str) -> None:
+    found = routers(name)
+    if f"transformers {transformers.__version__}" in PAGE.read_text():
+        assert recorded_routers().get(name) == found, "run: python tests/models/architectures.py"

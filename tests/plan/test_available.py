@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.needs import WITH_VLLM
 
 from braid.config.load import load_config
 from braid.errors import ConfigError
 from braid.plan import available, checks, resolve
 from braid.plan.available import machine_problems, missing_packages
+from braid.plan.resolve import derive as resolve_unchecked
 from braid.rollout.engines.vllm import kind
 
 TEXT = [
@@ -431,3 +435,71 @@ def test_options_that_are_read_do_not_warn(overrides: list[str]) -> None:
 
 def test_fp16_products_without_loss_scaling_are_suspicious() -> None:
     assert "train.grad_scaler={}" in warnings("train.autocast=fp16")["train.autocast"]
+
+
+def _mixture(folder: Path, num_experts: int = 8) -> str:
+    """A folder that has the sizes of a model, and no weights but one."""
+    sizes = {"num_attention_heads": 2, "hidden_size": 8, "num_hidden_layers": 3}
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | sizes | experts))
+    save_file({"lm_head.weight": torch.zeros(4, 8)}, folder / "model.safetensors")
+    return f"model={{path: {folder}}}"
+
+
+ROUTERS: dict[str, tuple[list[str], str, str]] = {
+    "dense": (
+        ["train.router_replay=rollout"],
+        "train.router_replay",
+        "no routed experts, so it does nothing",
+    ),
+    "dense balance": (["train.router_aux_coef=0.1"], "train.router_aux_coef", "no routed experts"),
+    "no pass": (
+        ["{mixture}", "train.router_replay=old"],
+        "train.router_replay",
+        "none with algorithm.old_logprobs=current; set algorithm.old_logprobs=recompute",
+    ),
+    "engine": (
+        ["{mixture}", "train.router_replay=rollout", "rollout.engine=vllm"],
+        "train.router_replay",
+        "rollout.engine=vllm does not return the experts that it chose; set it to old or none",
+    ),
+    "backend": (
+        ["{mixture}", "train.router_aux_coef=0.1", "train.backend=megatron"],
+        "train.router_aux_coef",
+        "train.backend=megatron has routers of its own",
+    ),
+    "kernels": (
+        ["{mixture}", "train.router_replay=rollout", "train.liger_kernels=true"],
+        "train.router_replay",
+        "Liger",
+    ),
+    "critic": (
+        ["{mixture}", *PPO, "critic.train={router_aux_coef: 0.1}"],
+        "critic.train.router_aux_coef",
+        "routers are those of the policy; set train.router_aux_coef instead",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "key", "why"), ROUTERS.values(), ids=list(ROUTERS))
+def test_routers_are_replayed_and_balanced_where_they_can_be(
+    overrides: list[str], key: str, why: str, tmp_path: Path
+) -> None:
+    folder = _mixture(tmp_path)
+    text = [line.replace("{mixture}", folder) for line in overrides]
+    config = load_config(None, [*(TEXT if "{mixture}" not in overrides else TEXT[1:]), *text]).config
+    plan = resolve_unchecked(config, None, "train")
+    assert why in dict(checks.find_problems(config, plan))[key]
+
+
+def test_experts_to_replay_are_in_the_memory_of_a_round(tmp_path: Path) -> None:
+    """Of all tokens, in a row and in the trajectory."""
+    folder = [_mixture(tmp_path), "data.max_prompt_tokens=100", "rollout.sampling.max_new_tokens=50"]
+    replays = [*TEXT[1:], *folder, "train.router_replay=rollout"]
+    plain, replayed = (
+        resolve_unchecked(load_config(None, o).config, None, "train") for o in ([*TEXT[1:], *folder], replays)
+    )
+    assert plain.round_bytes is not None
+    assert replayed.round_bytes is not None
+    num_bytes = replayed.trajectories_per_round * 150 * 3 * 2
+    assert replayed.round_bytes[1] - plain.round_bytes[1] == 2 * num_bytes

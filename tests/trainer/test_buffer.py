@@ -147,10 +147,15 @@ def test_inferred_values_reach_their_rows() -> None:
     buffer = RolloutBuffer(RECIPES["grpo"], None)
     buffer.open([rows])
     shares = [[2, 0], [], [1]]
-    results = [[{"logprobs": np.full(n, n, np.float32)} for n in of] for of in ([3, 1], [], [2])]
+    results = [
+        [{"logprobs": np.full(n, n, np.float32), "experts": np.full((n, 1, 1), n, np.int8)} for n in of]
+        for of in ([3, 1], [], [2])
+    ]
     places = [(index, s, i) for s, share in enumerate(shares) for i, index in enumerate(share)]
-    buffer.merge("logprobs", "old_logprobs", places, results)  # pyright: ignore[reportArgumentType]
+    fields: dict[Output, str] = {"logprobs": "old_logprobs", "experts": "experts"}
+    buffer.merge(fields, places, results)  # pyright: ignore[reportArgumentType]
     for row in buffer.take([0, 1, 2], False):
+        assert row.inputs["experts"].ravel().tolist() == [len(row)] * len(row), "an input of the model"
         assert row.fields["old_logprobs"].tolist() == [len(row)] * len(row)
     assert all(not row.fields for row in buffer.take([0, 1, 2], True))
 
@@ -223,7 +228,7 @@ def _round_of(num_shards: int, recipe: Recipe) -> tuple[list[Row], dict[str, flo
         kept = [(of.key, place, 3 * place) for place, of in enumerate(groups)]
         rows = buffer.open([collector.rows([one]) for one in reversed(kept)])
     assert [row.trajectory for row in rows] == [0, 1, 3, 4, 6, 7]
-    for call in buffer.start_infer(model, rows, "logprobs", "old_logprobs"):
+    for call in buffer.start_infer(model, rows, {"logprobs": "old_logprobs"}):
         call.wait()
     buffer.every.mark_successes(1.0)
     metrics, _ = buffer.whole.compute_advantages(0.0, RunningMoments())

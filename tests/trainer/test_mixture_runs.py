@@ -77,3 +77,28 @@ def test_ppo_with_adapters_of_experts_trains_policy_critic_and_engine(
     experts = [name for name, _ in plain.named_parameters() if ".experts." in name]
     assert experts
     assert not any(torch.equal(exported.get_parameter(name), plain.get_parameter(name)) for name in experts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["rollout", "old"])
+def test_a_run_replays_experts_and_resumes_to_the_same_numbers(
+    load_tiny: LoadTiny, replay: str, tmp_path: Path
+) -> None:
+    """In bf16, with adapters, groups of several prompts, and two passes; and in a pipeline."""
+    folder = _mixture(tmp_path / "mixture")
+    keys = (
+        f"model={{path: {folder}, dtype: bf16, lora: {{rank: 4}}}}",
+        f"train={{router_replay: {replay}, router_aux_coef: 0.01, passes_per_round: 2}}",
+        "train.optimizer.lr=0.01",
+        "checkpoint.every_rounds=1",
+        "rollout.max_invalid_fraction=0",
+        "data.max_prompt_tokens=8",
+    )
+    whole = commands.train(load_tiny(*keys)).run_dir
+    commands.train(load_tiny(*keys, "run.name=cut", "run.max_rounds=2"))
+    cut = commands.train(load_tiny(*keys, "run.name=cut", "run.resume=latest")).run_dir
+    last = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (whole, cut)]
+    commands.train(load_tiny(*keys, "run.name=pipelined", "pipeline.max_lag=1"))
+    names = [name for name in last[0] if name.startswith(("router/", "policy/"))]
+    assert {"router/load_max", "router/load_min", "router/entropy", "router/aux_loss"} <= set(names)
+    assert {name: last[0][name] for name in names} == {name: last[1][name] for name in names}

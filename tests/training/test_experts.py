@@ -1,4 +1,5 @@
-"""Adapters of routed experts on ranks: the steps and merged weights of one process, or a refusal."""
+"""Adapters of routed experts on ranks: the steps and merged weights of one process, or a refusal; and their
+routers."""
 
 from __future__ import annotations
 
@@ -74,3 +75,47 @@ def _check(rank: int, folder: Path) -> None:
 def test_adapters_of_experts_are_trained_on_ranks_as_in_one_process(tmp_path: Path) -> None:
     _save(tmp_path / "model")
     run_ranks(_check, tmp_path)
+
+
+def _check_routers(rank: int, folder: Path) -> None:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    random = np.random.default_rng(0)
+    rows: list[Row] = []
+    for i, num in enumerate((9, 12, 7, 9)):
+        chosen = random.integers(0, 3, (num, 2, 1)) + np.arange(2)
+        inputs = {"input_ids": random.integers(3, 60, num), "experts": chosen.astype(np.int8)}
+        rows.append(Row(inputs, np.arange(num) > 2, i, i))
+    settings = {"optimizer": {"lr": 0.01, "eps": 1e-4}, "micro_batch_rows": 1}
+    routers = {"router_replay": "rollout", "router_aux_coef": 0.5}
+    weight = 1 / sum(row.num_tokens for row in rows)
+    for sharding in (
+        {"backend": "fsdp2"},
+        {"backend": "fsdp2", "sequence_parallel": 2},
+        {"backend": "deepspeed"},
+    ):
+        train = settings | routers | sharding
+        config = RunConfig.model_validate({"model": {"path": str(folder / "model")}, "train": train})
+        single = SingleBackend(make_policy(config, CPU), config.train, total_steps=2, device=CPU)
+        policy = make_policy(config, CPU, rank=rank)
+        sharded = config.train.backend.build(policy, config.train, total_steps=2, device=CPU)
+        mine = rows if "sequence_parallel" in sharding else rows[3 * rank : 3 * rank + 3]  # 3 and 1
+        for part, row in zip(sharded.infer(mine, frozenset({"experts"}), rows[0]), mine, strict=True):
+            np.testing.assert_array_equal(part["experts"], row.inputs["experts"])
+        for _ in range(2):
+            one = single.train(rows, [weight] * 4, supervised_loss())
+            other = sharded.train(mine, [weight] * len(mine), supervised_loss(), rows[0])
+            assert other.loss == pytest.approx(one.loss, rel=1e-5)
+            assert other.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
+            for name in ("router/load_max", "router/entropy", "router/aux_loss"):
+                assert other.metrics[name] == pytest.approx(one.metrics[name], rel=1e-5)
+        expected = single.full_weights()
+        for name, tensor in sharded.full_weights().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+    dist.destroy_process_group()
+
+
+def test_routers_are_replayed_and_balanced_on_ranks_as_in_one_process(tmp_path: Path) -> None:
+    _save(tmp_path / "model")
+    run_ranks(_check_routers, tmp_path)

@@ -120,12 +120,23 @@ class TrainConfig(Section):
     """Recompute each layer's activations in the backward pass: less memory, about a third more time."""
     logprob_chunk_bytes: PositiveInt = 64 * 2**20
     """Size limit of the [tokens, vocabulary] logits materialised at a time, in bytes."""
+    router_replay: Literal["none", "old", "rollout"] = "none"
+    """Experts of a mixture of experts that the policy's update chooses, with weights from the current router.
+    none: the router's own. rollout: those that the engine chose for each token when it sampled
+    (arXiv 2510.11370; R3), also for log-probs before the update; the first ones of tokens that it computes
+    again for a later turn (rollout.engine.prefix_caching avoids that). old: those of the policy before the
+    update (arXiv 2507.18071, 5.3; R2), for which algorithm.old_logprobs is recompute."""
+    router_aux_coef: NonNegativeFloat = 0.0
+    """Coefficient of the load-balancing loss of the policy's routers (arXiv 2101.03961, as in transformers),
+    over all tokens of a step. Steps of several micro-batches or ranks take another forward pass for it, which
+    counts the choices."""
     max_skipped_steps: PositiveInt = 5
     """Consecutive non-finite steps after which the run ends."""
 
     only_for_training: ClassVar[str] = (
         "train.{optimizer.*,steps_per_pass,passes_per_round,shuffle,max_grad_norm,micro_batch_rows} "
-        "train.{micro_batch_tokens,infer_batch_rows,infer_batch_tokens,grad_scaler.*,gradient_checkpointing}"
+        "train.{micro_batch_tokens,infer_batch_rows,infer_batch_tokens,grad_scaler.*,gradient_checkpointing} "
+        "train.{router_replay,router_aux_coef}"
     )
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
@@ -136,3 +147,5 @@ class TrainConfig(Section):
             yield "with run.device=cpu everything is in host memory", "@.offload.{weights,optimizer}"
         if "fp16" not in (config.model.dtype, self.autocast):
             yield "fp16 is not used", "@.grad_scaler"
+        if plan.verb == "sft":
+            yield "nothing is sampled", "@.router_replay"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class AdapterReference(TrainableModel):
 
     @torch.no_grad()
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
-        """See TrainableModel. Runs without gradients."""
+        """See TrainableModel. Runs without gradients, and chooses experts itself."""
+        batch = replace(batch, inputs={"input_ids": batch.inputs["input_ids"]})
         self._swap()
         try:
             return self._policy.forward(batch, outputs)

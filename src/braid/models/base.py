@@ -19,7 +19,7 @@ from .batch import PackedBatch
 from .flops import Flops
 from .value_head import ValueHead
 
-Output = Literal["logprobs", "entropy", "kl", "logits", "values", "value_deviation"]
+Output = Literal["logprobs", "entropy", "kl", "logits", "values", "value_deviation", "experts", "routed"]
 
 
 class Acted(NamedTuple):
@@ -34,10 +34,12 @@ class Acted(NamedTuple):
 
 class TrainableModel(ABC):
     """A policy or critic of any kind, as used by the training backends. `module` holds the trained
-    parameters; `value_head` computes "values", None for a policy without one."""
+    parameters; `value_head` computes "values", None for a policy without one. `num_experts` is that of
+    a layer of routed experts whose load is measured; 0 without."""
 
     module: nn.Module
     value_head: ValueHead | None = None
+    num_experts: int = 0
 
     @abstractmethod
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
@@ -47,7 +49,8 @@ class TrainableModel(ABC):
 
         "value_deviation" is the unit in which the value head predicts (ValueHead.deviation), the same at
         every position. "kl" is the KL over the whole vocabulary from CausalLM.reference. "logits" is not a
-        tensor but TiledLogits, those that predict the policy's tokens."""
+        tensor but TiledLogits, those that predict the policy's tokens. "experts" [T, L, K] are the experts
+        that L layers chose for each token, and "routed" is routing.Routed, over all tokens of all rows."""
 
     @abstractmethod
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:

@@ -89,6 +89,14 @@ class PackedBatch:
         return to_device(of_rows.repeat_interleave(torch.tensor(self.stored)), self.device)
 
     @property
+    def num_rows_at(self) -> Tensor:
+        """The number of rows that have each stored position [T], as float32."""
+        counts = torch.ones(self.num_positions)
+        for source, num in self.shared:
+            counts[self.starts[source] : self.starts[source] + num] += 1
+        return to_device(counts, self.device)
+
+    @property
     def positions(self) -> Tensor:
         begin = [num for _, num in self.shared] or [0] * len(self.lengths)
         spans = zip(begin, self.lengths, strict=True)

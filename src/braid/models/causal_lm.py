@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from braid.errors import ModelError
+from braid.types import UNKNOWN_EXPERT
 
 from . import attention
 from .attention import AttentionContext
@@ -26,6 +27,7 @@ from .flops import Flops, flops_of
 from .kernels import AttentionKind, packed_attention
 from .logprobs import DEFAULT_CHUNK_BYTES, Head, TiledLogits, token_logprobs
 from .lora import has_adapters, merged_weights, named_adapters
+from .routing import ROUTING, Routing, find_routers, routed
 from .transfer import to_device
 
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -38,10 +40,12 @@ class CausalLM(TrainableModel):
 
     `model` is the Hugging Face module, whose weights the native engine shares; `config` is its text config.
     Log-probs and entropies are those of softmax(logits / temperature). `reference` computes the logits from
-    which the output "kl" is measured; None if there is no reference in this process.
+    which the output "kl" is measured; None if there is no reference in this process. `routers` are those of a
+    mixture of experts; with `replays_experts` it chooses the experts of the batch's input "experts".
     """
 
     reference: Callable[[PackedBatch], TiledLogits] | None = None
+    replays_experts = False
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class CausalLM(TrainableModel):
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
         use_packed_attention(model)
         use_grouped_experts(model)
+        self.routers = find_routers(model)
         _use_sparse_embedding_gradient(model, head)
 
     @property
@@ -115,11 +120,17 @@ class CausalLM(TrainableModel):
         return self.head.logits(hidden)
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
-        """`logprobs`, `entropy` and `kl` [T] in float32, or `logits` alone (see TrainableModel)."""
+        """`logprobs`, `entropy` and `kl` [T] in float32, or `logits` alone (see TrainableModel), and what
+        routers chose."""
         reference = self._logits_of_reference(batch) if "kl" in outputs else None
-        states, written = states_before(self.backbone, batch, self.attention)
+        with routed(routing := self._routing(batch, outputs)):
+            states, written = states_before(self.backbone, batch, self.attention)
         if "logits" in outputs:
             return {"logits": TiledLogits(states, self._lasting_head(), self.temperature)}
+        chosen = {} if routing is None else self._chosen(routing, batch, outputs)
+        outputs -= chosen.keys()
+        if not outputs:
+            return chosen
         logprobs, entropy, kl = token_logprobs(
             states,
             self.head,
@@ -132,7 +143,32 @@ class CausalLM(TrainableModel):
         )
         computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy, "kl": kl}
         # sorted: sequence-parallel ranks must join the outputs in the same order
-        return {name: spread(computed[name], written, batch) for name in sorted(outputs)}
+        return chosen | {name: spread(computed[name], written, batch) for name in sorted(outputs)}
+
+    def _routing(self, batch: PackedBatch, outputs: frozenset[Output]) -> Routing | None:
+        """What this pass is to replay and record; None if nothing."""
+        replayed = batch.inputs.get("experts") if self.replays_experts else None
+        if replayed is None and not outputs & {"experts", "routed"}:
+            return None
+        assert self.routers is not None, "experts are replayed by and asked of mixtures of experts only"
+        if replayed is not None and batch.sequence is not None:
+            replayed = batch.sequence.cut(replayed, UNKNOWN_EXPERT)
+        return Routing(replayed, keeps_logits="routed" in outputs)
+
+    def _chosen(self, routing: Routing, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
+        """The outputs that routers give; "routed" of this rank's slice of the positions."""
+        assert self.routers is not None, "only their passes are recorded"
+        chosen: dict[str, Any] = {}
+        if "experts" in outputs:
+            choices = routing.stacked(self.routers.num_experts)
+            if (ranks := batch.sequence) is not None:  # not all libraries send 16 bits
+                choices = ranks.gather(choices.int(), batch.num_positions).to(choices.dtype)
+            chosen["experts"] = choices
+        if "routed" in outputs:
+            counts = batch.num_rows_at
+            counts = counts if batch.sequence is None else batch.sequence.cut(counts)
+            chosen["routed"] = routing.statistics(counts, self.routers.num_experts)
+        return chosen
 
     def _logits_of_reference(self, batch: PackedBatch) -> TiledLogits:
         assert self.reference is not None, "the plan puts a reference into the policy's process"
@@ -153,6 +189,25 @@ class CausalLM(TrainableModel):
             return head
         bias = None if head.bias is None else head.bias.detach().clone()
         return replace(head, weight=head.weight.detach().clone(), bias=bias)
+
+    def prepare_routers(self, key: str) -> None:
+        """Allow to replay choices of experts, and to read the routers' logits, as the config's `key` asks.
+        Raises ModelError for a model without experts, or whose routers are of an unknown kind."""
+        if self.routers is None:
+            raise ModelError(
+                f"{key}: {type(self.model).__name__} has no experts of transformers' interface for them, so "
+                "it does nothing; set it to its default, or choose a mixture of experts"
+            )
+        self.routers.prepare(key)
+        self.num_experts = self.routers.num_experts
+
+    def check_balance(self) -> None:
+        """Raise ModelError if there is no load-balancing loss of the model's routers."""
+        if self.routers is None or not self.routers.has_logits:
+            raise ModelError(
+                f"train.router_aux_coef: {type(self.model).__name__} has no load-balancing loss in "
+                "transformers, or its routers do not choose by a softmax, of which it is; set it to 0"
+            )
 
     @property
     def has_adapters(self) -> bool:
@@ -178,6 +233,7 @@ class CausalLM(TrainableModel):
     def frozen_copy(self) -> CausalLM:
         """Copy of the current model in separate, frozen tensors."""
         copy = deepcopy(self)
+        copy.replays_experts = False
         copy.module.requires_grad_(False)
         return copy
 
@@ -275,7 +331,7 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # recomputed in the backward pass, possibly in another thread
-    in_context = attention.attending(attention.CONTEXT.get())(forward)
+    in_context = routed(ROUTING.get())(attention.attending(attention.CONTEXT.get())(forward))
     return checkpoint(in_context, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 

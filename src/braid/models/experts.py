@@ -1,9 +1,8 @@
-"""Experts of mixtures of experts on GPUs: under autocast they are computed in autocast's type, as linear
-layers are.
+"""Experts of mixtures of experts: under autocast they are computed in autocast's type, as linear layers are.
 
-transformers multiplies all experts' tokens by one grouped product. Autocast does not know this product, and
-PyTorch's kernel takes bf16 only: for other types it reads the number of tokens of each expert on the host, in
-every layer.
+transformers multiplies all experts' tokens by one grouped product. Autocast does not know this product, which
+would be in the type of the weights. On GPUs PyTorch's kernel takes bf16 only: for other types it reads the
+number of tokens of each expert on the host, in every layer.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _InDtype:
 
 def _forward(module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     device = hidden.device.type
-    if device == "cuda" and torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device):
         weights: Any = _InDtype(module, torch.get_autocast_dtype(device))
         return grouped_mm_experts_forward(weights, hidden, top_k_index, top_k_weights)
     return grouped_mm_experts_forward(module, hidden, top_k_index, top_k_weights)

@@ -6,6 +6,7 @@ With `rank`, the model stays in host memory, to be sharded over the role's ranks
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Literal
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from braid.config.model import ModelConfig
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
+from braid.errors import ModelError
 from braid.plan import longest_row
 from braid.plan.sizes import is_worth_compiling, policy_size
 from braid.types import Spaces
@@ -40,6 +42,15 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         longest=longest_row(config),
     )
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
+    if train.router_replay != "none":
+        lm.prepare_routers("train.router_replay")
+        lm.replays_experts = True
+    if train.router_aux_coef:
+        lm.prepare_routers("train.router_aux_coef")
+        lm.check_balance()
+    elif lm.routers is not None:
+        with suppress(ModelError):  # without metrics of the logits then
+            lm.prepare_routers("train.router_aux_coef")
     return lm
 
 
@@ -74,6 +85,7 @@ def make_reference(
         if is_shared and policy.has_adapters:
             return AdapterReference(policy)
         reference = policy.frozen_copy() if is_shared else policy
+        reference.replays_experts = False
         reference.chunk_bytes, reference.compiles = train.logprob_chunk_bytes, train.compile
     else:
         reference = _load_folder(config, "reference", config.reference.path, device, rank)

@@ -42,11 +42,18 @@ class SequenceGroup:
         width = -(-num_positions // self.size)
         return slice(self.rank * width, (self.rank + 1) * width)
 
-    def cut(self, line: Tensor) -> Tensor:
-        """[T] -> [ceil(T / N)]: this rank's slice, zero-padded past T."""
+    def cut(self, line: Tensor, padding: int = 0) -> Tensor:
+        """[T, ...] -> [ceil(T / N), ...]: this rank's slice, padded past T."""
         piece = self.piece(len(line))
         part = line[piece]
-        return F.pad(part, (0, piece.stop - piece.start - len(part)))
+        num = piece.stop - piece.start - len(part)
+        return F.pad(part, (*(0, 0) * (line.ndim - 1), 0, num), value=padding)
+
+    def gather(self, part: Tensor, num_positions: int) -> Tensor:
+        """The slices [ceil(T / N), ...] of all ranks -> [T, ...]. Without gradient."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts)[:num_positions]
 
     def join(self, line: Tensor) -> Tensor:
         """Sum over ranks: [T], nonzero only at this rank's positions -> [T] of all ranks.

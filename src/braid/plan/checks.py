@@ -193,6 +193,36 @@ def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
         )
 
 
+def _routers(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Router replay and load balancing of experts."""
+    train, engine = config.train, config.rollout.engine
+    for key, section in available.train_sections(config, plan):
+        for name in ("router_replay", "router_aux_coef") if key != "train" else ():
+            if any(set_keys(section, name)):
+                yield f"{key}.{name}", f"routers are those of the policy; set train.{name} instead"
+    replays = train.router_replay != "none" and plan.verb == "train"
+    balances = train.router_aux_coef > 0 and plan.verb != "eval"
+    asked = {"router_replay": replays, "router_aux_coef": balances}
+    for key in (f"train.{name}" for name, is_asked in asked.items() if is_asked):
+        default = "none" if key.endswith("replay") else "0"
+        if config.env.is_simulator or (plan.model_size is not None and not plan.model_size.num_experts):
+            yield key, f"the model has no routed experts, so it does nothing; set it to {default}"
+        elif not train.backend.reads_routers:
+            instead = "single, fsdp, fsdp2 or deepspeed"
+            why = f"train.backend={train.backend.kind} has routers of its own"
+            yield key, f"{why}; set it to {default}, or train.backend to {instead}"
+        elif train.liger_kernels:
+            why = "Liger's kernels replace the modules that route"
+            yield key, f"{why}; set it to {default}, or train.liger_kernels=false"
+    if replays and train.router_replay == "rollout" and not engine.records_experts:
+        why = f"rollout.engine={engine.kind} does not return the experts that it chose"
+        yield "train.router_replay", f"{why}; set it to old or none, or use rollout.engine=native"
+    if replays and train.router_replay == "old" and plan.old_logprobs != "recompute":
+        why = "old replays the experts of the pass that computes log-probs before the update, of which there"
+        fix = "set algorithm.old_logprobs=recompute, or train.router_replay to rollout or none"
+        yield "train.router_replay", f"{why} is none with algorithm.old_logprobs={plan.old_logprobs}; {fix}"
+
+
 def _opponents(config: RunConfig, _: Plan) -> Iterator[Finding]:
     if config.env.opponents_every_rounds is not None and config.rollout.engine.is_served:
         yield "env.opponents", "opponents need rollout.engine=native"
@@ -264,6 +294,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _environment,
     _algorithm,
     _full_kl,
+    _routers,
     advantages.advantage_problems,
     _opponents,
     _contexts,

@@ -195,7 +195,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         eval_max_trajectory_tokens=eval_total,
         max_tokens_per_round=None if total is None else trajectories * total,
         max_tokens_per_step=None if total is None else rows_per_step * total,
-        round_bytes=round_bytes(config, trajectories, output) if verb == "train" else None,
+        round_bytes=round_bytes(config, trajectories, output, total, size) if verb == "train" else None,
         kv_bytes_per_token=kv_per_token,
         kv_budget_bytes=None if kv_per_token is None or kv_budget is None else kv_budget * kv_per_token,
         max_concurrent=None

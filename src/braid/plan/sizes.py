@@ -24,6 +24,8 @@ VOCAB_MULTIPLE = 16
 """The vocabulary of a built model is padded to a multiple of this."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts per layer in transformers configs."""
+_CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""Names of the number of experts that a token is routed to."""
 _EXPERT = re.compile(r"(?P<layer>.+)\.experts\.\d+\.(?P<kind>gate_proj|up_proj|down_proj|w1|w2|w3)")
 """A layer of one expert in a folder's files."""
 _GGUF_LAYERS = {
@@ -49,11 +51,12 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Sizes of a language model. `num_experts` is per layer (0 without experts). `head_parameters` counts an
-    output head that is not tied to the embedding. `linear` maps the dotted name of each linear layer, and of
-    each parameter that holds a weight of all experts, to the parameters of its rank-1 adapter: inputs plus
-    outputs, of every expert. `is_latent`: keys and values are compressed (multi-head latent attention), so
-    that `head_dim` is not the size that engines store."""
+    """Sizes of a language model. `num_experts` is per layer (0 without experts), and each token is routed to
+    `num_chosen_experts`. `head_parameters` counts an output head that is not tied to the embedding.
+    `linear` maps the dotted name of each linear layer, and of each parameter that holds a weight of all
+    experts, to the parameters of its rank-1 adapter: inputs plus outputs, of every expert. `is_latent`: keys
+    and values are compressed (multi-head latent attention), so that `head_dim` is not the size that engines
+    store."""
 
     parameters: int
     head_parameters: int
@@ -66,6 +69,13 @@ class ModelSize:
     max_positions: int | None
     linear: Mapping[str, int]
     is_latent: bool = False
+    num_chosen_experts: int = 0
+
+    @property
+    def choice_bytes(self) -> int:
+        """Bytes of the experts that all layers choose for a token, as rows have them (at most: some layers
+        may have none)."""
+        return self.num_layers * self.num_chosen_experts * (1 if self.num_experts <= 128 else 2)
 
     def adapter_parameters(self, lora: LoraConfig) -> int:
         """Number of parameters of the adapters that `lora` describes, or of those in its folder."""
@@ -155,6 +165,7 @@ def size_of_folder(folder: str | Path | None) -> ModelSize | None:
             max_positions=text.get("max_position_embeddings"),
             linear=_linear(shapes),
             is_latent="kv_lora_rank" in text,
+            num_chosen_experts=next((text[name] for name in _CHOSEN if text.get(name)), 0),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
@@ -181,6 +192,7 @@ def _size_of_gguf(file: str | Path) -> ModelSize:
         head_dim=header.setting("attention.key_length") or hidden // heads,
         max_positions=header.setting("context_length"),
         linear=_linear({name: shapes[old] for old, name in layers.items()}),
+        num_chosen_experts=header.setting("expert_used_count") or 0,
     )
 
 
@@ -255,11 +267,19 @@ def is_worth_compiling(config: RunConfig, num_parameters: int) -> bool:
 
 
 def round_bytes(
-    config: RunConfig, num_trajectories: int, max_output_tokens: int | None
+    config: RunConfig,
+    num_trajectories: int,
+    max_output_tokens: int | None,
+    max_tokens: int | None,
+    size: ModelSize | None,
 ) -> tuple[int, int] | None:
-    """Least and most host memory of a round's trajectories, if the longest has `max_output_tokens`; None for
-    simulators, whose observations vary."""
+    """Least and most host memory of a round's trajectories, if the longest has `max_output_tokens`, and
+    `max_tokens` with its prompt; None for simulators, whose observations vary. Experts to replay are those of
+    all its tokens, in the row and, from the engine, in the trajectory."""
     if config.env.is_simulator:
         return None
     least = num_trajectories * _TRAJECTORY_BYTES
-    return least, least + num_trajectories * (max_output_tokens or 0) * _TOKEN_BYTES
+    most = least + num_trajectories * (max_output_tokens or 0) * _TOKEN_BYTES
+    num_copies = {"none": 0, "old": 1, "rollout": 2}[config.train.router_replay]
+    choices = 0 if size is None else num_copies * size.choice_bytes
+    return least, most + num_trajectories * (max_tokens or 0) * choices

@@ -148,6 +148,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/lr", "", "Learning rate of the policy."),
     Metric("policy/skipped_steps", "", "Policy steps of the round skipped because of a loss or gradient that was not finite."),
     Metric("policy/early_stopped_steps", "", "Policy steps of the round skipped because of a mean ratio above early_stop_ratio."),
+    # routers of a mixture of experts, in the steps of policy or supervised fine-tuning
+    Metric("router/load_max", "", "Tokens of a layer's busiest expert relative to equal shares, mean over layers; 1 if balanced."),
+    Metric("router/load_min", "", "The same of the expert with the fewest tokens; 0 if it gets none."),
+    Metric("router/entropy", "nats", "Mean entropy of the softmax of the routers' logits, per token and layer."),
+    Metric("router/aux_loss", "", "The load-balancing loss times router_aux_coef, a part of the loss."),
     # critic
     Metric("critic/loss", "", "The value loss. With critic.network=shared it is a part of policy/loss."),
     Metric("critic/value_mean", "", "Mean value predicted by the critic."),

@@ -104,7 +104,7 @@ def _record(trajectory: Trajectory, rows: Sequence[Row], text_of: Decode) -> dic
         },
         "turns": [
             {"context_text": text_of(turn.context_ids), "output_text": text_of(turn.output_ids)}
-            | {f.name: getattr(turn, f.name) for f in fields(Turn)}
+            | {f.name: getattr(turn, f.name) for f in fields(Turn) if f.name != "experts"}
             for turn in trajectory.turns
         ],
         **({} if is_plain else {"segments": segments}),

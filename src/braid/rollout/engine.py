@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from braid.errors import EngineError
 from braid.types import PolicyVersion, StopReason, Turn
@@ -64,7 +65,9 @@ class Request:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """`token_ids` include the end token when it was drawn. `logprobs` has one natural log per token, of the
-    distribution that the token was drawn from. Times are wall-clock seconds, of time.time()."""
+    distribution that the token was drawn from. Times are wall-clock seconds, of time.time(). `experts` [n, L,
+    K] are those that were chosen in L layers for each token of prompt and completion but the last; None
+    unless the engine records them."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -72,9 +75,11 @@ class Completion:
     policy_version: PolicyVersion
     start_s: float
     end_s: float
+    experts: NDArray[np.signedinteger] | None = None
 
     def turn(self, context_ids: list[int]) -> Turn:
         """The turn after `context_ids`, the tokens read since the turn before."""
+        num_new = len(context_ids) + len(self.token_ids)
         return Turn(
             context_ids=context_ids,
             output_ids=self.token_ids,
@@ -83,6 +88,7 @@ class Completion:
             policy_version=self.policy_version,
             start_s=self.start_s,
             end_s=self.end_s,
+            experts=None if self.experts is None else self.experts[-num_new:],
         )
 
 

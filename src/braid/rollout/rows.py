@@ -7,7 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.types import EnvSteps, Group, PolicyVersion, Row, Status, Trajectory, Turn, exact_sum
+from braid.types import (
+    UNKNOWN_EXPERT,
+    EnvSteps,
+    Group,
+    PolicyVersion,
+    Row,
+    Status,
+    Trajectory,
+    Turn,
+    exact_sum,
+)
 
 
 def group_rows(group: Group, place: int, first: int) -> list[Row]:
@@ -69,8 +79,9 @@ def _text_row(turns: Sequence[Turn], agent: int) -> Row:
     ]
     versions = np.zeros(len(mask), np.int32)
     versions[mask] = np.concatenate([_versions(t.policy_version, len(t.output_ids)) for t in turns])
+    inputs = {"input_ids": np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)}
     return Row(
-        {"input_ids": np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)},
+        inputs | _experts(turns),
         mask,
         group=0,
         trajectory=0,
@@ -79,6 +90,20 @@ def _text_row(turns: Sequence[Turn], agent: int) -> Row:
         policy_versions=versions,
         agent=agent,
     )
+
+
+def _experts(turns: Sequence[Turn]) -> dict[str, NDArray[np.signedinteger]]:
+    """The input `experts` of the row of these turns, if the engine has recorded them. No engine has run the
+    last token."""
+    parts = [turn.experts for turn in turns if turn.experts is not None]
+    if not parts:
+        return {}
+    assert len(parts) == len(turns), "an engine records the experts of all turns or of none"
+    ends = np.cumsum([len(turn.context_ids) + len(turn.output_ids) for turn in turns])
+    chosen = np.full((ends[-1], *parts[0].shape[1:]), UNKNOWN_EXPERT, parts[0].dtype)
+    for part, end in zip(parts, ends, strict=True):
+        chosen[end - 1 - len(part) : end - 1] = part
+    return {"experts": chosen}
 
 
 def _versions(version: PolicyVersion, num: int) -> NDArray[np.int32]:

@@ -6,7 +6,7 @@ The driver's cost grows with the number of rows, not with their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from braid.cluster.workers import Joined, Pending, Ref, WorkerGroup, proxy
@@ -38,19 +38,19 @@ class Buffer:
         return sorted((row for part in parts for row in part), key=lambda row: row.trajectory)
 
     def start_infer(
-        self, model: ModelGroup, rows: Sequence[RowMetadata], output: Output, field: str
+        self, model: ModelGroup, rows: Sequence[RowMetadata], fields: Mapping[Output, str]
     ) -> list[Pending[None]]:
-        """Start to compute the model's `output` for the rows and write it to their `field`. Other models
-        can run at the same time."""
+        """Start to compute the model's outputs for the rows and write each to its one of their `fields`, as
+        RolloutBuffer.merge does. Other models can run at the same time."""
         shares, spare = self._shares(model, rows, is_bare=True)
-        arguments = [(taken, frozenset({output}), spare) for taken, _ in model.by_rank(shares)]
+        arguments = [(taken, frozenset(fields), spare) for taken, _ in model.by_rank(shares)]
         results = model.by_share(model.ranks.start_each(TrainingBackend.infer, arguments).refs)
         places: list[list[tuple[int, int, int]]] = [[] for _ in range(self.shards.size)]
         for number, (_, share) in enumerate(shares):
             for place, i in enumerate(share):
                 places[rows[i].shard].append((rows[i].index, number, place))
         return [
-            self.shards.start_on(shard, RolloutBuffer.merge, output, field, targets, results)
+            self.shards.start_on(shard, RolloutBuffer.merge, fields, targets, results)
             for shard, targets in enumerate(places)
             if targets
         ]

@@ -151,6 +151,8 @@ def native_engine(
         if config.train.backend.gathers_weights:  # computes with gathered weights in this dtype
             options["dtype"] = config.train.backend.parameter_dtype() or _NAMES[autocast]
     check_decoding(lm, longest_row(config), is_compiled=options["compile"])
+    if config.train.router_replay == "rollout":
+        options["records_experts"] = True
     return kind.build(
         lm,
         decode=inputs.decode,

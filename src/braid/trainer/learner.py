@@ -88,20 +88,23 @@ class Learner:
     def _infer_fields(self, rows: Sequence[RowMetadata]) -> None:
         """Compute log-probs and values before the update; models on separate workers run in parallel."""
         models, plan, buffer = self._models, self._plan, self._buffer
-        asked: list[tuple[ModelGroup, Output, str]] = []
+        asked: list[tuple[ModelGroup, dict[Output, str]]] = []
         if plan.old_logprobs == "recompute":
-            asked.append((models.inference or models.policy, "logprobs", "old_logprobs"))
+            fields: dict[Output, str] = {"logprobs": "old_logprobs"}
+            if self._config.train.router_replay == "old":
+                fields["experts"] = "experts"
+            asked.append((models.inference or models.policy, fields))
         elif plan.old_logprobs == "behavior":
             buffer.every.copy_field("behavior_logprobs", "old_logprobs")
         elif plan.old_logprobs == "interpolated":
             buffer.every.write_policy_versions()
         if plan.recipe.full_kl_in in ("reward", "advantage"):
-            asked.append((models.policy, "kl", "kl"))
+            asked.append((models.policy, {"kl": "kl"}))
         elif models.reference is not None and plan.recipe.full_kl_in is None:
-            asked.append((models.reference, "logprobs", "ref_logprobs"))
+            asked.append((models.reference, {"logprobs": "ref_logprobs"}))
         if plan.learns_values:
-            asked.append((models.critic or models.policy, "values", "values"))
-        started = [buffer.start_infer(model, rows, output, field) for model, output, field in asked]
+            asked.append((models.critic or models.policy, {"values": "values"}))
+        started = [buffer.start_infer(model, rows, fields) for model, fields in asked]
         for call in itertools.chain.from_iterable(started):
             call.wait()
 

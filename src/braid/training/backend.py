@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -111,9 +110,9 @@ class TrainingBackend(Protocol):
 
     def infer(
         self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row
-    ) -> list[dict[str, NDArray[np.float32]]]:
-        """Forward only: for each row, an array [len(row)] per output. No gradients, micro-batched by
-        tokens."""
+    ) -> list[dict[Output, NDArray[Any]]]:
+        """Forward only: for each row, an array [len(row)] per output, or [len(row), L, K] of its experts. No
+        gradients, micro-batched by tokens."""
         ...
 
     def train(self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row) -> StepReport:

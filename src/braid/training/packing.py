@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -93,11 +93,14 @@ def grouped_micro_batches(
 def _prompt_length(row: Row) -> int:
     """Positions before the first one that the policy wrote; 0 if they cannot be shared, as with
     observations."""
-    return int(row.mask.argmax()) if row.inputs.keys() == {"input_ids"} and not row.observations else 0
+    is_text = row.inputs.keys() - {"experts"} == {"input_ids"} and not row.observations
+    return int(row.mask.argmax()) if is_text else 0
 
 
 def _prompt(row: Row) -> bytes:
-    return row.inputs["input_ids"][: _prompt_length(row)].tobytes() if "input_ids" in row.inputs else b""
+    """What rows that share a prompt have in common."""
+    length = _prompt_length(row)
+    return b"".join(row.inputs[name][:length].tobytes() for name in sorted(row.inputs)) if length else b""
 
 
 def _shared(rows: Sequence[Row]) -> tuple[tuple[int, int], ...]:
@@ -165,6 +168,13 @@ def pack(
         trajectories=tuple(numbers[row.trajectory] for row in rows),
         on_host=on_host,
     )
+
+
+def unpack_choices(choices: Tensor, batch: PackedBatch) -> list[NDArray[Any]]:
+    """Integers [T, ...] -> one array [length, ...] for each row, whole: with those of shared positions."""
+    parts = [part.numpy() for part in choices.cpu().split(list(batch.stored))]
+    shared = batch.shared or [(0, 0)] * len(parts)
+    return [np.concatenate((parts[row][:num], part)) for (row, num), part in zip(shared, parts, strict=True)]
 
 
 def unpack(flat: Tensor, batch: PackedBatch) -> list[NDArray[np.float32]]:

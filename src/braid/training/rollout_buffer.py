@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,15 +54,16 @@ class RolloutBuffer:
 
     def merge(
         self,
-        output: Output,
-        field: str,
+        fields: Mapping[Output, str],
         places: Sequence[tuple[int, int, int]],
-        results: Sequence[Sequence[Mapping[Output, NDArray[np.float32]]]],
+        results: Sequence[Sequence[Mapping[Output, NDArray[Any]]]],
     ) -> None:
-        """Write a model's outputs, by share, into `field` of rows: (index, share, place in the share) of
-        each."""
+        """Write a model's outputs, by share, into these fields of rows: (index, share, place in the share) of
+        each. The experts that it chose become an input of the rows."""
         for index, share, place in places:
-            self._rows[index].fields[field] = results[share][place][output]
+            for output, field in fields.items():
+                row = self._rows[index]
+                (row.inputs if output == "experts" else row.fields)[field] = results[share][place][output]
 
     def copy_field(self, source: str, target: str) -> None:
         """Give every row the field `target`, the same as `source`."""

@@ -33,6 +33,8 @@ class Engine(Kind):
     """Dtype of the engine's weights; auto for the trainer's."""
 
     config_key = "rollout.engine"
+    records_experts: ClassVar[bool] = False
+    """Whether its completions have the experts that the model chose (train.router_replay)."""
     is_served: ClassVar[bool] = False
     """Whether it runs in other processes, to which weights are sent merged with their adapters."""
     parallel_sizes: ClassVar[tuple[str, ...]] = ()

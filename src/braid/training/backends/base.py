@@ -58,6 +58,8 @@ class Backend(Kind):
     """What to use where it has none; `{}` is the key of the training settings."""
     trains_robots: ClassVar[bool] = True
     """Whether it trains models other than language models."""
+    reads_routers: ClassVar[bool] = True
+    """Whether it trains CausalLM itself, whose routers replay choices of experts and have a balance loss."""
     gathers_weights: ClassVar[bool] = False
     """Whether passes compute with weights gathered in the dtype of autocast, instead of under autocast."""
     frees_gradients: ClassVar[bool] = True

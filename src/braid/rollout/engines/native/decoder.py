@@ -17,6 +17,7 @@ from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
 from braid.models.cpu_kernels import CpuKernels, cpu_kernels
 from braid.models.gpu import has_kernels
+from braid.models.routing import Routing, routed
 from braid.models.transfer import to_device
 
 from .cache import (
@@ -38,10 +39,15 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: Tensor
     logits: Tensor
+    experts: Tensor | None
 
 
 class Decoder:
-    """Runs decoding steps with shapes from a small set, so that a few graphs cover all of them."""
+    """Runs decoding steps with shapes from a small set, so that a few graphs cover all of them. With
+    `records_experts` of a mixture of experts, `experts` [T, L, K] are those that the last prefill chose for
+    its tokens, or the last step for the tokens of all slots."""
+
+    experts: Tensor | None = None
 
     def __init__(
         self,
@@ -51,11 +57,13 @@ class Decoder:
         *,
         cuda_graphs: bool = False,
         is_compiled: bool = False,
+        records_experts: bool = False,
     ) -> None:
         """`is_compiled`: on CPUs steps and prefills are computed by braid_kernels as far as it knows the
         model; to import and compile it takes some seconds. On GPUs steps are computed by gpu_layers.py where
         it knows the model."""
         self._lm, self._cache, self._device = lm, cache, device
+        self._records_experts = records_experts
         kernels = cpu_kernels(lm) if is_compiled and device.type == "cpu" else CpuKernels()
         if kernels.why_not:
             logger.info("decode steps are not compiled: %s", kernels.why_not)
@@ -93,6 +101,7 @@ class Decoder:
             self._graphs[key] = graph
         graph.inputs.copy_(batch.pin_memory(), non_blocking=True)
         graph.graph.replay()
+        self.experts = graph.experts
         return graph.logits
 
     def _batch(self, inputs: NDArray[np.int64]) -> tuple[Tensor, list[Block]]:
@@ -149,13 +158,21 @@ class Decoder:
         """Logits [R, V] after `rows` [R] of the tokens [T] at `positions` [T]."""
         if self._layers is not None:
             return self._layers.logits(tokens, positions, attention, rows)
-        return self._lm.logits(self._lm.hidden(tokens, positions, attention).index_select(0, rows))
+        with routed(routing := Routing() if self._records_experts else None):
+            hidden = self._lm.hidden(tokens, positions, attention)
+        if routing is not None:
+            assert self._lm.routers is not None, "only those of mixtures are recorded"
+            self.experts = routing.stacked(self._lm.routers.num_experts)
+        return self._lm.logits(hidden.index_select(0, rows))
 
     def _compute(self, batch: Tensor, blocks: list[Block]) -> Tensor:
         if self._gpu_layers is not None:
             return self._gpu_layers.step(batch, blocks)
         tokens, positions, places = batch
-        return self.compute(tokens, positions, self._attention(positions, blocks), places)
+        logits = self.compute(tokens, positions, self._attention(positions, blocks), places)
+        if self.experts is not None:
+            self.experts = self.experts.index_select(0, places)
+        return logits
 
     def _capture(self, batch: Tensor, blocks: list[Block]) -> _Graph | None:
         """None, now and from now on, if a layer of the model waits for the device, which no graph can do."""
@@ -178,4 +195,4 @@ class Decoder:
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
             logger.info("decoding without CUDA graphs: %s (%s)", type(self._lm.model).__name__, error)
             return None
-        return _Graph(graph, batch, logits)
+        return _Graph(graph, batch, logits, self.experts)

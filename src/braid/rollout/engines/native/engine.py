@@ -29,6 +29,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from braid.errors import EngineError
@@ -71,7 +72,8 @@ _ADMIT_PATIENCE_STEPS = 8
 class _Sequence:
     """A pending request. `slot` is -1 while it waits. `versions` has the policy version of each token. With
     `shares_prompt` the keys and values of the prompt are stored once for several requests; with
-    `has_old_cache` some are of earlier weights."""
+    `has_old_cache` some are of earlier weights. `experts` are parts [n, L, K] of those chosen for the first
+    `num_routed` tokens."""
 
     request: Request
     future: asyncio.Future[Completion]
@@ -83,6 +85,14 @@ class _Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[NDArray[np.signedinteger]] = field(default_factory=list)
+    num_routed: int = 0
+
+    def route(self, chosen: NDArray[np.signedinteger], start: int = 0) -> None:
+        """Add the experts `chosen` [n, L, K] for the tokens from `start` on. Tokens that have some are
+        computed again, for a cache of new weights, and keep those with which they were sampled."""
+        self.experts.append(chosen[self.num_routed - start :])
+        self.num_routed = start + len(chosen)
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -100,10 +110,11 @@ class _Sequence:
 
 
 class _Prefix(NamedTuple):
-    """Tokens of a conversation, and their keys and values by layer."""
+    """Tokens of a conversation, their keys and values by layer, and parts of their experts."""
 
     ids: tuple[int, ...]
     stored: list[tuple[Tensor, Tensor]]
+    experts: list[NDArray[np.signedinteger]]
 
 
 class NativeEngine(SteppedEngine):
@@ -126,6 +137,7 @@ class NativeEngine(SteppedEngine):
         prefix_caching: bool = False,
         compile: bool = False,
         bytes_to_come: Callable[[], int] | None = None,
+        records_experts: bool = False,
     ) -> None:
         """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
         `kv_budget_tokens`: see native.kind.Native.
@@ -137,7 +149,7 @@ class NativeEngine(SteppedEngine):
         turn, as long as all of them have no more tokens than `kv_budget_tokens`; otherwise the oldest are
         computed anew. `compile`: decode with braid_kernels (CPUs) or models.gpu. `bytes_to_come`
         returns the memory that others will take while the cache exists, and have not taken yet: it is left to
-        them.
+        them. `records_experts`: completions have the experts that a mixture of experts chose.
 
         An engine that owns its weights may sample while another thread trains. On GPUs it has a stream, since
         its steps would otherwise wait for all that the update has launched. Its memory belongs to that
@@ -166,7 +178,12 @@ class NativeEngine(SteppedEngine):
         self._cache = KVCache(kv_budget_tokens, max_running)
         self._sampler = Sampler(slots, lm.vocab_size, self._device)
         self._decoder = Decoder(
-            self._lm, self._cache, self._device, cuda_graphs=cuda_graphs, is_compiled=compile
+            self._lm,
+            self._cache,
+            self._device,
+            cuda_graphs=cuda_graphs,
+            is_compiled=compile,
+            records_experts=records_experts,
         )
         self._stops = StopFinder(decode)
         # Of each slot: the next input token, its position, the most tokens of prompt and output, and whether
@@ -434,6 +451,11 @@ class NativeEngine(SteppedEngine):
         last += last[:1] * (padded_rows(len(last)) - len(last))
         with self._autocast():
             logits = self._logits(tokens + padding, positions + padding, attention, last)
+        if (experts := self._experts()) is not None:
+            for (sequence, known), (start, num_new), end in zip(continued, sizes, ends, strict=True):
+                if not sequence.num_routed:
+                    sequence.experts, sequence.num_routed = [*known.experts], start
+                sequence.route(experts[end - num_new : end], start)
         self._take(logits[: len(continued)], first)
 
     def _keep_prefix(self, sequence: _Sequence) -> None:
@@ -443,7 +465,8 @@ class NativeEngine(SteppedEngine):
             return
         ids = (*sequence.request.prompt_ids, *sequence.token_ids)[:num]
         self._pop_prefix(name)
-        self._prefixes[name] = _Prefix(ids, self._cache.stored(sequence.slot, num))
+        experts = [np.concatenate(sequence.experts)] if sequence.experts else []
+        self._prefixes[name] = _Prefix(ids, self._cache.stored(sequence.slot, num), experts)
         self._prefix_tokens += num
         assert self._cache.budget_tokens is not None
         while self._prefix_tokens > self._cache.budget_tokens:
@@ -471,6 +494,11 @@ class NativeEngine(SteppedEngine):
         ends += ends[:1] * (padded_rows(len(ends)) - len(ends))
         with self._autocast():
             logits = self._logits(tokens, positions, attention, ends)
+        if (experts := self._experts()) is not None:
+            for group, end in zip(pack, ends, strict=False):
+                chosen = experts[end + 1 - len(group[0].prefix) : end + 1].copy()
+                for sequence in group:
+                    sequence.route(chosen)
         self._take(logits.index_select(0, to_device(prompt_of, self._device)), first)
 
     def _start(self, sequence: _Sequence, prompt: Prompt | None = None) -> None:
@@ -493,8 +521,15 @@ class NativeEngine(SteppedEngine):
         num = len(self._running)
         with self._autocast():
             logits = self._decoder.logits(self._slots[:2, :num])
+        if (experts := self._experts()) is not None:
+            for sequence in self._running:
+                sequence.route(experts[sequence.slot, None], int(self._positions[sequence.slot]))
         self._positions[:num] += 1
         self._take(logits[:num], 0)
+
+    def _experts(self) -> NDArray[np.signedinteger] | None:
+        """Decoder.experts of the last prefill or step, in host memory."""
+        return None if self._decoder.experts is None else self._decoder.experts.cpu().numpy()
 
     def _take(self, logits: Tensor, first: int) -> None:
         """Sample a token for each of the slots first, first + 1, ... and finish the sequences that are
@@ -536,7 +571,10 @@ class NativeEngine(SteppedEngine):
 
     def _finish(self, sequence: _Sequence, reason: StopReason) -> None:
         versions, now = version_runs(sequence.versions), time.time()
-        done = Completion(sequence.token_ids, sequence.logprobs, reason, versions, sequence.start_s, now)
+        experts = np.concatenate(sequence.experts) if sequence.experts else None
+        done = Completion(
+            sequence.token_ids, sequence.logprobs, reason, versions, sequence.start_s, now, experts
+        )
         if not sequence.future.done():
             sequence.future.set_result(done)
 
@@ -607,8 +645,8 @@ def _places(groups: Sequence[Sequence[_Sequence]]) -> dict[tuple[int, ...], Prom
 def _converted(
     lm: CausalLM, dtype: torch.dtype | None, autocast: torch.dtype | None, *, copies: bool
 ) -> CausalLM:
-    """A copy of the model with parameters in `dtype`, and weights of linear layers in the `autocast` type, so
-    that and of experts, which autocast would convert in every step; `lm` itself if nothing differs, unless
+    """A copy of the model with parameters in `dtype`, and weights of linear layers and experts in the
+    `autocast` type, which autocast would convert in every step; `lm` itself if nothing differs, unless
     `copies`. A tied head is untied if only the head is converted. Buffers (rotary frequencies) keep their
     dtype."""
 
@@ -616,8 +654,7 @@ def _converted(
         return nn.Parameter(parameter.detach().to(dtype or parameter.dtype, copy=True), requires_grad=False)
 
     def converted_by_autocast(lm: CausalLM) -> list[tuple[nn.Module, str, Tensor]]:
-        is_cuda = next(lm.model.parameters()).is_cuda
-        casts = [m for m in lm.model.modules() if isinstance(m, nn.Linear) or (is_cuda and is_experts(m))]
+        casts = [m for m in lm.model.modules() if isinstance(m, nn.Linear) or is_experts(m)]
         weights = [(module, *named) for module in casts for named in module.named_parameters(recurse=False)]
         return [weight for weight in weights if autocast and weight[2].dtype != autocast]
 

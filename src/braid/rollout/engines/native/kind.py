@@ -53,6 +53,8 @@ class Native(Engine):
     (pipeline.on_new_weights=interrupt), instead of keeping it until the turn ends. The next turn recomputes
     it either way."""
 
+    records_experts = True
+
     def build(self, lm: CausalLM, **options: Any) -> NativeEngine:
         from .engine import NativeEngine
 

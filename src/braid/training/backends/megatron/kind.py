@@ -100,6 +100,7 @@ class Megatron(Backend):
     needs_gpu = True
     instead_of_sequence_parallel = "{}.backend.context_parallel"
     trains_robots = False
+    reads_routers = False
     frees_gradients = False
     unused_while = (
         ("recompute_granularity", "off", "recompute_method recompute_num_layers"),

@@ -24,12 +24,14 @@ from braid.models.batch import PackedBatch
 from braid.models.flops import Flops
 from braid.models.logprobs import TiledLogits
 from braid.models.lora import merged_weights
+from braid.models.routing import Routed
 from braid.models.value_head import ValueHead
 from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
+from braid.training.balance import Balance, Load, load_metrics
 from braid.training.loss_scale import LossScale
 from braid.training.offload import HOST, move_states, move_weights, moved, num_bytes, release_memory
 from braid.training.optimizer import build_optimizer, lr_factor, master_weights, set_rate
-from braid.training.packing import grouped_micro_batches, pack, unpack
+from braid.training.packing import grouped_micro_batches, pack, unpack, unpack_choices
 from braid.training.shards import (
     Boxes,
     WholeMoments,
@@ -104,16 +106,17 @@ class SingleBackend:
 
     def infer(
         self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row | None = None
-    ) -> list[dict[str, NDArray[np.float32]]]:
+    ) -> list[dict[Output, NDArray[Any]]]:
         start, config = time.perf_counter(), self._config
-        results: list[dict[str, NDArray[np.float32]]] = [{} for _ in rows]
+        results: list[dict[Output, NDArray[Any]]] = [{} for _ in rows]
         max_tokens = config.infer_batch_tokens or config.micro_batch_tokens
         cuts = grouped_micro_batches(rows, max_tokens, config.infer_batch_rows)
         batches = self._batches(rows, cuts, self._num_passes(len(cuts)), spare)
         with torch.no_grad():
             for number, (batch, flat) in enumerate(self._outputs(batches, outputs)):
-                for name, values in flat.items() if number < len(cuts) else ():
-                    for index, array in zip(cuts[number], unpack(values, batch), strict=True):
+                for name in outputs if number < len(cuts) else ():
+                    arrays = (unpack_choices if name == "experts" else unpack)(flat[name], batch)
+                    for index, array in zip(cuts[number], arrays, strict=True):
                         results[index][name] = array
         if config.count_flops:
             self._work.infer_flops += self._flops_of(rows).forward
@@ -153,12 +156,19 @@ class SingleBackend:
             local_returns = [row.fields["returns"][row.mask] for row in rows] if self._counts_rows else []
             returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *local_returns]))
             self._observe(head, np.concatenate(returns))
-        running = Running(self._device)
         config, is_whole = self._config, loss.whole_trajectories
         cuts = grouped_micro_batches(
             rows, config.micro_batch_tokens, config.micro_batch_rows, whole_trajectories=is_whole
         )
         num_passes = self._num_passes(len(cuts))
+        has_experts = self._model.num_experts > 0
+        here = sum(map(len, rows)) if self._counts_rows else 0
+        num_positions = self._over_ranks(here) if has_experts else [here]
+        running = Running(self._device, sum(num_positions))
+        if config.router_aux_coef and has_experts:
+            is_whole = len(num_positions) == num_passes == 1
+            counts = None if is_whole else self._choices(self._batches(rows, cuts, num_passes, spare))
+            running.balance = Balance(config.router_aux_coef, running.num_positions, counts)
         try:
             self._accumulate(self._batches(rows, cuts, num_passes, spare, weights), num_passes, loss, running)
             if self._scale is not None:
@@ -205,12 +215,36 @@ class SingleBackend:
         self, batches: Iterable[PackedBatch], num_passes: int, loss: Loss, running: Running
     ) -> None:
         """Run the forward and backward passes of a step."""
+        routed: frozenset[Output] = frozenset({"routed"} if self._model.num_experts else ())
         for number, batch in enumerate(batches, start=1):
             with self._synced(is_last=number == num_passes):
                 with self._autocast():
-                    outputs = self._forward(batch, loss.outputs)
+                    outputs: dict[str, Any] = self._forward(batch, loss.outputs | routed)
                 share, diagnostics = loss.compute(outputs, batch)
-                self._go_back(self._counted(share, diagnostics, batch, running))
+                total = self._counted(share, diagnostics, batch, running)
+                if self._model.num_experts:
+                    total = total + self._balanced(outputs["routed"], batch, running)
+                self._go_back(total)
+
+    def _balanced(self, routed: Routed, batch: PackedBatch, running: Running) -> Tensor | float:
+        """The scaled load-balancing loss of a micro-batch, counted in `running`. With sequence parallelism
+        each rank has that of its slice. All ranks have the same graph, also for a spare row."""
+        balance = None if running.balance is None else running.balance.share(routed)
+        if batch is not self._spare:
+            running.add_routed(routed, balance)
+        elif balance is not None:
+            balance = balance * 0.0
+        return 0.0 if balance is None else balance if self._scale is None else balance * self._scale.value
+
+    @torch.no_grad()
+    def _choices(self, batches: Iterable[PackedBatch]) -> Tensor:
+        """Routed.counts over the micro-batches of all ranks, from forward passes."""
+        counts = torch.zeros((), dtype=torch.float64, device=self._device)
+        for batch, outputs in self._outputs(batches, frozenset({"routed"})):
+            if batch is not self._spare:
+                counts = counts + cast("Any", outputs["routed"]).counts
+        parts = [part for part in self._over_ranks(counts.cpu()) if part.ndim]
+        return torch.stack(parts).sum(0).to(self._device)
 
     def _counted(
         self, share: Tensor, diagnostics: Diagnostics, batch: PackedBatch, running: Running
@@ -264,15 +298,16 @@ class SingleBackend:
     def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
         """Report of the step over the rows of all ranks, the same on each."""
         local_tokens = num_tokens if self._counts_rows else 0
-        parts = self._over_ranks((*running.numbers(self._grad_norm()), local_tokens))
+        parts = self._over_ranks((*running.numbers(self._grad_norm()), running.load.numbers(), local_tokens))
         metrics: dict[str, tuple[float, float]] = {}
         maxima: dict[str, float] = {}
-        for _, _, means, greatest, _ in parts:
+        for _, _, means, greatest, _, _ in parts:
             for name, (total, count) in means.items():
                 before = metrics.get(name, (0.0, 0.0))
                 metrics[name] = (before[0] + total, before[1] + count)
             for name, value in greatest.items():
                 maxima[name] = max(value, maxima.get(name, -math.inf))
+        metrics |= load_metrics([part[4] for part in parts], running.num_positions)
         loss, norm = sum(part[0] for part in parts), parts[0][1]
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         optimizer, scale = self._config.optimizer, self._scale
@@ -530,9 +565,13 @@ class SingleBackend:
 
 class Running:
     """Loss and metrics of a step, accumulated on the device; `report` is the step's only synchronization with
-    it."""
+    it. Those of a mixture of experts are over `num_positions`; `balance` is its load-balancing loss, None
+    without one."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_positions: int) -> None:
+        self.num_positions = num_positions
+        self.balance: Balance | None = None
+        self.load = Load()
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._means: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
@@ -544,6 +583,12 @@ class Running:
             self._means[name] = self._means[name] + pair if name in self._means else pair
         for name, value in diagnostics.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def add_routed(self, routed: Routed, balance: Tensor | None) -> None:
+        """Add what routers chose, and the part of the load-balancing loss."""
+        self.load.add(routed, balance)
+        if balance is not None:
+            self._loss += balance.detach()
 
     def numbers(
         self, grad_norm: Tensor
