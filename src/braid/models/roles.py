@@ -13,6 +13,7 @@ import torch
 from braid.config.model import ModelConfig
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
+from braid.errors import ModelError
 from braid.plan import longest_row
 from braid.plan.sizes import is_worth_compiling, policy_size
 from braid.types import Spaces
@@ -39,6 +40,13 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         rank=rank,
         longest=longest_row(config),
     )
+    engine = config.rollout.engine
+    if lm.has_states and engine.is_served:
+        raise ModelError(
+            f"rollout.engine={engine.kind} cannot sample {type(lm.model).__name__}: weights that are synced "
+            "to layers with a state have been corrupted on loading there (vllm#48284), and braid does not "
+            "check them yet; set rollout.engine=native"
+        )
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
     return lm
 
