@@ -99,6 +99,14 @@ def test_packed_rows_with_shared_prefixes_are_as_near_to_float64_as_the_models_o
         assert (mine[name] - gradient).norm() <= 8 * own_error + 1e-5 * largest, name
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "bamba", "minimax"])
+def test_the_rounding_of_half_precision_is_allowed_for(architecture: str) -> None:
+    lm = CausalLM(hybrid(architecture).to(torch.bfloat16))  # pyright: ignore[reportArgumentType]
+    check_against_plain(lm)
+    for check in (native_check._DECODING, native_check._RESUMING):
+        selfcheck.check_own_weights(lm, check, None)
+
+
 def test_a_shared_prefix_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, (_, packed) = CausalLM(hybrid("bamba")), batch()
     computed: list[int] = []

@@ -68,7 +68,7 @@ class _States:
     def __init__(self, states: Sequence[Tensor]) -> None:
         self.states = list(states)
         self._has_previous = bool(states)
-        self.layers = defaultdict(lambda: self)
+        self.layers: Any = defaultdict(lambda: self)
         conv, recurrent = (*self.states, None, None)[:2]
         self.conv_states: Any = defaultdict(lambda: conv)
         self.recurrent_states: Any = defaultdict(lambda: recurrent)
@@ -242,15 +242,15 @@ def use_step_limits(model: PreTrainedModel) -> None:
     """Give state-space layers the limits of step sizes that the model's config states. transformers' module
     of Nemotron-H has a lower limit of its own in a full pass (transformers#48989), but none in decoding."""
     limits = getattr(model.config.get_text_config(decoder=True), "time_step_limit", None)
-    for module in model.modules() if limits is not None else ():
-        if hasattr(module, "time_step_limit"):
-            module.time_step_limit = tuple(limits)
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "time_step_limit")]
+    for layer in layers if limits is not None else ():
+        layer.time_step_limit = tuple(limits)
 
 
 def step_limits(model: nn.Module) -> tuple[float, float] | None:
     """The limits of step sizes that the model's layers apply, if they have any effect."""
     of_layers = (getattr(module, "time_step_limit", None) for module in model.modules())
-    limits = {tuple(limit) for limit in of_layers if limit is not None}
+    limits = {(float(limit[0]), float(limit[1])) for limit in of_layers if limit is not None}
     return next((limit for limit in sorted(limits) if limit != (0.0, float("inf"))), None)
 
 

@@ -465,7 +465,7 @@ class NativeEngine(SteppedEngine):
         self._pop_prefix(name)
         stored, states = self._cache.stored(sequence.slot, num), self._cache.states.stored(sequence.slot)
         per_token = sum(key[:, 0].nbytes + value[:, 0].nbytes for key, value in stored)
-        more = self._cache.states.bytes_per_slot // per_token if per_token else 0
+        more = self._cache.states.bytes_per_slot // max(per_token, 1)
         self._prefixes[name] = _Prefix(ids, stored, states, num + more)
         self._prefix_tokens += num + more
         assert self._cache.budget_tokens is not None

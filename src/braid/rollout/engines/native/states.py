@@ -75,7 +75,7 @@ class StateCache:
 
     def _stores(self, layer: int, num_slots: int, like: Sequence[Tensor]) -> list[Tensor]:
         """The layer's tensors, with room for so many slots: their number doubles."""
-        old = self.layers.get(layer, ())
+        old = self.layers.get(layer, [])
         if old and len(old[0]) >= num_slots:
             return old
         size = max(_MIN_SLOTS, 1 << (num_slots - 1).bit_length())
