@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 
 from braid.errors import ModelError
 from braid.models.attention import IMPLEMENTATION
-from braid.models.causal_lm import CausalLM
+from braid.models.causal_lm import CausalLM, use_packed_attention
 from braid.models.selfcheck import (
     PACKED_ROWS,
     Check,
@@ -78,11 +78,18 @@ def test_the_rounding_of_half_precision_is_allowed_for(
     check_against_plain(CausalLM(tiny_model(architecture).to(dtype)))  # pyright: ignore[reportArgumentType]
 
 
-def test_layers_with_recurrent_state_are_refused() -> None:
+def test_layers_that_choose_keys_by_an_indexer_are_refused() -> None:
     with pytest.raises(
-        ModelError, match="MambaForCausalLM has layers of type linear_attention; braid supports"
+        ModelError,
+        match=r"has layers of type indexed_attention \(which keys a query sees depends on an indexer's scores\)",
     ):
-        CausalLM(_other("mamba"))
+        use_packed_attention(_Indexed(AutoConfig.for_model("qwen3", head_dim=8, **SIZES)))
+
+
+class _Indexed(Qwen3ForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config.layer_types = ["indexed_attention", "full_attention"]
 
 
 def test_layers_with_their_own_attention_code_are_refused() -> None:

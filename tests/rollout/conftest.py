@@ -42,10 +42,36 @@ _MORE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 8, **_SLIDING},
     "gpt_oss": {"num_local_experts": 1, "num_experts_per_tok": 1, **_SLIDING},
     "diffllama": {},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "bamba": {
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 16,
+    },
+    "jamba": {
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+    },
 }
 
 
-@pytest.fixture(params=list(_MORE))
+HYBRIDS = ("qwen3_5_text", "bamba", "jamba")
+"""Their tests are in test_native_states.py, with the rounding of their layers."""
+
+
+@pytest.fixture(params=[name for name in _MORE if name not in HYBRIDS])
 def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -99,6 +99,10 @@ def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if plan.kv_budget_bytes is not None:
         how = f"{kv_budget:,} tokens x {human_bytes(plan.kv_bytes_per_token or 0)}"
         yield Figure("KV cache", f"at most {human_bytes(plan.kv_budget_bytes)}", how)
+    if plan.state_bytes_per_sequence and plan.max_concurrent is not None:
+        how = f"{plan.max_concurrent:,} trajectories x {human_bytes(plan.state_bytes_per_sequence)}"
+        total = human_bytes(plan.max_concurrent * plan.state_bytes_per_sequence)
+        yield Figure("states of linear attention", f"at most {total}", how)
 
 
 def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:

@@ -1,7 +1,7 @@
 """Attention for all Hugging Face decoders, through transformers' attention interface: each layer passes
 queries, keys and values to the context of the forward pass,
 `with attending(context): model(input_ids, position_ids=...)`. Training uses `PackedAttention`; the native
-engine has contexts with a KV cache."""
+engine has contexts with a KV cache. Layers that carry a state use the same contexts; see stateful.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, Protocol, cast
 
 import torch
@@ -20,7 +19,8 @@ from transformers import AttentionInterface
 
 from braid.errors import ModelError
 
-from .transfer import to_device
+from .layout import Layout, rows_by_length
+from .stateful import PackedStates, StatefulCall
 
 IMPLEMENTATION = "braid"
 
@@ -47,6 +47,14 @@ class AttentionContext(Protocol):
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, Hq, d], key and value [T, Hkv, d] -> [T, Hq, d]."""
+        ...
+
+
+class StatefulContext(AttentionContext, Protocol):
+    """A context for models some of whose layers carry a state (stateful.py)."""
+
+    def mix(self, call: StatefulCall, x: Tensor) -> Any:
+        """Inputs [T, D] of a layer with a state -> its outputs [T, ...], of each sequence by itself."""
         ...
 
 
@@ -132,14 +140,15 @@ class PackedAttention:
         attention over the rectangles (default: the variable-length kernel or causal_attention)."""
         self._lengths, self._device, self._kernel = lengths, device, kernel
         self._shared = shared or [(0, 0)] * len(lengths)
-        self._layouts: dict[bool, _Layout] = {}
+        self._layouts: dict[bool, Layout] = {}
+        self._states: PackedStates | None = None
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         is_varlen = self._kernel is None and has_varlen_kernel(call, query, value)
         if is_varlen not in self._layouts:
             alone = [([row], length) for row, length in enumerate(self._lengths)]
-            rectangles = alone if is_varlen else _rectangles(self._lengths)
-            self._layouts[is_varlen] = _Layout(rectangles, self._lengths, self._shared, self._device)
+            rectangles = alone if is_varlen else rows_by_length(self._lengths)
+            self._layouts[is_varlen] = Layout(rectangles, self._lengths, self._shared, self._device)
         layout = self._layouts[is_varlen]
         laid = [layout.lay(x) for x in (query, key, value)]
         if is_varlen:
@@ -153,45 +162,10 @@ class PackedAttention:
         ]
         return layout.lift(outs[0] if len(outs) == 1 else torch.cat(outs))
 
-
-class _Layout:
-    """Copies packed positions into rectangles, (rows, width) each, and back."""
-
-    def __init__(
-        self,
-        rectangles: Sequence[tuple[list[int], int]],
-        lengths: Sequence[int],
-        shared: Sequence[tuple[int, int]],
-        device: torch.device,
-    ) -> None:
-        self.rectangles = rectangles
-        ends = accumulate((len(rows) * width for rows, width in rectangles), initial=0)
-        self.ends = to_device(torch.tensor(list(ends), dtype=torch.int32), device)
-        stored = _stored_places(lengths, shared)
-        place = torch.empty(sum(lengths) - sum(num for _, num in shared), dtype=torch.long)
-        gathers: list[Tensor] = []
-        copies: list[Tensor] = []
-        offset = 0
-        for rows, width in rectangles:
-            for row in rows:
-                places, num_shared = offset + torch.arange(lengths[row]), shared[row][1]
-                place[stored[row][num_shared:]] = places[num_shared:]
-                copies.append(torch.stack((stored[row], places))[:, :num_shared])
-                gathers.append(torch.cat((stored[row], stored[row][-1:].expand(width - lengths[row]))))
-                offset += width
-        gather = torch.cat(gathers)
-        self._is_identity = torch.equal(gather, torch.arange(len(place)))
-        if not self._is_identity:
-            self._gather, self._place = to_device(gather, device), to_device(place, device)
-            self._copies = to_device(torch.cat(copies, dim=1), device)
-
-    def lay(self, x: Tensor) -> Tensor:
-        """[T, ...] -> [rectangles, ...]."""
-        return x if self._is_identity else _Lay.apply(x, self._gather, self._place, self._copies)
-
-    def lift(self, x: Tensor) -> Tensor:
-        """[rectangles, ...] -> [T, ...]."""
-        return x if self._is_identity else _Lift.apply(x, self._place)
+    def mix(self, call: StatefulCall, x: Tensor) -> Any:
+        if self._states is None:
+            self._states = PackedStates(self._lengths, self._shared, self._device)
+        return self._states.mix(call, x)
 
 
 def has_varlen_kernel(call: LayerCall, query: Tensor, value: Tensor) -> bool:
@@ -294,62 +268,3 @@ def _with_sink_key(sinks: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tens
         torch.cat((F.pad(k, front), of_keys), dim=-1),
         F.pad(v, (0, q.shape[3] + 8 - v.shape[3], 1, 0)),
     )
-
-
-class _Lay(torch.autograd.Function):
-    """Copy packed positions into rectangles: [T, ...] -> [rectangles, ...].
-
-    The backward pass is also a gather because padding receives no gradient, plus the gradients of the copies
-    of shared positions: `copies` [2, N] holds the index where each is stored and its index in the rectangles.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gather: Tensor, place: Tensor, copies: Tensor) -> Tensor:
-        ctx.save_for_backward(place, copies)
-        return x.index_select(0, gather)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        place, (stored, lies) = ctx.saved_tensors
-        out = grad.index_select(0, place)
-        if len(stored):
-            out.index_add_(0, stored, grad.index_select(0, lies))
-        return out, None, None, None
-
-
-class _Lift(torch.autograd.Function):
-    """Copy rectangles back to packed positions, dropping the padding: [rectangles, ...] -> [T, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.size = x.shape[0]
-        return x.index_select(0, place)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (place,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.size, *grad.shape[1:]).index_copy_(0, place, grad), None
-
-
-def _stored_places(lengths: Sequence[int], shared: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Index at which each position of each segment is stored."""
-    out: list[Tensor] = []
-    start = 0
-    for length, (source, num) in zip(lengths, shared, strict=True):
-        places = start + torch.arange(length - num)
-        out.append(torch.cat((out[source][:num], places)) if num else places)
-        start += length - num
-    return out
-
-
-def _rectangles(lengths: Sequence[int]) -> list[tuple[list[int], int]]:
-    """Group rows of similar length: (rows, width), where each row is at least 15/16 as long as the width.
-    With three quarters, padding took 2 to 7 % of an update on CPUs."""
-    out: list[tuple[list[int], int]] = []
-    for row in sorted(range(len(lengths)), key=lambda r: -lengths[r]):
-        if out and lengths[row] * 16 >= out[-1][1] * 15:
-            out[-1][0].append(row)
-        else:
-            out.append(([row], lengths[row]))
-    return out

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from braid.errors import ModelError
 from braid.types import UNKNOWN_EXPERT
 
-from . import attention
+from . import attention, stateful
 from .attention import AttentionContext
 from .base import Output, TrainableModel
 from .batch import PackedBatch
@@ -39,6 +39,7 @@ class CausalLM(TrainableModel):
     """Policy or reference model. Always in eval mode because dropout would make log-probs random.
 
     `model` is the Hugging Face module, whose weights the native engine shares; `config` is its text config.
+    `has_states`: some layers carry a state along a sequence (models.stateful).
     Log-probs and entropies are those of softmax(logits / temperature). `reference` computes the logits from
     which the output "kl" is measured; None if there is no reference in this process. `routers` are those of a
     mixture of experts; with `replays_experts` it chooses the experts of the batch's input "experts".
@@ -76,7 +77,7 @@ class CausalLM(TrainableModel):
         self._head = head
         self._logit_scale = _logit_scale(self.config)
         self._softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
-        use_packed_attention(model)
+        self.has_states = use_packed_attention(model)
         use_grouped_experts(model)
         self.routers = find_routers(model)
         _use_sparse_embedding_gradient(model, head)
@@ -238,6 +239,15 @@ class CausalLM(TrainableModel):
         return copy
 
 
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+_WITHOUT_CONTEXT = ("mlp", "moe")
+"""Types of layers that treat each position by itself."""
+_MISSING = {
+    "indexed_attention": "which keys a query sees depends on an indexer's scores",
+    "compressed_sparse_attention": "it attends to compressed entries of overlapping windows",
+    "heavily_compressed_attention": "it attends to compressed entries of overlapping windows",
+}
+"""Types of layers that are refused, and why."""
 _USES_CONTEXT, _PADDING = "uses_attention_context", "padding_without_gradient"
 
 
@@ -293,22 +303,37 @@ def spread(values: Tensor | None, written: Tensor, batch: PackedBatch) -> Tensor
     return line if batch.sequence is None else batch.sequence.join(line)
 
 
-def use_packed_attention(model: PreTrainedModel) -> None:
-    """Make every attention layer use the context of the forward pass. Raises ModelError if the model has
-    layers of an unsupported type. `chunked_attention` is computed as full attention, which models.selfcheck
-    accepts for rows within one chunk."""
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Make every layer that mixes positions use the context of the forward pass; returns whether some of them
+    carry a state (models.stateful). Raises ModelError if the model has layers of an unsupported type.
+    `chunked_attention` is computed as full attention, which models.selfcheck accepts for rows within one
+    chunk."""
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    if unknown := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
+    name = type(model).__name__
+    if missing := [f"{kind} ({why})" for kind, why in _MISSING.items() if kind in kinds]:
         raise ModelError(
-            f"{type(model).__name__} has layers of type {', '.join(unknown)}; braid supports only "
-            "full_attention and sliding_attention layers, because it packs rows, and a layer's state (as "
-            "of linear attention) would leak from one packed row into the next; choose another model "
-            "(docs/models.md)"
+            f"{name} has layers of type {', '.join(missing)}, which braid does not support; choose another "
+            "model (docs/models.md)"
+        )
+    if unknown := sorted(kinds - {*_ATTENTION, *_WITHOUT_CONTEXT, *stateful.LAYER_TYPES}):
+        raise ModelError(
+            f"{name} has layers of type {', '.join(unknown)}, which braid does not know: it packs rows, and "
+            "a layer that mixes positions by itself would let one packed row leak into the next; choose "
+            "another model (docs/models.md)"
+        )
+    stateful.use_step_limits(model)
+    has_states = stateful.intercept(model, attention.CONTEXT.get) > 0
+    if not has_states and (recurrent := sorted(kinds & {"linear_attention", "mamba", "conv"})):
+        raise ModelError(
+            f"{name} has layers of type {', '.join(recurrent)} whose code takes no cache for their state, as "
+            "transformers' other layers of this type do, so braid cannot reset it between packed rows; "
+            "choose another model (docs/models.md)"
         )
     attention.register()
     # A model that can't only warns; models.selfcheck refuses it.
     model.set_attn_implementation(attention.IMPLEMENTATION)
     setattr(model.base_model, _USES_CONTEXT, model.config._attn_implementation == attention.IMPLEMENTATION)
+    return has_states
 
 
 def set_gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> None:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # the import takes two seconds, and processes without a model
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
+_WITHOUT_PAIRS = ("linear_attention", "mamba", "conv", "mlp", "moe")
+"""transformers' types of layers that do not compare pairs of positions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Flops:
     """FLOPs of a forward pass (`forward`), and of the forward and backward passes of an optimizer step
@@ -60,12 +64,15 @@ def flops_of_linear(module: nn.Module, num_positions: int) -> Flops:
 
 def attention_flops(config: PreTrainedConfig, lengths: Sequence[int]) -> int:
     """Forward FLOPs of attention in all layers: query-key products, and products of attention weights with
-    values."""
-    heads: int = config.num_attention_heads
+    values. Those of layers with a state, which grow with the length as those of linear layers do and are a
+    few percent of them, are not counted."""
+    heads: int | None = getattr(config, "num_attention_heads", None)
+    if not heads:  # state-space layers only
+        return 0
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    windows = [window if "sliding" in kind else None for kind in kinds if kind not in _WITHOUT_PAIRS]
     pairs = sum(_visible_pairs(length, window) for window in windows for length in lengths)
     return 4 * heads * width * pairs
 

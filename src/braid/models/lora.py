@@ -22,6 +22,7 @@ from braid.errors import ModelError, suggest
 
 from .base import unique_weights
 from .experts import is_experts
+from .stateful import layers_read_by_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -201,6 +202,7 @@ def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str],
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D)
         and not ("Router" in type(layer).__name__ or "router" in name.split("."))
+        and name not in layers_read_by_weight(model)
     ]
     experts = _experts(model)
     head = model.get_output_embeddings()
@@ -224,11 +226,12 @@ def _check(model: PreTrainedModel, settings: Any) -> None:
     """Raise ModelError if a layer would get an adapter that it cannot have."""
     from peft.tuners.tuners_utils import check_target_module_exists  # see add_adapters
 
-    head = _fixed_head(model)
+    head, by_weight = _fixed_head(model), layers_read_by_weight(model)
     for name, layer in model.named_modules():
-        is_refused = layer is head or isinstance(layer, nn.Embedding)
+        is_refused = layer is head or isinstance(layer, nn.Embedding) or name in by_weight
         if is_refused and check_target_module_exists(settings, name):
             what = "the output head" if layer is head else "an embedding"
+            what = "read by its weight, without calling it" if name in by_weight else what
             raise ModelError(
                 f"model.lora: {name!r} is {what}, which cannot have an adapter; choose other "
                 "model.lora.targets, or another model.lora.path"

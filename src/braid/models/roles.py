@@ -41,6 +41,13 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         rank=rank,
         longest=longest_row(config),
     )
+    engine = config.rollout.engine
+    if lm.has_states and engine.is_served:
+        raise ModelError(
+            f"rollout.engine={engine.kind} cannot sample {type(lm.model).__name__}: weights that are synced "
+            "to layers with a state have been corrupted on loading there (vllm#48284), and braid does not "
+            "check them yet; set rollout.engine=native"
+        )
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
     if train.router_replay != "none":
         lm.prepare_routers("train.router_replay")

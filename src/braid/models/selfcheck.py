@@ -32,8 +32,11 @@ _log = logging.getLogger(__name__)
 
 _LENGTHS = (24, 17, 7)
 """Row lengths: ragged, two above tiny.SHORT and one below it."""
+_LENGTHS_WITH_STATES = (80, 17, 9, 7)
+"""Row lengths for models whose layers carry a state: the first crosses a chunk of 64 positions (gated delta
+nets) after its shared prefix, too, and the third continues the state there by one token."""
 _NUM_SHARED = 8
-"""Number of prefix tokens that the second row shares with the first."""
+"""Number of prefix tokens that all rows but the first and the last share with the first."""
 _LEAST = 2e-5
 """Base tolerance in nats: a few float32 rounding errors of log-probs of magnitude 10."""
 _OF_LARGEST, _OF_MEAN, _OF_WRAPPED = 8.0, 3.0, 6.0
@@ -211,11 +214,13 @@ def _difference(lm: CausalLM, check: Check, passed: frozenset[str]) -> str | Non
 
 
 def _random_rows(lm: CausalLM, longest: int | None = None) -> list[Tensor]:
-    """Random tokens of three rows of at most `longest` tokens; the second shares a prefix with the first."""
+    """Random tokens of rows of at most `longest` tokens, with shared prefixes."""
     generator = torch.Generator().manual_seed(0)
-    lengths = [min(length, longest or length) for length in _LENGTHS]
+    lengths = _LENGTHS_WITH_STATES if lm.has_states else _LENGTHS
+    lengths = [min(length, longest or length) for length in lengths]
     rows = [torch.randint(lm.vocab_size, (n,), generator=generator).to(lm.device) for n in lengths]
-    rows[1][:_NUM_SHARED] = rows[0][: min(_NUM_SHARED, lengths[1])]
+    for row in rows[1:-1]:
+        row[:_NUM_SHARED] = rows[0][: min(_NUM_SHARED, len(row))]
     return rows
 
 
@@ -230,9 +235,9 @@ def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Tensor], *, fresh: bo
 
 
 def _packed_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Log-probs [L, V] of each row from one packed forward pass, in which the second row shares the first
-    row's prefix."""
-    shared = ((0, 0), (0, min(_NUM_SHARED, len(rows[1]) - 1)), (0, 0))
+    """Log-probs [L, V] of each row from one packed forward pass, in which all rows but the first and the last
+    share the first row's prefix."""
+    shared = ((0, 0), *((0, min(_NUM_SHARED, len(row) - 1)) for row in rows[1:-1]), (0, 0))
     stored = [row[num:] for row, (_, num) in zip(rows, shared, strict=True)]
     ids = torch.cat(stored)
     batch = PackedBatch({}, torch.ones_like(ids, dtype=torch.bool), tuple(map(len, rows)), shared=shared)

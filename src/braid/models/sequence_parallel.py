@@ -4,14 +4,15 @@
     rank 1   positions [n, 2n)   all heads   ── all-to-all ──   all positions   heads [H/N, 2 H/N)
 
 Outside attention a decoder treats each position independently, so each of the N ranks of a group runs its
-slice of the packed positions. Around attention the ranks exchange heads for positions. Outputs are joined on
-all ranks of the group, so losses over whole rows are computed as on one rank.
+slice of the packed positions. Around attention the ranks exchange heads for positions. A layer that carries a
+state along a sequence (models.stateful) runs all positions on every rank, which then keeps its slice.
+Outputs are joined on all ranks of the group, so losses over whole rows are computed as on one rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,10 @@ from torch import Tensor
 from braid.errors import ModelError
 
 from .attention import AttentionContext, LayerCall
+from .stateful import StatefulCall, each
+
+if TYPE_CHECKING:
+    from .attention import StatefulContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,19 @@ class _ExchangingAttention:
         out = self.context.attend(call, *parts)
         padded = F.pad(out, (0, 0, 0, 0, 0, len(query) * size - total))
         return _Exchange.apply(padded.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)
+
+    def mix(self, call: StatefulCall, x: Tensor) -> Any:
+        size, piece = self.ranks.size, self.ranks.piece(self.num_positions)
+        # every rank sends its slice to all, and so the gradient of a slice is the sum of all ranks'
+        gathered = _Exchange.apply(x.expand(size, *x.shape), self.ranks.group)
+        context = cast("StatefulContext", self.context)
+        out = context.mix(call, gathered.flatten(0, 1)[: self.num_positions])
+
+        def cut(y: Tensor) -> Tensor:
+            part = y[piece]
+            return F.pad(part, (0, 0) * (y.ndim - 1) + (0, len(x) - len(part)))
+
+        return each(cut, out)
 
 
 class _Exchange(torch.autograd.Function):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .stateful import use_step_limits
+
 VOCAB = 96
 _WIDTH, _HEADS, _HEAD_DIM, _INNER = 64, 4, 16, 48
 _MOST_PARAMETERS = 20_000_000
@@ -24,6 +26,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
         r"n_shared_experts|(moe_)?num_shared_experts|first_k_dense_replace|num_dense_layers|moe_layer_start_index",
         1,
     ),
+    (r"(mamba_d_|ssm_)?state(_size)?", 16),
     (r"n_groups?|topk_group|index_(topk|local)_blocks|num_expert_group|mamba_n_groups|mamba_ngroups", 1),
     (
         r"(num_experts_per_tok(en)?|moe_topk|moe_k|num_selected_experts|moe_num_active_experts|top_k_experts)",
@@ -33,7 +36,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"(num_|n_|.*_)?(attention_heads|query_heads|head|heads|num_query_groups|index_n_heads)", _HEADS),
     (r".*head_dim|kv_channels|dim_head|d_head|d_kv|attention_head_size|rotary_dim|.*_lora_rank", _HEAD_DIM),
     (
-        r"(.*_)?intermediate_size(_mlp)?|.*ffn.*(dim|size)|n_inner|dff|dim_ff|feed_forward_size|d_inner",
+        r"(.*_)?intermediate_size(_mlp)?|.*ffn.*(dim|size)|n_inner|dff|dim_ff|feed_forward_size|d_inner|mamba_d_ssm",
         _INNER,
     ),
     (
@@ -43,6 +46,8 @@ _SIZES: tuple[tuple[str, int], ...] = (
 )
 """(pattern of a config key, maximum value); the first full match applies."""
 _VOCAB = r"(.*_)?vocab_size(_.*)?"
+_CHUNK = r"(mamba_)?chunk_size"
+"""Positions that a state-space layer computes at a time. They change results by rounding only."""
 _LAYERS = r"num_hidden_layers|n_layers?|num_layers|num_blocks|(en|de)coder_layers|num_(en|de)coder_layers"
 _LENGTHS = (
     r"(.*_)?(sliding_|attention_|keep_)?window(_size)?|attention_chunk_size|local_attention|rel_extent|"
@@ -81,7 +86,8 @@ def tiny_config(config: PreTrainedConfig, passed: frozenset[str]) -> PreTrainedC
         values |= {
             k: VOCAB for k, v in values.items() if re.fullmatch(_VOCAB, k) and type(v) is int and v > VOCAB
         }
-        _shrink_layers(values)
+        values |= {k: min(v, SHORT) for k, v in values.items() if re.fullmatch(_CHUNK, k) and type(v) is int}
+        _shrink_layers(values, getattr(part, "layer_types", None))
         for section in (values, *_ropes(part)):
             for key in [k for k in section if k in length_keys(part)]:
                 section[key] = SHORT if key in passed else NEVER
@@ -118,6 +124,7 @@ def tiny_model(
                 tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
             else:
                 tensor.add_(torch.randn_like(tensor), alpha=0.1)
+    use_step_limits(model)
     return model.eval()
 
 
@@ -167,17 +174,31 @@ def _shrink_sizes(values: dict[str, Any]) -> None:
             values[key] = _HEADS if value == heads else min(value, 2)
         elif (most := next((n for name, n in _SIZES if re.fullmatch(name, key)), None)) is not None:
             values[key] = min(value, most)
+    _fit_mamba_heads(values)
     if values.get("qk_head_dim") is not None and "qk_nope_head_dim" in values:
         values["qk_head_dim"] = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
 
 
-def _shrink_layers(values: dict[str, Any]) -> None:
-    """Reduce the number of layers to the fewest that include every kind of layer, and at least two."""
+def _fit_mamba_heads(values: dict[str, Any]) -> None:
+    """Make the heads of state-space layers add up to their inner width, which most configs need not say."""
+    names = (("mamba_d_head", "mamba_n_heads"), ("mamba_headdim", "n_mamba_heads"), ("head_dim", "num_heads"))
+    for size, heads in names:
+        expand = values.get("mamba_expand") or values.get("expand")
+        if type(values.get(size)) is int and type(values.get(heads)) is int and expand:
+            width = values.get("mamba_d_ssm") or int(expand * values["hidden_size"])
+            values[size] = width // values[heads]
+
+
+def _shrink_layers(values: dict[str, Any], layer_types: list[str] | None) -> None:
+    """Reduce the number of layers to the fewest that include every kind of layer, and at least two.
+    `layer_types` may follow from other values."""
     for key, old in list(values.items()):
         if not re.fullmatch(_LAYERS, key) or type(old) is not int:
             continue
         lists = {k: v for k, v in values.items() if isinstance(v, list | tuple) and len(v) == old}
         of_layers = {k: v for k, v in lists.items() if len(set(map(str, v))) < old}
+        if layer_types and len(layer_types) == old:
+            of_layers["layer_types"] = layer_types
         kinds = list(zip(*(map(str, v) for v in of_layers.values()), strict=True)) or [()]
         num = max(2, max(kinds.index(kind) for kind in set(kinds)) + 1)
         if values.get("num_kv_shared_layers"):

@@ -68,6 +68,7 @@ class Plan:
     round_bytes: tuple[int, int] | None
     kv_bytes_per_token: int | None
     kv_budget_bytes: int | None
+    state_bytes_per_sequence: int
     max_concurrent: int | None
     model_size: ModelSize | None
     memory: tuple[Memory, ...]

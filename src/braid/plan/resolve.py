@@ -198,6 +198,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         round_bytes=round_bytes(config, trajectories, output, total, size) if verb == "train" else None,
         kv_bytes_per_token=kv_per_token,
         kv_budget_bytes=None if kv_per_token is None or kv_budget is None else kv_budget * kv_per_token,
+        state_bytes_per_sequence=0 if size is None else size.state_numbers * BYTES["fp32"],
         max_concurrent=None
         if total is None
         else min(

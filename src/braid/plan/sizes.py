@@ -28,6 +28,10 @@ _CHOSEN = ("num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk", "top
 """Names of the number of experts that a token is routed to."""
 _EXPERT = re.compile(r"(?P<layer>.+)\.experts\.\d+\.(?P<kind>gate_proj|up_proj|down_proj|w1|w2|w3)")
 """A layer of one expert in a folder's files."""
+_KEYS = re.compile(r".+\.(k_proj|kv_a_proj_with_mqa|kv_a_proj)\.weight")
+_STATE_SIZES = ("mamba_d_state", "ssm_state_size", "state_size")
+_GROUPS = ("mamba_n_groups", "mamba_ngroups", "n_groups")
+"""Names in transformers configs of Mamba 2's state size, and of groups of heads that share B and C."""
 _GGUF_LAYERS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -56,7 +60,8 @@ class ModelSize:
     `linear` maps the dotted name of each linear layer, and of each parameter that holds a weight of all
     experts, to the parameters of its rank-1 adapter: inputs plus outputs, of every expert. `is_latent`: keys
     and values are compressed (multi-head latent attention), so that `head_dim` is not the size that engines
-    store."""
+    store. `num_kv_layers`: layers with keys and values, None if all have them. `state_numbers`: numbers in
+    the states of linear attention and state-space layers of one sequence."""
 
     parameters: int
     head_parameters: int
@@ -70,6 +75,8 @@ class ModelSize:
     linear: Mapping[str, int]
     is_latent: bool = False
     num_chosen_experts: int = 0
+    num_kv_layers: int | None = None
+    state_numbers: int = 0
 
     @property
     def choice_bytes(self) -> int:
@@ -91,7 +98,8 @@ class ModelSize:
     @property
     def kv_numbers_per_token(self) -> int:
         """Numbers in the keys and values of one token, over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        num_layers = self.num_layers if self.num_kv_layers is None else self.num_kv_layers
+        return 2 * num_layers * self.num_kv_heads * self.head_dim
 
 
 def policy_size(config: RunConfig) -> ModelSize | None:
@@ -157,7 +165,8 @@ def size_of_folder(folder: str | Path | None) -> ModelSize | None:
             parameters=sum(math.prod(shape) for shape in shapes.values()),
             head_parameters=math.prod(head) if head else 0,
             hidden_size=hidden,
-            num_layers=text["num_hidden_layers"],
+            num_layers=text.get("num_hidden_layers")
+            or len(text["layers_block_type"]),  # Nemotron-H has these
             num_heads=heads,
             num_kv_heads=text.get("num_key_value_heads") or heads,
             num_experts=next((text[name] for name in _EXPERTS if text.get(name)), 0),
@@ -166,9 +175,50 @@ def size_of_folder(folder: str | Path | None) -> ModelSize | None:
             linear=_linear(shapes),
             is_latent="kv_lora_rank" in text,
             num_chosen_experts=next((text[name] for name in _CHOSEN if text.get(name)), 0),
+            **_sizes_of_states(text, shapes),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
+
+
+def _sizes_of_states(text: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, int]:
+    """ModelSize.num_kv_layers and state_numbers of a model with stateful layers, by their convolutions and
+    decay rates (A_log)."""
+    convolutions: dict[str, list[list[int]]] = {}
+    for name, shape in shapes.items():
+        layer, _, part = name.removesuffix(".weight").rpartition(".")
+        if re.fullmatch(r"([qkv]_)?conv(1d)?", part) and len(shape) == 3:
+            convolutions.setdefault(layer, []).append(shape)
+    if not convolutions:
+        return {}
+    keys = {name.rpartition(".")[0].rpartition(".")[0] for name in shapes if _KEYS.fullmatch(name)}
+    numbers = 0
+    for layer, of_layer in convolutions.items():
+        channels = sum(shape[0] for shape in of_layer)
+        numbers += channels * of_layer[0][2]
+        decay = shapes.get(f"{layer}.A_log")
+        if decay is not None:
+            numbers += _recurrent_numbers(text, channels, decay)
+    return {
+        "num_kv_layers": sum(f"{layer}.A_log" not in shapes for layer in keys),
+        "state_numbers": numbers,
+    }
+
+
+def _recurrent_numbers(text: Mapping[str, Any], channels: int, decay: list[int]) -> int:
+    """Numbers in the recurrent state of a layer, with so many channels of its convolutions."""
+    if "linear_value_head_dim" in text:  # gated delta net
+        per_head = text["linear_key_head_dim"] * text["linear_value_head_dim"]
+        return text["linear_num_value_heads"] * per_head
+    if "linear_attn_config" in text:  # Kimi's delta attention, as published
+        return text["linear_attn_config"]["num_heads"] * text["linear_attn_config"]["head_dim"] ** 2
+    if "linear_num_heads" in text:  # the same, saved by transformers
+        return text["linear_num_heads"] * text["linear_head_dim"] ** 2
+    if len(decay) == 2:  # Mamba 1
+        return math.prod(decay)
+    size = text[next((key for key in _STATE_SIZES if key in text), _STATE_SIZES[0])]
+    groups = text[next((key for key in _GROUPS if key in text), _GROUPS[0])]
+    return (channels - 2 * groups * size) * size
 
 
 def _size_of_gguf(file: str | Path) -> ModelSize:

@@ -13,6 +13,7 @@ above have the sampled tokens only.
 
 The engine numbers sequences by slots; `KVCache` knows the bucket and row of each. A layer here is the n-th
 attention call in a forward pass: some architectures call one attention module several times (DiffLlama).
+States of stateful layers are in states.py.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from braid.models.attention import (
 )
 from braid.models.gpu import has_kernels
 from braid.models.transfer import to_device
+
+from .states import StateCache
 
 _LENGTH_MULTIPLE, _KERNEL_BLOCK, _WHOLE_SUMS = 32, 512, 384
 ROW_MULTIPLE, _MIN_ROWS = 4, 16
@@ -157,6 +160,7 @@ class KVCache:
         self._places: list[tuple[Bucket, int]] = []  # of each slot
         self.generation = 0
         self.shares_prompts = False
+        self.states = StateCache()
 
     def can_ever_fit(self, longest: int) -> bool:
         """Whether a sequence of up to `longest` tokens can run by itself."""
@@ -226,6 +230,7 @@ class KVCache:
             self._places[moved] = bucket, row
         last, row = self._places.pop()
         if slot < len(self._places):
+            self.states.move(len(self._places), slot)
             self._places[slot] = last, row
             last.slots[row] = slot
 
@@ -267,6 +272,7 @@ class KVCache:
 
     def clear(self, slot: int) -> None:
         """Zero a slot that contains non-finite values."""
+        self.states.clear(slot)
         bucket, row = self._places[slot]
         for stores in bucket.layers.values():
             for store in stores:
@@ -276,11 +282,12 @@ class KVCache:
     def num_bytes(self) -> int:
         buckets = (*self._buckets.values(), *self._of_prompts())
         layers = (stores for bucket in buckets for stores in bucket.layers.values())
-        return sum(store.nbytes for stores in layers for store in stores)
+        return self.states.num_bytes + sum(store.nbytes for stores in layers for store in stores)
 
     def free(self) -> None:
         self._buckets.clear()
         self._places.clear()
+        self.states.free()
         self.generation += 1
 
     @property

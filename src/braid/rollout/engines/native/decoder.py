@@ -30,6 +30,7 @@ from .cache import (
     round_up,
     row_blocks,
 )
+from .states import DecodeStates
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +86,10 @@ class Decoder:
         The next call may overwrite the result.
         """
         batch, blocks = self._batch(inputs)
-        if self._generation != self._cache.generation:
+        generation = self._cache.generation + self._cache.states.generation
+        if self._generation != generation:
             self.drop_graphs()
-            self._generation = self._cache.generation
+            self._generation = generation
         if self._layers is not None:
             return self._layers.step(batch, blocks)
         if not self._has_graphs:
@@ -95,10 +97,7 @@ class Decoder:
         key = tuple((block.bucket.length, block.places.stop, block.width) for block in blocks)
         graph = self._graphs.get(key)
         if graph is None:
-            graph = self._capture(batch, blocks)
-            if graph is None:
-                return self._compute(to_device(batch, self._device), blocks)
-            self._graphs[key] = graph
+            return self._capture(key, batch.to(self._device), blocks)
         graph.inputs.copy_(batch.pin_memory(), non_blocking=True)
         graph.graph.replay()
         self.experts = graph.experts
@@ -107,7 +106,8 @@ class Decoder:
     def _batch(self, inputs: NDArray[np.int64]) -> tuple[Tensor, list[Block]]:
         """Tokens, positions, and of each slot its place in the batch [3, B], with slots in the order of
         buckets; and the blocks. On CPU padding comes last; elsewhere each bucket has a number of rows from a
-        small set, and padding writes to its unused rows."""
+        small set, and padding writes to its unused rows. The slots that are not in use have the places of
+        padding if the model has states."""
         blocks, places, size = list[Block](), list[NDArray[np.int64]](), 0
         buckets = self._cache.buckets()
         is_cpu = self._device.type == "cpu"
@@ -129,6 +129,8 @@ class Decoder:
         batch = np.zeros((3, size), np.int64)
         slots, place = np.concatenate([bucket.slots for bucket in buckets]), np.concatenate(places)
         batch[:2, place], batch[2, slots] = inputs[:, slots], place
+        if self._lm.has_states:
+            batch[2, len(slots) :] = np.setdiff1d(np.arange(size), place)
         return torch.from_numpy(batch), blocks
 
     def drop_graphs(self) -> None:
@@ -169,19 +171,26 @@ class Decoder:
         if self._gpu_layers is not None:
             return self._gpu_layers.step(batch, blocks)
         tokens, positions, places = batch
-        logits = self.compute(tokens, positions, self._attention(positions, blocks), places)
+        attention: AttentionContext = self._attention(positions, blocks)
+        if self._lm.has_states:
+            attention = DecodeStates(attention, self._cache.states, places)
+        logits = self.compute(tokens, positions, attention, places)
         if self.experts is not None:
             self.experts = self.experts.index_select(0, places)
         return logits
 
-    def _capture(self, batch: Tensor, blocks: list[Block]) -> _Graph | None:
-        """None, now and from now on, if a layer of the model waits for the device, which no graph can do."""
-        batch = batch.to(self._device)
+    def _capture(self, key: tuple[tuple[int, int, int], ...], batch: Tensor, blocks: list[Block]) -> Tensor:
+        """Compute a step, and capture a graph for later ones of its shape. A step cannot be repeated, because
+        it changes states. No graphs are captured from now on if a layer of the model waits for the device,
+        which no graph can do."""
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            self._compute(batch, blocks)  # libraries initialise outside of the capture
+            computed = self._compute(batch, blocks)  # libraries initialise outside of the capture
         torch.cuda.current_stream(self._device).wait_stream(side)
+        experts = self.experts
+        for tensor in [computed] if experts is None else [computed, experts]:
+            tensor.record_stream(torch.cuda.current_stream(self._device))
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._graphs.values())).graph.pool() if self._graphs else None
         try:
@@ -194,5 +203,7 @@ class Decoder:
             with suppress(RuntimeError):  # a capture that fails leaves its memory pool in use
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), graph.pool())
             logger.info("decoding without CUDA graphs: %s (%s)", type(self._lm.model).__name__, error)
-            return None
-        return _Graph(graph, batch, logits, self.experts)
+        else:
+            self._graphs[key] = _Graph(graph, batch, logits, self.experts)
+        self.experts = experts
+        return computed

@@ -55,6 +55,7 @@ from .cache import (
 from .decoder import Decoder
 from .kind import CPU_KV_BUDGET_TOKENS
 from .sampler import Sampler
+from .states import ContinueStates, PrefillStates, States
 from .stopping import Decode, StopFinder
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,11 +111,15 @@ class _Sequence:
 
 
 class _Prefix(NamedTuple):
-    """Tokens of a conversation, their keys and values by layer, and parts of their experts."""
+    """Tokens of a conversation, their keys and values by layer, the states after them, which follow from no
+    shorter part of it, and parts of their experts. `num_tokens`: the tokens whose keys and values take as
+    much memory as keys, values and states."""
 
     ids: tuple[int, ...]
     stored: list[tuple[Tensor, Tensor]]
+    states: States
     experts: list[NDArray[np.signedinteger]]
+    num_tokens: int
 
 
 class NativeEngine(SteppedEngine):
@@ -297,11 +302,23 @@ class NativeEngine(SteppedEngine):
         sample.reserve([Need(width)])
         sample.add(width)
         ids = to_device([0] * width, self._device)
+        attention: AttentionContext = PrefillAttention(sample, 0, [(width, 1)])
+        if self._lm.has_states:
+            attention = PrefillStates(attention, sample.states, 0, [(width, width, 1)])
         with self._autocast():
-            self._lm.hidden(ids, ids, PrefillAttention(sample, 0, [(width, 1)]))
-        per_token = sample.num_bytes // _SAMPLE_TOKENS
+            self._lm.hidden(ids, ids, attention)
+        per_token = max(1, (sample.num_bytes - sample.states.num_bytes) // _SAMPLE_TOKENS)
         free = max(0, free - (self._bytes_to_come() if self._bytes_to_come else 0))
-        return int(_CACHE_FRACTION * free) // per_token // (2 if self._keeps_prefixes else 1)
+        usable = int(_CACHE_FRACTION * free) // (2 if self._keeps_prefixes else 1)
+        # slots double, and padding takes some (states.py)
+        of_states = sample.states.bytes_per_slot << (padded_rows(self._max_running) - 1).bit_length()
+        if of_states >= usable:
+            raise EngineError(
+                f"the states of rollout.engine.max_running={self._max_running} sequences take "
+                f"{of_states / 2**30:.1f} GiB, and {usable / 2**30:.1f} GiB of the device are left for the "
+                "engine's cache; lower rollout.engine.max_running"
+            )
+        return (usable - of_states) // per_token
 
     @property
     def _has_begun(self) -> bool:
@@ -426,7 +443,7 @@ class NativeEngine(SteppedEngine):
 
     def _pop_prefix(self, name: tuple[int, ...]) -> _Prefix | None:
         if prefix := self._prefixes.pop(name, None):
-            self._prefix_tokens -= len(prefix.ids)
+            self._prefix_tokens -= prefix.num_tokens
         return prefix
 
     def _continue(self, continued: Sequence[tuple[_Sequence, _Prefix]]) -> None:
@@ -443,10 +460,14 @@ class NativeEngine(SteppedEngine):
         for (sequence, known), (start, _) in zip(continued, sizes, strict=True):
             self._start(sequence)
             self._cache.restore(sequence.slot, known.stored)
+            self._cache.states.restore(sequence.slot, known.states)
             tokens += sequence.prefix[start:]
             positions += range(start, len(sequence.prefix))
         padding = [0] * (padded_rows(len(tokens)) - len(tokens))
-        attention = ContinueAttention(self._cache, first, sizes)
+        attention: AttentionContext = ContinueAttention(self._cache, first, sizes)
+        if self._lm.has_states:
+            new_tokens = [new for _, new in sizes]
+            attention = ContinueStates(attention, self._cache.states, first, new_tokens)
         last = [end - 1 for end in ends]
         last += last[:1] * (padded_rows(len(last)) - len(last))
         with self._autocast():
@@ -466,8 +487,11 @@ class NativeEngine(SteppedEngine):
         ids = (*sequence.request.prompt_ids, *sequence.token_ids)[:num]
         self._pop_prefix(name)
         experts = [np.concatenate(sequence.experts)] if sequence.experts else []
-        self._prefixes[name] = _Prefix(ids, self._cache.stored(sequence.slot, num), experts)
-        self._prefix_tokens += num
+        stored, states = self._cache.stored(sequence.slot, num), self._cache.states.stored(sequence.slot)
+        per_token = sum(key[:, 0].nbytes + value[:, 0].nbytes for key, value in stored)
+        more = self._cache.states.bytes_per_slot // max(per_token, 1)
+        self._prefixes[name] = _Prefix(ids, stored, states, experts, num + more)
+        self._prefix_tokens += num + more
         assert self._cache.budget_tokens is not None
         while self._prefix_tokens > self._cache.budget_tokens:
             self._pop_prefix(next(iter(self._prefixes)))
@@ -490,7 +514,12 @@ class NativeEngine(SteppedEngine):
             for sequence in group:
                 self._start(sequence, places[prefix] if sequence.shares_prompt else None)
         prompts = [(group[0].padded_prefix, len(group)) for group in pack]
-        attention = PrefillAttention(self._cache, first, prompts, self._decoder.prefill_kernel)
+        attention: AttentionContext = PrefillAttention(
+            self._cache, first, prompts, self._decoder.prefill_kernel
+        )
+        if self._lm.has_states:
+            sizes = [(len(group[0].prefix), *prompt) for group, prompt in zip(pack, prompts, strict=True)]
+            attention = PrefillStates(attention, self._cache.states, first, sizes)
         ends += ends[:1] * (padded_rows(len(ends)) - len(ends))
         with self._autocast():
             logits = self._logits(tokens, positions, attention, ends)
