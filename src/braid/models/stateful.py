@@ -242,8 +242,10 @@ def use_step_limits(model: PreTrainedModel) -> None:
     """Give state-space layers the limits of step sizes that the model's config states. transformers' module
     of Nemotron-H has a lower limit of its own in a full pass (transformers#48989), but none in decoding."""
     limits = getattr(model.config.get_text_config(decoder=True), "time_step_limit", None)
+    if limits is None:
+        return
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "time_step_limit")]
-    for layer in layers if limits is not None else ():
+    for layer in layers:
         layer.time_step_limit = tuple(limits)
 
 
