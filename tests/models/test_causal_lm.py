@@ -180,12 +180,18 @@ def test_checkpointing_can_be_switched_off_again(tiny_model: Make) -> None:
     assert not any("forward" in vars(m) for m in lm.model.modules())
 
 
-def test_layers_of_an_unknown_type_are_refused(tiny_model: Make) -> None:
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("indexed_attention", r"indexed_attention \(.+\), which braid does not support"),
+        ("new_attention", "new_attention, which braid does not know: it packs rows"),
+        ("mamba", "mamba whose code takes no cache for their state"),
+    ],
+)
+def test_layers_of_an_unknown_type_are_refused(tiny_model: Make, kind: str, why: str) -> None:
     model = tiny_model("qwen3")
-    model.config.layer_types = ["indexed_attention"] * 3
-    with pytest.raises(
-        ModelError, match="Qwen3ForCausalLM has layers of type indexed_attention; braid supports only"
-    ):
+    model.config.layer_types = [kind] * 3
+    with pytest.raises(ModelError, match=f"Qwen3ForCausalLM has layers of type {why}"):
         CausalLM(model)
 
 

@@ -116,7 +116,7 @@ class PackedStates:
         self._cut: _CutRows | None = None
 
     def mix(self, call: StatefulCall, x: Tensor) -> Any:
-        """See AttentionContext."""
+        """Outputs [T, ...] of a layer for the packed positions x [T, D]."""
         if call.continues and self._forks:
             if self._cut is None:
                 self._cut = _CutRows(self._lengths, self._shared, self._device)
