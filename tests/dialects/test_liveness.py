@@ -109,15 +109,18 @@ NEVER = {
         for name in ("response_function", "response_key", "messages_key", "tools_key")
     ),
     *(f"sft.data[].{name}_key" for name in ("answer", "source")),
-    # critics compute no log-probs, references are not trained
-    *(f"critic.train.{name}" for name in ("compile", "logprob_chunk_bytes", "record_memory")),
+    # critics compute no log-probs and replay no experts, references are not trained
+    *(
+        f"critic.train.{name}"
+        for name in ("compile", "logprob_chunk_bytes", "record_memory", "router_replay")
+    ),
     "sft.optimizer.value_lr",
     *(
         f"reference.train.{name}"
         for name in (
             "gradient_checkpointing", "grad_scaler.growth_interval", "grad_scaler.init_scale", "max_grad_norm",
             "max_skipped_steps", "micro_batch_rows", "offload.gradients", "offload.optimizer", "passes_per_round",
-            "record_memory", "shuffle", "steps_per_pass",
+            "record_memory", "router_aux_coef", "router_replay", "shuffle", "steps_per_pass",
         )
     ),
     *(path for path, field in fields_of(OptimizerConfig, "reference.train.optimizer.") if not sections_of(field)),
