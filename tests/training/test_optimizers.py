@@ -36,14 +36,15 @@ def _step(rank: int, folder: Path, backend: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     for kind in KINDS:
         for dtype in ("fp32", "bf16"):
-            _compare(rank, kind, dtype, backend)
+            _compare(rank, kind, dtype, backend, max_grad_norm=1.0)
+        _compare(rank, kind, "fp32", backend, max_grad_norm=None)
     dist.destroy_process_group()
 
 
-def _compare(rank: int, kind: str, dtype: str, backend: str) -> None:
+def _compare(rank: int, kind: str, dtype: str, backend: str, *, max_grad_norm: float | None) -> None:
     build = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "head_dim": 16}
     optimizer = {"kind": kind, "lr": RATE, "value_lr": 2 * RATE, "weight_decay": 0.1, "eps": 1e-4}
-    train = {"backend": backend, "optimizer": optimizer}
+    train = {"backend": backend, "optimizer": optimizer, "max_grad_norm": max_grad_norm}
     config = RunConfig.model_validate({"model": {"build": build, "dtype": dtype}, "train": train})
     single = SingleBackend(make_critic(config, CPU), config.train, total_steps=2, device=CPU)
     sharded = config.train.backend.build(make_critic(config, CPU), config.train, total_steps=2, device=CPU)
@@ -56,7 +57,7 @@ def _compare(rank: int, kind: str, dtype: str, backend: str) -> None:
     start = {name: tensor.clone() for name, tensor in single.state()["weights"].items()}
     loss = value_loss_of(RECIPES["ppo"])
     for _ in range(2):
-        single.train(rows, [1 / 24] * 4, loss)
+        assert single.train(rows, [1 / 24] * 4, loss).grad_norm > 1, "no gradient to clip"
         own = rows[2 * rank : 2 * rank + 2] if sharded.data_place()[1] == 2 else rows
         sharded.train(own, [1 / 24] * len(own), loss, rows[0])
     found, expected = sharded.state()["weights"], single.state()["weights"]

@@ -279,12 +279,13 @@ def _package(device: torch.device) -> Any:
 
 
 def _settings(module: nn.Module, config: DeepSpeed, device: torch.device) -> dict[str, Any]:
-    """DeepSpeed's config. Gradient clipping, learning rate schedule and loss scaling are off."""
+    """DeepSpeed's config. Its gradient clipping, learning rate schedule and loss scaling are off."""
     params = list(module.parameters())
     host = {"device": "cpu", "pin_memory": device.type == "cuda"}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # its default is a norm of 1
         "bf16": {"enabled": params[0].dtype == torch.bfloat16},
         "fp16": {"enabled": params[0].dtype == torch.float16, "loss_scale": 1.0},
         "communication_data_type": "fp32",
