@@ -501,6 +501,19 @@ def test_interrupted_requests_continue_with_new_weights(
     assert engine._lm.num_prefilled == sum(len(r.prompt_ids) - 1 for r in prefilled)
 
 
+async def interrupted_turns(engine: NativeEngine, lm: CausalLM) -> tuple[Completion, Request, Completion]:
+    """A turn during which weights change, and the conversation's next request with its completion."""
+    first = Request((3, 4, 5), Sampling(30, greedy=True), (0, 0), (0,))
+    task = asyncio.create_task(engine.generate(first))
+    await let_run(8)
+    assert load(engine) == (1, 0)
+    train(lm)
+    await engine.set_weights(5, "interrupt")
+    history = (*first.prompt_ids, *(await task).token_ids, 7, 8)
+    later = Request(history, Sampling(10, greedy=True), (0, 1), (0,))
+    return await task, later, await engine.generate(later)
+
+
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("recompute_cache", [False, True])
 def test_a_turn_begun_after_an_interrupt_reads_keys_of_the_new_weights_only(
@@ -510,23 +523,10 @@ def test_a_turn_begun_after_an_interrupt_reads_keys_of_the_new_weights_only(
     engine = make_engine(
         lm, prefix_caching=True, owns_weights=True, recompute_cache=recompute_cache, compile=compile
     )
-
-    async def turns() -> tuple[Completion, Completion]:
-        first = Request((3, 4, 5), Sampling(30, greedy=True), (0, 0), (0,))
-        task = asyncio.create_task(engine.generate(first))
-        await let_run(8)
-        assert load(engine) == (1, 0)
-        train(lm)
-        await engine.set_weights(5, "interrupt")
-        history = (*first.prompt_ids, *(await task).token_ids, 7, 8)
-        later.append(Request(history, Sampling(10, greedy=True), (0, 1), (0,)))
-        return await task, await engine.generate(later[0])
-
-    later: list[Request] = []
-    interrupted, after = asyncio.run(turns())
+    interrupted, later, after = asyncio.run(interrupted_turns(engine, lm))
     assert [version for version, _ in interrupted.policy_version] == [0, 5]  # pyright: ignore[reportGeneralTypeIssues]
     assert after.policy_version == 5
-    anew = run_all(make_engine(lm), later)[0]
+    anew = run_all(make_engine(lm), [later])[0]
     assert after.token_ids == anew.token_ids
     np.testing.assert_allclose(after.logprobs, anew.logprobs, atol=2e-5)
 

@@ -14,12 +14,10 @@ import torch
 from tests.models.test_stateful import hybrid as hybrid_model
 from tests.rollout.test_native_engine import (
     full_logprobs,
-    let_run,
-    load,
+    interrupted_turns,
     make_engine,
     plain,
     prompts,
-    train,
 )
 
 from braid.errors import EngineError
@@ -112,26 +110,13 @@ def test_states_of_old_weights_are_recomputed_or_kept_until_the_turn_ends(
 ) -> None:
     lm = tiny_lm(hybrid)
     engine = make_engine(lm, prefix_caching=True, owns_weights=True, recompute_cache=recompute_cache)
-    later: list[Request] = []
-
-    async def turns() -> tuple[Completion, Completion]:
-        first = Request((3, 4, 5), Sampling(30, greedy=True), (0, 0), (0,))
-        task = asyncio.create_task(engine.generate(first))
-        await let_run(8)
-        assert load(engine) == (1, 0)
-        train(lm)
-        await engine.set_weights(5, "interrupt")
-        history = (*first.prompt_ids, *(await task).token_ids, 7, 8)
-        later.append(Request(history, Sampling(10, greedy=True), (0, 1), (0,)))
-        return await task, await engine.generate(later[0])
-
-    interrupted, after = asyncio.run(turns())
+    interrupted, later, after = asyncio.run(interrupted_turns(engine, lm))
     (_, num_old), _ = interrupted.policy_version  # pyright: ignore[reportGeneralTypeIssues]
     prefix = (3, 4, 5, *interrupted.token_ids[:num_old])
     rest = run_all(make_engine(lm), [Request(prefix, Sampling(30 - num_old, greedy=True), (0, 0))])[0]
     same = np.allclose(rest.logprobs, interrupted.logprobs[num_old:], atol=1e-4)
     assert same == recompute_cache
-    anew = run_all(make_engine(lm), later)[0]
+    anew = run_all(make_engine(lm), [later])[0]
     assert after.token_ids == anew.token_ids
     np.testing.assert_allclose(after.logprobs, anew.logprobs, atol=1e-4)
 

@@ -124,16 +124,19 @@ class Deadline:
             return False
         (computed_before_s, waited_before_s), (computed_s, waited_s) = self._before, _used_s()
         computed_s, waited_s = computed_s - computed_before_s, waited_s - waited_before_s
-        time_s = self._start_s + self._timeout_s + min(waited_s, (MAX_WAIT - 1) * self._timeout_s)
-        if computed_s >= self._timeout_s or (time_s <= now and waited_s < (MAX_WAIT - 1) * self._timeout_s):
+        if computed_s >= self._timeout_s:
             return True
-        if time_s <= now:
-            raise SandboxError(
-                f"the machine is too busy: in {now - self._start_s:.1f} s the program and its tests waited "
-                f"for a core for {waited_s:.1f} s and computed for {computed_s:.1f} s; use fewer processes"
-            )
-        self.time_s = min(time_s, now + self._timeout_s)
-        return False
+        most_s = (MAX_WAIT - 1) * self._timeout_s
+        end_s = self._start_s + self._timeout_s + min(waited_s, most_s)
+        if now < end_s:
+            self.time_s = min(end_s, now + self._timeout_s)
+            return False
+        if waited_s < most_s:
+            return True
+        raise SandboxError(
+            f"the machine is too busy: in {now - self._start_s:.1f} s the program and its tests waited for a "
+            f"core for {waited_s:.1f} s and computed for {computed_s:.1f} s; use fewer processes"
+        )
 
 
 class Confined:

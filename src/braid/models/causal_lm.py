@@ -23,7 +23,7 @@ from .attention import AttentionContext
 from .base import Output, TrainableModel
 from .batch import PackedBatch
 from .experts import use_grouped_experts
-from .flops import Flops, flops_of
+from .flops import POSITIONWISE, RECURRENT, Flops, flops_of
 from .kernels import AttentionKind, packed_attention
 from .logprobs import DEFAULT_CHUNK_BYTES, Head, TiledLogits, token_logprobs
 from .lora import has_adapters, merged_weights, named_adapters
@@ -240,8 +240,6 @@ class CausalLM(TrainableModel):
 
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-_WITHOUT_CONTEXT = ("mlp", "moe")
-"""Types of layers that treat each position by itself."""
 _MISSING = {
     "indexed_attention": "which keys a query sees depends on an indexer's scores",
     "compressed_sparse_attention": "it attends to compressed entries of overlapping windows",
@@ -315,7 +313,7 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
             f"{name} has layers of type {', '.join(missing)}, which braid does not support; choose another "
             "model (docs/models.md)"
         )
-    if unknown := sorted(kinds - {*_ATTENTION, *_WITHOUT_CONTEXT, *stateful.LAYER_TYPES}):
+    if unknown := sorted(kinds - {*_ATTENTION, *POSITIONWISE, *stateful.LAYER_TYPES}):
         raise ModelError(
             f"{name} has layers of type {', '.join(unknown)}, which braid does not know: it packs rows, and "
             "a layer that mixes positions by itself would let one packed row leak into the next; choose "
@@ -323,7 +321,7 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
         )
     stateful.use_step_limits(model)
     has_states = stateful.intercept(model, attention.CONTEXT.get) > 0
-    if not has_states and (recurrent := sorted(kinds & {"linear_attention", "mamba", "conv"})):
+    if not has_states and (recurrent := sorted(kinds.intersection(RECURRENT))):
         raise ModelError(
             f"{name} has layers of type {', '.join(recurrent)} whose code takes no cache for their state, as "
             "transformers' other layers of this type do, so braid cannot reset it between packed rows; "

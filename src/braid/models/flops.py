@@ -17,8 +17,9 @@ if TYPE_CHECKING:  # the import takes two seconds, and processes without a model
     from transformers import PreTrainedConfig, PreTrainedModel
 
 
-_WITHOUT_PAIRS = ("linear_attention", "mamba", "conv", "mlp", "moe")
-"""transformers' types of layers that do not compare pairs of positions."""
+RECURRENT, POSITIONWISE = ("linear_attention", "mamba", "conv"), ("mlp", "moe")
+"""transformers' types of layers that do not compare pairs of positions: those that carry a state, and those
+that treat each position by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,9 @@ def attention_flops(config: PreTrainedConfig, lengths: Sequence[int]) -> int:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    windows = [window if "sliding" in kind else None for kind in kinds if kind not in _WITHOUT_PAIRS]
+    windows = [
+        window if "sliding" in kind else None for kind in kinds if kind not in RECURRENT + POSITIONWISE
+    ]
     pairs = sum(_visible_pairs(length, window) for window in windows for length in lengths)
     return 4 * heads * width * pairs
 

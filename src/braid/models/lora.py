@@ -197,12 +197,13 @@ def _experts(model: nn.Module) -> list[str]:
 def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """The linear layers and the parameters of experts that `names` select. Each is a suffix of a dotted name;
     all-linear selects all of them except the head."""
+    by_weight = layers_read_by_weight(model)
     layers = [
         name
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D)
         and not ("Router" in type(layer).__name__ or "router" in name.split("."))
-        and name not in layers_read_by_weight(model)
+        and name not in by_weight
     ]
     experts = _experts(model)
     head = model.get_output_embeddings()

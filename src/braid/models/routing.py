@@ -61,12 +61,15 @@ class Routing:
 
     def stacked(self, num_experts: int) -> Tensor:
         """The choices of all layers [T, L, K] in dtype_of_choices."""
-        layers = [self.choices[layer] for layer in range(len(self.choices))]
-        return torch.stack(layers, dim=1).to(dtype_of_choices(num_experts))
+        return torch.stack(self._by_layer(), dim=1).to(dtype_of_choices(num_experts))
+
+    def _by_layer(self) -> list[Tensor]:
+        """The choices in the order of layers."""
+        return [self.choices[layer] for layer in range(len(self.choices))]
 
     def statistics(self, weights: Tensor, num_experts: int) -> Routed:
         """Sums over the tokens, each counted `weights` [T] times."""
-        choices = torch.stack([self.choices[layer] for layer in range(len(self.choices))])  # [L, T, K]
+        choices = torch.stack(self._by_layer())  # [L, T, K]
         times = weights.double()[:, None].expand(choices.shape).flatten(1)
         counts = times.new_zeros(len(choices), num_experts).scatter_add_(1, choices.flatten(1), times)
         if not self.logits:
@@ -221,9 +224,10 @@ def _find_router(model: PreTrainedModel, key: str) -> Router:
             f"{key}: cannot build a tiny copy of {name} to check its routers ({error}); set it to its "
             "default, or choose another model"
         ) from error
-    grouped = {type(x) for x in model.modules() if (_groups(x) or 1) > 1}
+    numbers = ((type(module), getattr(module, "num_group", None)) for module in model.modules())
+    grouped = {kind for kind, number in numbers if isinstance(number, int) and number > 1}
     for module in tiny.modules():
-        if type(module) in grouped:  # a tiny copy has one group
+        if type(module) in grouped:  # its router first chooses groups of experts; a tiny copy has one
             vars(module).update(num_group=2, topk_group=1)
     try:
         return _checked_router(tiny)
@@ -232,12 +236,6 @@ def _find_router(model: PreTrainedModel, key: str) -> Router:
             f"{key}: the routers of {name} cannot be used for it: {error}; set it to its default, or choose "
             "another model"
         ) from error
-
-
-def _groups(module: nn.Module) -> int | None:
-    """Of experts, among which a router first chooses groups."""
-    num = getattr(module, "num_group", None)
-    return num if isinstance(num, int) else None
 
 
 class _UnlikeError(Exception):

@@ -105,17 +105,11 @@ class _ExchangingAttention:
         return _Exchange.apply(padded.unflatten(0, (size, -1)), group).transpose(0, 1).flatten(1, 2)
 
     def mix(self, call: StatefulCall, x: Tensor) -> Any:
-        size, piece = self.ranks.size, self.ranks.piece(self.num_positions)
         # every rank sends its slice to all, and so the gradient of a slice is the sum of all ranks'
-        gathered = _Exchange.apply(x.expand(size, *x.shape), self.ranks.group)
+        gathered = _Exchange.apply(x.expand(self.ranks.size, *x.shape), self.ranks.group)
         context = cast("StatefulContext", self.context)
         out = context.mix(call, gathered.flatten(0, 1)[: self.num_positions])
-
-        def cut(y: Tensor) -> Tensor:
-            part = y[piece]
-            return F.pad(part, (0, 0) * (y.ndim - 1) + (0, len(x) - len(part)))
-
-        return each(cut, out)
+        return each(self.ranks.cut, out)
 
 
 class _Exchange(torch.autograd.Function):

@@ -28,10 +28,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
+from .flops import RECURRENT
 from .layout import Lay, Layout, Lift, rows_by_length, stored_places
 from .transfer import to_device
 
-LAYER_TYPES = ("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding")
+LAYER_TYPES = (*RECURRENT, "hybrid", "hybrid_sliding")
 """transformers' types of layers that have a state."""
 _CACHES = ("cache_params", "past_key_values")
 _PACKED_LINE = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids")

@@ -64,7 +64,8 @@ def load_metrics(
 ) -> dict[str, tuple[float, float]]:
     """Metrics (sum, count) from the numbers of the Load of each rank, over `num_tokens` in total. Loads are
     relative to equal shares: 1 if all experts of a layer get as many tokens."""
-    sums = {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in _names(parts)}
+    names = {name for part in parts for name in part}
+    sums = {name: np.sum([part[name] for part in parts if name in part], axis=0) for name in names}
     if "counts" not in sums:
         return {}
     counts, metrics = sums["counts"], dict[str, tuple[float, float]]()
@@ -77,7 +78,3 @@ def load_metrics(
     if "aux_loss" in sums:
         metrics["router/aux_loss"] = float(sums["aux_loss"]), 1.0
     return metrics
-
-
-def _names(parts: Sequence[dict[str, NDArray[np.float64]]]) -> list[str]:
-    return list(dict.fromkeys(name for part in parts for name in part))

@@ -45,18 +45,10 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor], *, is_compiled: bool
     shortest_first, num_rows = list(rows)[::-1], len(rows)
     num_decoded = min(_MOST_DECODED, len(rows[-1]) - 1)
     ends = [len(row) - num_decoded for row in shortest_first]
-    widths = [padded_rows(end) for end in ends]
     cache = KVCache(num_rows * 128, num_rows)
     cache.reserve([Need(len(row)) for row in shortest_first])
-    for row in shortest_first:
-        cache.add(len(row))
-    prompts = [F.pad(row[:e], (0, w - e)) for row, e, w in zip(shortest_first, ends, widths, strict=True)]
-    positions = [F.pad(torch.arange(e), (0, w - e)) for e, w in zip(ends, widths, strict=True)]
-    last = torch.tensor([sum(widths[:i]) + end - 1 for i, end in enumerate(ends)], device=lm.device)
     decoder = Decoder(lm, cache, lm.device, is_compiled=is_compiled)
-    attention = _prefill(lm, cache, decoder, ends)
-    decoder.refresh(has_new_weights=True)
-    steps = [decoder.compute(torch.cat(prompts), torch.cat(positions).to(lm.device), attention, last)]
+    steps = [_prefilled(lm, cache, decoder, shortest_first, ends)]
     for step in range(num_decoded):
         tokens = [int(row[end + step]) for row, end in zip(shortest_first, ends, strict=True)]
         inputs = np.array([tokens, [end + step for end in ends]])
@@ -64,12 +56,24 @@ def _decoded_logprobs(lm: CausalLM, rows: Sequence[Tensor], *, is_compiled: bool
     return list(torch.stack(steps, dim=1).log_softmax(-1).flip(0))
 
 
-def _prefill(lm: CausalLM, cache: KVCache, decoder: Decoder, lengths: Sequence[int]) -> AttentionContext:
-    """The context in which prompts of these lengths fill the first slots."""
-    prompts = [(padded_rows(length), 1) for length in lengths]
-    attention = PrefillAttention(cache, 0, prompts, decoder.prefill_kernel)
-    sizes = [(length, *prompt) for length, prompt in zip(lengths, prompts, strict=True)]
-    return PrefillStates(attention, cache.states, 0, sizes) if lm.has_states else attention
+def _prefilled(
+    lm: CausalLM, cache: KVCache, decoder: Decoder, rows: Sequence[Tensor], starts: Sequence[int]
+) -> Tensor:
+    """Logits [R, V] after the first `starts` tokens of the rows, which get the first slots."""
+    for row in rows:
+        cache.add(len(row))
+    widths = [padded_rows(start) for start in starts]
+    prompts = [F.pad(row[:n], (0, w - n)) for row, n, w in zip(rows, starts, widths, strict=True)]
+    positions = [F.pad(torch.arange(n), (0, w - n)) for n, w in zip(starts, widths, strict=True)]
+    last = torch.tensor([sum(widths[:i]) + n - 1 for i, n in enumerate(starts)], device=lm.device)
+    attention: AttentionContext = PrefillAttention(
+        cache, 0, [(width, 1) for width in widths], decoder.prefill_kernel
+    )
+    if lm.has_states:
+        sizes = [(start, width, 1) for start, width in zip(starts, widths, strict=True)]
+        attention = PrefillStates(attention, cache.states, 0, sizes)
+    decoder.refresh(has_new_weights=True)
+    return decoder.compute(torch.cat(prompts), torch.cat(positions).to(lm.device), attention, last)
 
 
 @torch.no_grad()
@@ -115,16 +119,7 @@ def _resumed_logprobs(lm: CausalLM, rows: Sequence[Tensor]) -> list[Tensor]:
         for row, of_row in zip(resumed, out, strict=True):
             logits[row].append(of_row.clone())
 
-    for row in rows:
-        cache.add(len(row))
-    widths = [padded_rows(start) for start in starts]
-    prompts = [F.pad(row[:n], (0, w - n)) for row, n, w in zip(rows, starts, widths, strict=True)]
-    positions = [F.pad(torch.arange(n), (0, w - n)) for n, w in zip(starts, widths, strict=True)]
-    last = torch.tensor([sum(widths[:i]) + n - 1 for i, n in enumerate(starts)], device=lm.device)
-    attention = _prefill(lm, cache, decoder, starts)
-    decoder.refresh(has_new_weights=True)
-    out = decoder.compute(torch.cat(prompts), torch.cat(positions).to(lm.device), attention, last)
-    for row, of_row in enumerate(out):
+    for row, of_row in enumerate(_prefilled(lm, cache, decoder, rows, starts)):
         logits[row].append(of_row.clone())
     for step in range(_BEFORE_LEAVING):
         decode(step)

@@ -156,9 +156,12 @@ class SingleBackend:
             local_returns = [row.fields["returns"][row.mask] for row in rows] if self._counts_rows else []
             returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *local_returns]))
             self._observe(head, np.concatenate(returns))
-        config, is_whole = self._config, loss.whole_trajectories
+        config = self._config
         cuts = grouped_micro_batches(
-            rows, config.micro_batch_tokens, config.micro_batch_rows, whole_trajectories=is_whole
+            rows,
+            config.micro_batch_tokens,
+            config.micro_batch_rows,
+            whole_trajectories=loss.whole_trajectories,
         )
         num_passes = self._num_passes(len(cuts))
         has_experts = self._model.num_experts > 0
@@ -166,8 +169,8 @@ class SingleBackend:
         num_positions = self._over_ranks(here) if has_experts else [here]
         running = Running(self._device, sum(num_positions))
         if config.router_aux_coef and has_experts:
-            is_whole = len(num_positions) == num_passes == 1
-            counts = None if is_whole else self._choices(self._batches(rows, cuts, num_passes, spare))
+            is_one_pass = len(num_positions) == num_passes == 1
+            counts = None if is_one_pass else self._choices(self._batches(rows, cuts, num_passes, spare))
             running.balance = Balance(config.router_aux_coef, running.num_positions, counts)
         try:
             self._accumulate(self._batches(rows, cuts, num_passes, spare, weights), num_passes, loss, running)
