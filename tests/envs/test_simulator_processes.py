@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -208,8 +209,38 @@ def test_an_exception_costs_one_slot_and_the_process_has_no_torch(unruly: Simula
 def test_a_call_after_an_interrupted_one_has_its_own_answer(unruly: SimulatorProcesses) -> None:
     with pytest.raises(KeyboardInterrupt):
         _step(unruly, _0=INTERRUPT, _2=GO_ON)
-    unruly.reset(dict.fromkeys(range(4), 0))
+    assert not unruly.reset(dict.fromkeys(range(4), 0)).failures
     assert _step(unruly, _0=GO_ON, _2=GO_ON).observations["state"][[0, 2], 0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("method", ["send", "recv_into"])
+def test_a_process_whose_message_is_interrupted_starts_again(
+    unruly: SimulatorProcesses, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The rest of a message that was cut off would be read as the next one."""
+    channel = unruly._processes[1]._child.channel  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
+    monkeypatch.setattr(channel, "_socket", _Interrupted(channel._socket, method))  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(KeyboardInterrupt):
+        _step(unruly, _0=GO_ON, _2=GO_ON)
+    why = f"{UNRULY}: a call to the process was interrupted"
+    tick = _step(unruly, _1=GO_ON, _2=GO_ON, _3=GO_ON)
+    assert (tick.failures, tick.observations["state"][1, 0]) == ({2: why, 3: why}, 1)
+    assert not unruly.reset(dict.fromkeys(range(4), 0)).failures
+    assert _step(unruly, _0=GO_ON, _2=GO_ON).observations["state"][[0, 2], 0].tolist() == [1, 1]
+
+
+class _Interrupted:
+    """A socket whose `method` is interrupted after three bytes."""
+
+    def __init__(self, real: socket.socket, method: str) -> None:
+        self._real, self._method = real, method
+
+    def __getattr__(self, name: str) -> Any:
+        return self._cut if name == self._method else getattr(self._real, name)
+
+    def _cut(self, content: memoryview) -> None:
+        getattr(self._real, self._method)(content[:3])
+        raise KeyboardInterrupt
 
 
 def test_environments_are_closed_once_and_one_that_hangs_is_killed(

@@ -21,13 +21,15 @@ _LONGEST_WAIT_S = 1e6
 
 class Channel:
     """One end. Several threads may send; one receives. A message that is cut off, by its deadline or an
-    exception such as KeyboardInterrupt, ends the connection, and the caller ends the other process."""
+    exception such as KeyboardInterrupt, ends the connection (`is_shut`), and the caller ends the other
+    process."""
 
     def __init__(self, connection: socket.socket, handle: int | None = None) -> None:
         """`handle` is a pidfd of the process at the other end, which the channel closes."""
         connection.setblocking(False)
         self._socket, self._handle = connection, handle
         self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self.is_shut = False
 
     def send(self, content: bytes, deadline: float = math.inf) -> None:
         """Send a message. Raises OSError if the other side is gone, and TimeoutError, one of them, after
@@ -145,6 +147,7 @@ class Channel:
             raise EOFError
 
     def _shut(self) -> None:
+        self.is_shut = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

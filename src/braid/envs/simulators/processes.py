@@ -13,8 +13,8 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -228,10 +228,26 @@ class _Process:
         begin = max([time.monotonic(), *(request.deadline for request in self._requests.values())])
         self._requests[self._number] = _Request(method, limit_s, begin + limit_s)
         assert self._child is not None, "`start` comes first"
-        with suppress(OSError):  # the answer will tell
+        with suppress(OSError), self._until_cut():  # the answer will tell
             request = pickle.dumps((self._number, method, limit_s, arguments), 5)
             self._child.channel.send(request, begin + limit_s)
         return self._number
+
+    @contextmanager
+    def _until_cut(self) -> Iterator[None]:
+        """An interrupt in the middle of a message, which ends the connection, ends the process."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self._child is not None and self._child.channel.is_shut:
+                self._lose(f"{self._env_id}: a call to the process was interrupted")
+            raise
+
+    def _lose(self, why: str) -> None:
+        """End the process, and with it the episodes of its slots."""
+        self.end()
+        self._end = why
+        self.lost = dict.fromkeys(self.slots, why)
 
     def copy_images(self, slots: Sequence[int], tick: Tick) -> None:
         local = [slot - self.slots.start for slot in slots]
@@ -250,14 +266,13 @@ class _Process:
             raise EnvError(self._end)
         request = self._requests[number]
         try:
-            value = self._receive(number, request.deadline)
+            with self._until_cut():
+                value = self._receive(number, request.deadline)
         except (EOFError, OSError) as failure:
             value = EnvError(f"{self._env_id}: {self._end_for(failure, request)}")
         self._requests = {later: pending for later, pending in self._requests.items() if later > number}
         if isinstance(value, BraidError):
-            self.end()
-            self._end = str(value)
-            self.lost = dict.fromkeys(self.slots, self._end)
+            self._lose(str(value))
             raise value
         return value
 
