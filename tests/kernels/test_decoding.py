@@ -119,10 +119,14 @@ def test_other_types_and_shapes_are_left_to_pytorch() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("biases", [{}, {"attention_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True, "pad_token_id": 6}],
+    ids=["plain", "biases", "tied, with a padding token"],
+)
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_fused_layers_equal_the_model(kind: str, biases: dict[str, bool], tiny_lm: TinyLM) -> None:
-    lm = tiny_lm(kind, **biases)
+def test_fused_layers_equal_the_model(kind: str, settings: dict[str, Any], tiny_lm: TinyLM) -> None:
+    lm = tiny_lm(kind, **settings)
     for name, parameter in lm.model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=0.5, std=0.2)

@@ -379,7 +379,14 @@ def padding_without_gradient(model: PreTrainedModel) -> int | None:
 
 def _without_gradient_of(padding: int, _: nn.Module, arguments: tuple[Tensor], embedded: Tensor) -> Tensor:
     """A forward hook of an embedding: embeddings [..., D] of token ids [...]."""
+    if not torch.is_grad_enabled():
+        return embedded
     return torch.where((arguments[0] == padding).unsqueeze(-1), embedded.detach(), embedded)
+
+
+def changes_only_gradients(hook: object) -> bool:
+    """Whether a module with this hook computes what it would without."""
+    return isinstance(hook, partial) and hook.func is _without_gradient_of
 
 
 def _logit_scale(config: PreTrainedConfig) -> float:

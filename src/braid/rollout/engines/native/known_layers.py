@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from braid.models.causal_lm import CausalLM
+from braid.models.causal_lm import CausalLM, changes_only_gradients
 from braid.models.fused import RMSNorm
 
 _LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -25,7 +25,11 @@ def has_known_layers(lm: CausalLM) -> bool:
         and 2 * backbone.rotary_emb.inv_freq.numel() == layers[0].self_attn.head_dim
         and all(isinstance(module, nn.Linear) for layer in layers for module in products_of(layer))
         and all(type(p) in (Tensor, nn.Parameter) for p in lm.model.parameters())
-        and not any(m._forward_hooks or m._forward_pre_hooks for m in backbone.modules())
+        and all(
+            changes_only_gradients(hook)
+            for module in backbone.modules()
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        )
     )
 
 
