@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.models.test_stateful import hybrid
 from tests.on_ranks import OnRanks
 from tests.rounding import rounding
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -25,6 +26,7 @@ from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.model import LoraConfig, ModelConfig
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
+from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_tokenizer, save_pretrained
 from braid.models.roles import make_critic, make_policy, make_reference
@@ -276,6 +278,63 @@ def test_attention_sinks_are_sharded_with_their_heads(
         assert all((after[name] != before[name]).all() for name in sinks), "every head's sink is trained"
     finally:
         group.close()
+
+
+OF_HYBRIDS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"backend": "fsdp2"},
+    "fsdp": {"backend": "fsdp"},
+    **{
+        f"{name}, sequences shared, layers computed again": {
+            "backend": name,
+            "sequence_parallel": 2,
+            "gradient_checkpointing": True,
+        }
+        for name in ("fsdp2", "fsdp")
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Folders of tiny models by architecture: a gated delta net, Mamba 2, and Mamba 1. Their weights are as
+    transformers initialises them, since a gated delta net with large ones amplifies rounding."""
+    tokenizer, folders = load_tokenizer(_config({}).model), dict[str, str]()
+    for architecture in ("qwen3_next", "bamba", "jamba"):
+        folder = tmp_path_factory.mktemp(architecture)
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(hybrid(architecture).config, dtype=torch.float32)
+        save_pretrained(CausalLM(model), tokenizer, folder)
+        folders[architecture] = str(folder)
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layout", "lora"),
+    [
+        *((name, layout, None) for name in ("qwen3_next", "bamba", "jamba") for layout in OF_HYBRIDS),
+        *(("bamba", layout, {"rank": 2}) for layout in ("fsdp2", "fsdp")),
+    ],
+)
+def test_layers_with_a_state_are_sharded(
+    pair: RayGroup, hybrids: dict[str, str], architecture: str, layout: str, lora: dict[str, Any] | None
+) -> None:
+    model = ModelConfig.model_validate({"path": hybrids[architecture], "lora": lora})
+    config = _config(OF_HYBRIDS[layout]).model_copy(update={"model": model})
+    single = SingleBackend(make_policy(config, CPU), _config({}).train, total_steps=9, device=CPU)
+    group = OnRanks(pair, "policy", config)
+    try:
+        _infer_alike(group, single, OUTPUTS["policy"])
+        _learn_alike(group, single, LOSSES["policy"])
+        _go_on_alike(group, single, LOSSES["policy"])
+    finally:
+        group.close()
+
+
+def test_deepspeed_refuses_layers_with_a_state(hybrids: dict[str, str]) -> None:
+    config = _config({"backend": "deepspeed"})
+    policy = make_policy(config.model_copy(update={"model": ModelConfig(path=hybrids["bamba"])}), CPU)
+    with pytest.raises(ModelError, match="deepspeed cannot train models with layers that carry a state"):
+        BACKENDS["deepspeed"]().build(policy, config.train, total_steps=1, device=CPU)
 
 
 def _holds_as_one_process(workers: RayGroup, train: dict[str, Any]) -> None:

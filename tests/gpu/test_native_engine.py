@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from braid.config.model import ModelConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
+from braid.models.routing import Routing, routed
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native.engine import NativeEngine
 
@@ -123,6 +125,33 @@ def test_later_turns_have_the_logprobs_of_a_plain_forward(architecture: str, pre
             )
         prompts = [(*ids, *c.token_ids, 7, 8 + turn) for ids, c in zip(prompts, done, strict=True)]
     assert bool(engine._prefixes) == prefix_caching
+
+
+def test_graphs_record_the_experts_of_a_plain_forward() -> None:
+    """Sequences end at different times, so that slots move. Experts are batched, because grouped products of
+    float32 wait for the device, which no graph can do, and those of bf16 round choices."""
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+             "num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+             "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_moe", **sizes)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    lm, work = CausalLM(model.eval()), requests(12)
+    lm.model.set_experts_implementation("batched_mm")
+    engine = NativeEngine(lm, decode=str, max_running=8, cuda_graphs=True, records_experts=True)
+    completions = run_all(engine, work)
+    assert engine._decoder._graphs, "steps were replayed"
+    plain = deepcopy(lm.model)
+    plain.set_attn_implementation("eager")
+    for request, completion in zip(work, completions, strict=True):
+        ids = [*request.prompt_ids, *completion.token_ids[:-1]]
+        with torch.no_grad(), routed(routing := Routing()):
+            plain(torch.tensor([ids], device="cuda"), use_cache=False)
+        expected = np.sort(routing.stacked(8).cpu().numpy(), axis=-1)
+        assert len(np.unique(expected[len(request.prompt_ids) :])) > 2, "tokens choose different experts"
+        assert completion.experts is not None
+        np.testing.assert_array_equal(np.sort(completion.experts, axis=-1), expected)
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])

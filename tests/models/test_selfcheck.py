@@ -81,7 +81,7 @@ def test_the_rounding_of_half_precision_is_allowed_for(
 def test_layers_that_choose_keys_by_an_indexer_are_refused() -> None:
     with pytest.raises(
         ModelError,
-        match=r"has layers of type indexed_attention \(which keys a query sees depends on an indexer's scores\)",
+        match=r"has layers of type indexed_attention \(an indexer chooses the keys",
     ):
         use_packed_attention(_Indexed(AutoConfig.for_model("qwen3", head_dim=8, **SIZES)))
 

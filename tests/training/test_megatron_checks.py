@@ -19,6 +19,7 @@ SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads"
     ("kind", "sizes", "options", "words"),
     [
         ("gemma2", {}, {}, "not|of type gemma2; use fsdp2"),
+        ("jamba", {}, {}, "supports models of type .*, not jamba; use fsdp2"),
         (
             "qwen3",
             {},

@@ -241,7 +241,9 @@ class CausalLM(TrainableModel):
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _MISSING = {
-    "indexed_attention": "which keys a query sees depends on an indexer's scores",
+    "indexed_attention": (
+        "an indexer chooses the keys that a query sees, which braid does not compute for packed rows"
+    ),
     "compressed_sparse_attention": "it attends to compressed entries of overlapping windows",
     "heavily_compressed_attention": "it attends to compressed entries of overlapping windows",
 }

@@ -17,6 +17,7 @@ from braid.config.schema import RunConfig
 from braid.errors import ModelError
 from braid.plan import longest_row
 from braid.plan.sizes import is_worth_compiling, policy_size
+from braid.rollout.engines import Engine
 from braid.types import Spaces
 
 from .adapter_reference import AdapterReference
@@ -41,13 +42,7 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         rank=rank,
         longest=longest_row(config),
     )
-    engine = config.rollout.engine
-    if lm.has_states and engine.is_served:
-        raise ModelError(
-            f"rollout.engine={engine.kind} cannot sample {type(lm.model).__name__}: weights that are synced "
-            "to layers with a state have been corrupted on loading there (vllm#48284), and braid does not "
-            "check them yet; set rollout.engine=native"
-        )
+    check_engine(lm, config.rollout.engine)
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
     if train.router_replay != "none":
         lm.prepare_routers("train.router_replay")
@@ -59,6 +54,16 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         with suppress(ModelError):  # without metrics of the logits then
             lm.prepare_routers("train.router_aux_coef")
     return lm
+
+
+def check_engine(lm: CausalLM, engine: Engine) -> None:
+    """Raise ModelError if the engine cannot sample this policy."""
+    if lm.has_states and engine.is_served:
+        raise ModelError(
+            f"rollout.engine={engine.kind} cannot sample {type(lm.model).__name__}: weights that are synced "
+            "to layers with a state have been corrupted on loading there (vllm#48284), and braid does not "
+            "check them yet; set rollout.engine=native"
+        )
 
 
 def make_critic(

@@ -239,6 +239,13 @@ def intercept(model: PreTrainedModel, current: Callable[[], Any]) -> int:
     return count
 
 
+def has_stateful_layers(model: nn.Module) -> bool:
+    """Whether there are modules that `intercept` has changed. What is within them is called once for each
+    rectangle of the rows, and so not equally often on all ranks."""
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return any(isinstance(forward, partial) and forward.func is _mixed for forward in forwards)
+
+
 def use_step_limits(model: PreTrainedModel) -> None:
     """Give state-space layers the limits of step sizes that the model's config states. transformers' module
     of Nemotron-H has a lower limit of its own in a full pass (transformers#48989), but none in decoding."""
