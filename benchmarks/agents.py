@@ -32,7 +32,9 @@ from braid.models.chat import ChatFormat
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.native.kind import Native
 from braid.types import Group, Prompt, Status
 
 DEADLINE_S = 5.0
@@ -77,7 +79,9 @@ class Bench:
         self.sampling = Sampling(max_new_tokens=max_new_tokens, stop_token_ids=(1,))
 
     def engine(self, **options: Any) -> Counting:
-        return Counting(self.lm, decode=lambda ids: str(self.tokenizer.decode(list(ids))), **options)
+        return Counting(
+            self.lm, Native(**options), InProcess(lambda ids: str(self.tokenizer.decode(list(ids))))
+        )
 
     def play(
         self, engine: Any, envs: HostedEnvs, prompts: Sequence[Prompt], retries: int = 1

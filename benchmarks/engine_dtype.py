@@ -18,7 +18,9 @@ from sizes import SIZES
 from braid.cluster.memory import keep_freed_memory
 from braid.config.model import ModelConfig
 from braid.models.loading import load_policy
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.native.kind import Native
 
 
 def main() -> None:
@@ -29,16 +31,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    for name in args.sizes:
-        config = ModelConfig.model_validate({"build": SIZES[name]})
+    for size in args.sizes:
+        config = ModelConfig.model_validate({"build": SIZES[size]})
         lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))
         for num in args.sequences:
             requests = make_requests(num, lm.vocab_size, is_ragged=True)
             tokens = sum(r.sampling.max_new_tokens for r in requests)
             engines = {
-                "fp32, compiled": NativeEngine(lm, decode=str, max_running=num, compile=True),
-                "fp32": NativeEngine(lm, decode=str, max_running=num),
-                "bf16": NativeEngine(lm, decode=str, max_running=num, dtype="bf16"),
+                name: NativeEngine(lm, settings, InProcess(str))
+                for name, settings in {
+                    "fp32, compiled": Native(max_running=num, compile="always"),
+                    "fp32": Native(max_running=num),
+                    "bf16": Native(max_running=num, dtype="bf16"),
+                }.items()
             }
             turns = [
                 [tokens / run_engine(engine, requests) for engine in engines.values()]
@@ -46,7 +51,7 @@ def main() -> None:
             ]
             rates = [statistics.median(side) for side in zip(*turns[1:], strict=True)]
             shown = "  ".join(f"{side} {rate:,.0f}" for side, rate in zip(engines, rates, strict=True))
-            print(f"{name}, {num} sequences, tokens/s: {shown}", flush=True)
+            print(f"{size}, {num} sequences, tokens/s: {shown}", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ from braid.config.model import ModelConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.native.kind import Native
 
 LONGEST = 128
 
@@ -94,7 +96,7 @@ def compare(
     """Median tokens/s of the engine and of generate, and the median ratio over the turns (the first, a
     warm-up, left out)."""
     tokens = sum(r.sampling.max_new_tokens for r in requests)
-    engine = NativeEngine(lm, decode=lambda _: "", max_running=len(requests), compile=True)
+    engine = NativeEngine(lm, Native(max_running=len(requests), compile="always"), InProcess(str))
     sides: list[Callable[[], float]] = [
         lambda: run_engine(engine, requests),
         lambda: run_generate(plain, requests),

@@ -39,7 +39,9 @@ from braid.cluster.memory import keep_freed_memory
 from braid.config.model import ModelConfig
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.native.kind import Native
 
 
 def run_vllm(llm: LLM, requests: list[Request]) -> float:
@@ -91,7 +93,7 @@ def main() -> None:
     for num in args.sequences:
         requests = make_requests(num, lm.vocab_size, is_ragged=True)
         tokens = sum(r.sampling.max_new_tokens for r in requests)
-        engine = NativeEngine(lm, decode=str, max_running=num, compile=True)
+        engine = NativeEngine(lm, Native(max_running=num, compile="always"), InProcess(str))
         turns = [
             (tokens / run_engine(engine, requests), tokens / run_vllm(llm, requests))
             for _ in range(args.repeats + 1)

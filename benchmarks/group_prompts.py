@@ -21,7 +21,9 @@ from braid.cluster.memory import keep_freed_memory
 from braid.config.model import ModelConfig
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.native.kind import Native
 
 NEW = 64
 
@@ -48,7 +50,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     for length in args.lengths:
         words = torch.randint(0, lm.vocab_size, (64, length), generator=generator).tolist()
-        engine = NativeEngine(lm, decode=str, max_running=64, compile=True)
+        engine = NativeEngine(lm, Native(max_running=64, compile="always"), InProcess(str))
 
         prompts = {group: [tuple(words[i - i % group]) for i in range(64)] for group in (8, 1)}
         turns = [[step(engine, requests) for requests in prompts.values()] for _ in range(args.repeats + 1)]

@@ -26,7 +26,9 @@ from braid.config.model import ModelConfig
 from braid.models.linear import linear
 from braid.models.loading import load_policy
 from braid.rollout.engine import Request, Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.native.kind import Native
 
 LENGTH, NEW = 4096, 128
 
@@ -68,12 +70,10 @@ def main() -> None:
         torch.randint(0, lm.vocab_size, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
     )
     only_prefill, long = (Request(words, Sampling(max_new_tokens=n), (1, n)) for n in (1, NEW))
+    settings = Native(max_running=65, kv_budget_tokens=args.budget, compile="always")
     turns: list[tuple[float, float, float]] = []
     for _ in range(args.repeats + 1):
-        engines = [
-            NativeEngine(lm, decode=str, max_running=65, kv_budget_tokens=args.budget, compile=True)
-            for _ in range(3)
-        ]
+        engines = [NativeEngine(lm, settings, InProcess(str)) for _ in range(3)]
         alone, prefill, both = (
             seconds(engine, requests)
             for engine, requests in zip(engines, (short, [only_prefill], [*short, long]), strict=True)

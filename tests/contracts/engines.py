@@ -19,13 +19,14 @@ import httpx2
 import pytest
 import torch
 from tests.leftovers import LIMIT_S
+from tests.native_engines import make_engine
 from tests.needs import WITH_VLLM
 
 from braid.config.model import ModelConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import RolloutEngine
-from braid.rollout.engines.base import Model
+from braid.rollout.engines.base import InProcess, Model
 from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.engine import VllmEngine
@@ -60,7 +61,7 @@ def native(lm: CausalLM, folder: Path) -> Iterator[RolloutEngine]:
 
 def native_engine(lm: CausalLM) -> NativeEngine:
     decode: Any = load_tokenizer(MODEL).decode
-    return NativeEngine(lm, decode=decode, max_running=8, max_length=MAX_TOKENS)
+    return make_engine(lm, InProcess(decode), max_running=8)
 
 
 @contextmanager

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
+from tests.native_engines import make_engine
 
 from braid.models.base import copy_weights
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.base import InProcess
 
 
 class SglangLike:
@@ -27,11 +28,10 @@ class SglangLike:
         decode: Callable[..., str],
         *,
         port: int = 0,
-        max_tokens: int = 128,
         max_running: int = 8,
     ) -> None:
         self._lm = lm
-        self._engine = NativeEngine(lm, decode=decode, max_running=max_running, max_length=max_tokens)
+        self._engine = make_engine(lm, InProcess(decode), max_running=max_running)
         self._loop = asyncio.new_event_loop()
         self._version = "default"
         self._here, self._gone = {"weights", "kv_cache"}, set[str]()

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import yaml
+from tests.native_engines import PLAIN, make_engine
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,6 +55,7 @@ from braid.models.mlp import MlpPolicy
 from braid.plan.machine import count_gpus
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import Request, Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.simulators import SimulatorEngine
 from braid.trainer import commands
@@ -507,18 +509,18 @@ def _decode(
     """Tokens per second of `num` sequences."""
     if not graphs:
         lengths = lengths[0], lengths[1] // 4  # several times slower
-    engine = NativeEngine(
-        lm,
-        decode=str,
-        max_running=num,
-        cuda_graphs=graphs,
-        max_length=8192,
-        autocast=autocast,
-        compile=machine.is_cuda,
-    )
+    engine = _engine(machine, lm, num, InProcess(str, autocast), cuda_graphs=graphs)
     rate = num * lengths[1] / machine.seconds(lambda: _sample(engine, lm, num, lengths))
     engine.close()
     return rate
+
+
+def _engine(
+    machine: Machine, lm: CausalLM, num: int, run: InProcess = PLAIN, **settings: Any
+) -> NativeEngine:
+    """Of `num` sequences, compiled on GPUs."""
+    compile = "always" if machine.is_cuda else "never"
+    return make_engine(lm, run, max_running=num, compile=compile, prefix_caching=False, **settings)
 
 
 def _sample(engine: NativeEngine, lm: CausalLM, num: int, lengths: tuple[int, int]) -> None:
@@ -536,7 +538,7 @@ def _sample(engine: NativeEngine, lm: CausalLM, num: int, lengths: tuple[int, in
 
 def _profile(machine: Machine, lm: CausalLM, num: int, lengths: tuple[int, int]) -> dict[str, Any]:
     """See Machine.profile: of the prefill and 32 decode steps."""
-    engine = NativeEngine(lm, decode=str, max_running=num, max_length=8192, compile=machine.is_cuda)
+    engine = _engine(machine, lm, num)
     profile = machine.profile(lambda: _sample(engine, lm, num, (lengths[0], 32)))
     engine.close()
     return profile

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.native_engines import make_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.config.model import ModelConfig
@@ -17,6 +18,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy
 from braid.models.routing import Routing, routed
 from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
 
 pytestmark = [
@@ -38,23 +40,12 @@ def lm() -> CausalLM:
     return load_policy(config, temperature=1.0, seed=0, device=torch.device("cuda"))
 
 
-def make_engine(
-    lm: CausalLM,
-    *,
-    cuda_graphs: bool = True,
-    autocast: torch.dtype | None = None,
-    prefix_caching: bool = False,
-    is_compiled: bool = True,
-) -> NativeEngine:
-    return NativeEngine(
-        lm,
-        decode=str,
-        max_running=24,
-        cuda_graphs=cuda_graphs,
-        autocast=autocast,
-        prefix_caching=prefix_caching,
-        compile=is_compiled,
-    )
+SETTINGS = {"max_running": 24, "compile": "always", "prefix_caching": False}
+
+
+def engine_of(lm: CausalLM, autocast: torch.dtype | None = None, **settings: Any) -> NativeEngine:
+    """With SETTINGS, where `settings` do not say otherwise."""
+    return make_engine(lm, InProcess(str, autocast), **{**SETTINGS, **settings})
 
 
 def requests(num: int, **how: float | bool) -> list[Request]:
@@ -81,11 +72,11 @@ def plain_logprobs(lm: CausalLM, request: Request, completion: Completion) -> to
     return logps[before].gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
+@pytest.mark.parametrize("compile", ["always", "never"])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_logprobs_are_those_of_a_plain_forward(cuda_graphs: bool, is_compiled: bool, lm: CausalLM) -> None:
+def test_logprobs_are_those_of_a_plain_forward(cuda_graphs: bool, compile: str, lm: CausalLM) -> None:
     work = requests(40, top_k=0)
-    engine = make_engine(lm, cuda_graphs=cuda_graphs, is_compiled=is_compiled)
+    engine = engine_of(lm, cuda_graphs=cuda_graphs, compile=compile)
     for request, completion in zip(work, run_all(engine, work), strict=True):
         expected = plain_logprobs(lm, request, completion)
         # float32 products, summed in other orders
@@ -111,7 +102,7 @@ def test_later_turns_have_the_logprobs_of_a_plain_forward(architecture: str, pre
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     lm = CausalLM(model.eval())
-    engine = make_engine(lm, prefix_caching=prefix_caching)
+    engine = engine_of(lm, prefix_caching=prefix_caching)
     prompts = [tuple(range(3, 8 + i)) for i in range(12)]
     for turn in range(3):
         work = [
@@ -160,7 +151,7 @@ def test_graphs_and_eager_decoding_give_the_same_greedy_tokens(
 ) -> None:
     work = requests(30, greedy=True)
     graphs, eager = (
-        [c.token_ids for c in run_all(make_engine(lm, cuda_graphs=on, autocast=autocast), work)]
+        [c.token_ids for c in run_all(engine_of(lm, cuda_graphs=on, autocast=autocast), work)]
         for on in (True, False)
     )
     assert graphs == eager
@@ -168,7 +159,7 @@ def test_graphs_and_eager_decoding_give_the_same_greedy_tokens(
 
 def test_the_cache_takes_most_of_the_free_memory_at_most(lm: CausalLM) -> None:
     free = torch.cuda.mem_get_info()[0]
-    engine = make_engine(lm)
+    engine = engine_of(lm)
     run_all(engine, requests(4))
     assert engine._cache.budget_tokens is not None
     per_token = 2 * 2 * 2 * 32 * 4  # at most: keys and values, 2 layers, 2 heads of 32, 4 bytes
@@ -177,7 +168,7 @@ def test_the_cache_takes_most_of_the_free_memory_at_most(lm: CausalLM) -> None:
 
 
 def test_graphs_see_weights_changed_in_place_and_weights_replaced(lm: CausalLM) -> None:
-    engine, work = make_engine(lm), requests(8)
+    engine, work = engine_of(lm), requests(8)
     for replaces in (False, True):
         with torch.no_grad():
             for parameter in lm.model.parameters():
@@ -196,7 +187,7 @@ def test_graphs_see_weights_changed_in_place_and_weights_replaced(lm: CausalLM) 
 
 def test_graphs_see_buffers_that_have_moved(lm: CausalLM) -> None:
     """As an offloaded model's do: graphs would read the memory where they were."""
-    engine, work = make_engine(lm), requests(8, greedy=True)
+    engine, work = engine_of(lm), requests(8, greedy=True)
     expected = [c.token_ids for c in run_all(engine, work)]
     buffers = list(engine._lm.model.buffers())
     assert buffers
@@ -209,6 +200,6 @@ def test_graphs_see_buffers_that_have_moved(lm: CausalLM) -> None:
 
 def test_every_kind_of_sampling_runs_on_the_device(lm: CausalLM) -> None:
     how = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
-    done = run_all(make_engine(lm), requests(20, **how))
+    done = run_all(engine_of(lm), requests(20, **how))
     assert [len(c.token_ids) for c in done] == [20 + i for i in range(20)]
     assert all(p <= 0 for c in done for p in c.logprobs)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from tests.native_engines import make_engine
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -39,7 +40,6 @@ from braid.models.stateful import use_step_limits
 from braid.models.tiny import length_keys, tiny_model
 from braid.models.tokenizer import character_tokenizer
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.native.selfcheck import check_decoding
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -201,7 +201,7 @@ def _compare_export(lm: CausalLM, plain: PreTrainedModel) -> None:
 
 def _compare_sampling(lm: CausalLM, plain: PreTrainedModel) -> None:
     """Ragged prompts side by side, answers of 6 tokens."""
-    engine = NativeEngine(lm, decode=str, max_running=4, kv_budget_tokens=1024)
+    engine = make_engine(lm, max_running=4, kv_budget_tokens=1024)
     prompts = [tuple(range(5, 5 + n)) for n in (3, 18, 11)]
     sampling = Sampling(max_new_tokens=6, greedy=True)
 

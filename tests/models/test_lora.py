@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.native_engines import make_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.algorithms.recipes import RECIPES
@@ -31,7 +32,6 @@ from braid.models.tokenizer import character_tokenizer
 from braid.models.value import ValueModel
 from braid.plan.sizes import size_of_folder
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native.engine import NativeEngine
 from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss, supervised_loss
 from braid.types import Row
@@ -250,7 +250,7 @@ def test_a_critic_starts_from_the_merged_weights_and_trains_them_all() -> None:
 
 def test_the_engine_samples_from_the_adapted_weights() -> None:
     lm = _adapted()
-    engine = NativeEngine(lm, decode=str)
+    engine = make_engine(lm)
     prompt = (5, 9, 7)
     request = Request(prompt, Sampling(max_new_tokens=12), key=(0, 1))
     completion = asyncio.run(engine.generate(request))
@@ -421,7 +421,7 @@ def test_the_plan_knows_the_number_of_parameters_of_adapted_experts(
 def test_the_engine_samples_from_the_adapted_experts(mixture: Path) -> None:
     lm = _of_mixture(mixture)
     request = Request((5, 9, 7), Sampling(max_new_tokens=8), key=(0, 1))
-    completion = asyncio.run(NativeEngine(lm, decode=str).generate(request))
+    completion = asyncio.run(make_engine(lm).generate(request))
     ids = np.array([5, 9, 7, *completion.token_ids])
     row = Row({"input_ids": ids}, np.arange(len(ids)) >= 3, group=0, trajectory=0)
     (adapted,) = _backend(lm).infer([row], LOGPROBS)

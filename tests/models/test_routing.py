@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.mixtures import CHOSEN, EXPERTS, LAYERS, VOCAB, mixture, sampled_turns
+from tests.native_engines import make_engine
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,7 +16,7 @@ from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
 from braid.models.experts import is_experts
 from braid.models.routing import Routing, dtype_of_choices, routed
-from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.base import InProcess
 
 from .architectures import tiny_of
 
@@ -117,7 +118,7 @@ def test_experts_are_computed_in_the_type_of_autocast_on_cpus_too() -> None:
 
 
 def test_an_engine_under_autocast_keeps_experts_in_its_type() -> None:
-    engine = NativeEngine(mixture(), decode=lambda _: "", autocast=torch.bfloat16)
+    engine = make_engine(mixture(), InProcess(str, torch.bfloat16))
     ((turns,),) = sampled_turns(engine, [[1, 2, 3]])
     assert turns[0].experts is None
     types = {n: p.dtype for n, p in engine.named_parameters() if "experts" in n}

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.native_engines import COPY, make_engine
 from tests.rounding import rounding
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ from braid.errors import EngineError
 from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
 from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native import engine as engine_module
 from braid.rollout.engines.native.cache import KVCache, Need, PrefillAttention, row_blocks
 from braid.rollout.engines.native.engine import NativeEngine
@@ -33,10 +35,6 @@ TinyLM = Callable[..., CausalLM]
 def letters(token_ids: Sequence[int]) -> str:
     """One character per token, from 'A' on."""
     return "".join(chr(ord("A") + t) for t in token_ids)
-
-
-def make_engine(lm: CausalLM, **limits: int | str | torch.dtype) -> NativeEngine:
-    return NativeEngine(lm, decode=letters, **limits)  # pyright: ignore[reportArgumentType]
 
 
 def prompts(num: int, vocab_size: int = 64, longest: int = 40) -> list[tuple[int, ...]]:
@@ -86,9 +84,9 @@ def full_logprobs(
     return logps.gather(1, torch.tensor(output)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", ["never", "always"])
 def test_greedy_tokens_are_those_of_generate(
-    compile: bool, architecture: str, tiny_lm: TinyLM, run_all: Run
+    compile: str, architecture: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm(architecture)
     model = plain(lm)
@@ -103,9 +101,9 @@ def test_greedy_tokens_are_those_of_generate(
         assert completion.token_ids == expected[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", ["never", "always"])
 def test_logprobs_are_those_of_a_plain_forward(
-    compile: bool, architecture: str, tiny_lm: TinyLM, run_all: Run
+    compile: str, architecture: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm(architecture)
     model = plain(lm)
@@ -144,9 +142,9 @@ def facts(completion: Completion) -> tuple[list[int], list[float], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", ["never", "always"])
 def test_a_request_gets_the_same_bits_in_any_batch_and_order(
-    compile: bool, architecture: str, tiny_lm: TinyLM, run_all: Run
+    compile: str, architecture: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm(architecture)
     requests = mixed_requests(24)
@@ -193,7 +191,7 @@ def test_the_prompt_of_a_group_is_stored_once(tiny_lm: TinyLM, run_all: Run) -> 
     others = [Request((5, i), Sampling(max_new_tokens=4 + i), (i,)) for i in range(20)]
 
     def run(
-        requests: list[Request], *, compile: bool, **limits: int
+        requests: list[Request], *, compile: str, **limits: Any
     ) -> list[tuple[list[int], list[float], str]]:
         engine = make_engine(tiny_lm("qwen3"), compile=compile, **limits)
         prefill = engine._prefill
@@ -206,17 +204,17 @@ def test_the_prompt_of_a_group_is_stored_once(tiny_lm: TinyLM, run_all: Run) -> 
         return [facts(of) for of in run_all(engine, requests)]
 
     most_running: list[int] = []
-    together = run(group, compile=True, kv_budget_tokens=400)
+    together = run(group, compile="always", kv_budget_tokens=400)
     assert most_running == [6]
     most_running.clear()
-    run(group, compile=False, kv_budget_tokens=400)
+    run(group, compile="never", kv_budget_tokens=400)
     assert max(most_running) == 3
-    assert together == [run([request], compile=True)[0] for request in group]
-    mixed = run([*others[:10], *group, *others[10:]], compile=True, kv_budget_tokens=500, max_running=9)
+    assert together == [run([request], compile="always")[0] for request in group]
+    mixed = run([*others[:10], *group, *others[10:]], compile="always", kv_budget_tokens=500, max_running=9)
     assert mixed[10:16] == together
-    run(group[:1], compile=True, kv_budget_tokens=100)
+    run(group[:1], compile="always", kv_budget_tokens=100)
     with pytest.raises(EngineError, match=r"80 prompt tokens \+ max_new_tokens=20 = 100 tokens, above"):
-        run(group[:1], compile=True, kv_budget_tokens=99)
+        run(group[:1], compile="always", kv_budget_tokens=99)
 
 
 def test_lengths_stop_tokens_and_least_lengths_are_kept(tiny_lm: TinyLM, run_all: Run) -> None:
@@ -242,7 +240,8 @@ def test_a_stop_string_ends_the_answer_and_is_kept(tiny_lm: TinyLM, run_all: Run
     (free,) = run_all(make_engine(lm), [request])
     text = letters(free.token_ids)
     stop = text[17:20]
-    (cut,) = run_all(make_engine(lm), [replace(request, sampling=Sampling(40, stop_strings=("~~", stop)))])
+    limited = replace(request, sampling=Sampling(40, stop_strings=("~~", stop)))
+    (cut,) = run_all(make_engine(lm, InProcess(letters)), [limited])
     assert letters(cut.token_ids) == text[: text.index(stop) + 3]
     assert cut.stop_reason == "stop"
     assert cut.logprobs == free.logprobs[: len(cut.logprobs)]
@@ -269,7 +268,7 @@ def test_cancelling_frees_the_slot_at_once_and_affects_no_other(tiny_lm: TinyLM,
 
 
 @pytest.mark.parametrize(("limits", "most"), [({"max_running": 3}, 3), ({"kv_budget_tokens": 4 * 64}, 4)])
-def test_no_more_runs_than_the_budget_allows(limits: dict[str, int], most: int, tiny_lm: TinyLM) -> None:
+def test_no_more_runs_than_the_budget_allows(limits: dict[str, Any], most: int, tiny_lm: TinyLM) -> None:
     engine = make_engine(tiny_lm(), **limits)
     requests = [Request((2, 3), Sampling(max_new_tokens=40 + i % 5), (i,)) for i in range(9)]
 
@@ -285,7 +284,7 @@ def test_no_more_runs_than_the_budget_allows(limits: dict[str, int], most: int, 
 
 
 def test_what_can_never_run_is_refused_with_the_key_to_change(tiny_lm: TinyLM, run_all: Run) -> None:
-    engine = make_engine(tiny_lm(), kv_budget_tokens=96, max_length=80)
+    engine = make_engine(tiny_lm(max_position_embeddings=80), kv_budget_tokens=96)
     for prompt, sampling, text in [
         (
             (2,) * 70,
@@ -303,9 +302,9 @@ def test_what_can_never_run_is_refused_with_the_key_to_change(tiny_lm: TinyLM, r
         run_all(small, [Request((2,) * 60, Sampling(max_new_tokens=5), (0,))])
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", ["never", "always"])
 def test_shared_weights_are_read_in_place_and_copies_wait_for_set_weights(
-    compile: bool, tiny_lm: TinyLM, run_all: Run
+    compile: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm()
     shared, copied = make_engine(lm, compile=compile), make_engine(lm, dtype="bf16", compile=compile)
@@ -359,7 +358,7 @@ def test_under_autocast_the_engine_has_the_arithmetic_of_training(
     architecture: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm(architecture, tie_word_embeddings=True)
-    engine = make_engine(lm, autocast=torch.bfloat16)
+    engine = make_engine(lm, InProcess(str, torch.bfloat16))
     assert not engine.shares_weights
     # Products of the same numbers; a sum in another order may round to the next number of bf16, but seldom
     # does.
@@ -378,7 +377,7 @@ def test_under_autocast_the_engine_has_the_arithmetic_of_training(
 def test_autocast_converts_nothing_in_a_model_of_its_type(tiny_lm: TinyLM) -> None:
     lm = tiny_lm()
     lm.model.to(torch.bfloat16)
-    assert make_engine(lm, autocast=torch.bfloat16).shares_weights
+    assert make_engine(lm, InProcess(str, torch.bfloat16)).shares_weights
 
 
 def test_the_cache_has_the_size_of_the_free_memory_after_each_sleep(
@@ -387,7 +386,10 @@ def test_the_cache_has_the_size_of_the_free_memory_after_each_sleep(
     per_token = 2 * 2 * 2 * 8 * 4  # keys and values, 2 layers, 2 heads, 8 numbers of 4 bytes
     free = 1000 * per_token
     monkeypatch.setattr(engine_module, "free_bytes", lambda _: free)
-    engine, request = make_engine(tiny_lm()), Request((3,), Sampling(max_new_tokens=700), (0,))
+    engine, request = (
+        make_engine(tiny_lm(max_position_embeddings=1024), prefix_caching=False),
+        Request((3,), Sampling(max_new_tokens=700), (0,)),
+    )
     run_all(engine, [request])
     assert 700 * per_token < engine.cache_bytes
     engine.sleep()
@@ -480,7 +482,7 @@ def test_interrupted_requests_continue_with_new_weights(
 ) -> None:
     lm = Counting(tiny_lm().model)
     old = [c.token_ids for c in run_all(make_engine(tiny_lm()), GREEDY)]
-    engine = make_engine(lm, recompute_cache=recompute_cache, owns_weights=True)
+    engine = make_engine(lm, COPY, recompute_cache=recompute_cache)
     completions = asyncio.run(interrupted(engine, lm))
     begun: list[int] = []
     for completion, before in zip(completions, old, strict=True):
@@ -514,15 +516,13 @@ async def interrupted_turns(engine: NativeEngine, lm: CausalLM) -> tuple[Complet
     return await task, later, await engine.generate(later)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", ["never", "always"])
 @pytest.mark.parametrize("recompute_cache", [False, True])
 def test_a_turn_begun_after_an_interrupt_reads_keys_of_the_new_weights_only(
-    tiny_lm: TinyLM, run_all: Run, recompute_cache: bool, compile: bool
+    tiny_lm: TinyLM, run_all: Run, recompute_cache: bool, compile: str
 ) -> None:
     lm = tiny_lm()
-    engine = make_engine(
-        lm, prefix_caching=True, owns_weights=True, recompute_cache=recompute_cache, compile=compile
-    )
+    engine = make_engine(lm, COPY, recompute_cache=recompute_cache, compile=compile)
     interrupted, later, after = asyncio.run(interrupted_turns(engine, lm))
     assert [version for version, _ in interrupted.policy_version] == [0, 5]  # pyright: ignore[reportGeneralTypeIssues]
     assert after.policy_version == 5
@@ -534,11 +534,11 @@ def test_a_turn_begun_after_an_interrupt_reads_keys_of_the_new_weights_only(
 def test_compiled_steps_continue_with_new_weights(tiny_lm: TinyLM) -> None:
     """Those between two steps, with no new request."""
 
-    def tokens(compile: bool) -> list[list[int]]:
-        engine = make_engine(lm := tiny_lm(), owns_weights=True, compile=compile)
+    def tokens(compile: str) -> list[list[int]]:
+        engine = make_engine(lm := tiny_lm(), COPY, compile=compile)
         return [completion.token_ids for completion in asyncio.run(interrupted(engine, lm))]
 
-    assert tokens(compile=True) == tokens(compile=False)
+    assert tokens(compile="always") == tokens(compile="never")
 
 
 def test_a_recomputed_sequence_keeps_its_place_in_its_random_numbers(tiny_lm: TinyLM, run_all: Run) -> None:
@@ -546,7 +546,7 @@ def test_a_recomputed_sequence_keeps_its_place_in_its_random_numbers(tiny_lm: Ti
     how = Sampling(max_new_tokens=30, min_new_tokens=20, repetition_penalty=1.3, stop_token_ids=(7, 8, 9))
     requests = [replace(request, sampling=how) for request in GREEDY]
     expected = [c.token_ids for c in run_all(make_engine(tiny_lm()), requests)]
-    engine = make_engine(tiny_lm(), recompute_cache=True, owns_weights=True)
+    engine = make_engine(tiny_lm(), COPY, recompute_cache=True)
 
     async def scenario() -> list[Completion]:
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
@@ -562,7 +562,7 @@ def test_draining_finishes_running_requests_with_the_old_weights_and_holds_new_o
     tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm()
-    engine = make_engine(lm, owns_weights=True)
+    engine = make_engine(lm, COPY)
     old, new = run_all(make_engine(tiny_lm()), GREEDY), run_all(make_engine(trained(tiny_lm())), GREEDY)
 
     async def scenario() -> tuple[list[Completion], list[Completion]]:
@@ -589,7 +589,7 @@ def trained(lm: CausalLM) -> CausalLM:
 def test_a_drain_ends_when_its_requests_are_cancelled_and_a_cancelled_drain_holds_nothing(
     tiny_lm: TinyLM,
 ) -> None:
-    engine = make_engine(tiny_lm(), owns_weights=True)
+    engine = make_engine(tiny_lm(), COPY)
 
     async def scenario() -> None:
         running = asyncio.create_task(engine.generate(GREEDY[0]))
@@ -614,7 +614,7 @@ def test_a_drain_ends_when_its_requests_are_cancelled_and_a_cancelled_drain_hold
 
 @pytest.mark.parametrize("recompute_cache", [False, True])
 def test_syncs_take_effect_in_order(tiny_lm: TinyLM, recompute_cache: bool) -> None:
-    engine = make_engine(tiny_lm(), owns_weights=True, recompute_cache=recompute_cache)
+    engine = make_engine(tiny_lm(), COPY, recompute_cache=recompute_cache)
 
     async def scenario() -> None:
         running = asyncio.create_task(engine.generate(GREEDY[0]))
@@ -657,8 +657,8 @@ def test_weights_that_do_not_arrive_fail_the_requests_and_the_next_sync_repairs_
     assert {c.policy_version for c in run_all(engine, GREEDY)} == {2}
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_non_finite_logits_fail_only_their_request(compile: bool, tiny_lm: TinyLM, run_all: Run) -> None:
+@pytest.mark.parametrize("compile", ["never", "always"])
+def test_non_finite_logits_fail_only_their_request(compile: str, tiny_lm: TinyLM, run_all: Run) -> None:
     lm = tiny_lm(tie_word_embeddings=False)
     engine = make_engine(lm, compile=compile)
     good = [Request((3, 4, 5, i), Sampling(max_new_tokens=12), (i,)) for i in range(3)]
@@ -769,8 +769,8 @@ def _talk(
     """Conversations of three turns, in lock step or out of it: turn t of number i reads 3 + i + t more
     tokens. Compiled layers are not counted."""
     counting = Counting(lm.model, temperature=lm.temperature)
-    engine = make_engine(lm if limits.get("compile") else counting, **limits)
-    assert engine._cache.shares_prompts == limits.get("compile", False)
+    engine = make_engine(lm if limits.get("compile") == "always" else counting, **limits)
+    assert engine._cache.shares_prompts == (limits.get("compile") == "always")
     draw = random.Random(7)
     words = [[tuple(draw.randrange(2, 64) for _ in range(3 + i + t)) for t in range(3)] for i in range(num)]
 
@@ -798,7 +798,7 @@ def _outputs(done: dict[int, list[Completion]]) -> dict[int, list[tuple[list[int
 
 def test_a_conversation_continues_from_its_cache(architecture: str, tiny_lm: TinyLM) -> None:
     lm = tiny_lm(architecture)
-    anew, all_tokens, _ = _talk(lm, 6)
+    anew, all_tokens, _ = _talk(lm, 6, prefix_caching=False)
     kept, fewer_tokens, _ = _talk(lm, 6, prefix_caching=True)
     assert fewer_tokens.num_prefilled < all_tokens.num_prefilled / 2
     for i, turns in kept.items():
@@ -811,22 +811,22 @@ def test_a_conversation_continues_from_its_cache(architecture: str, tiny_lm: Tin
             )
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_continued_conversation_does_not_depend_on_others(compile: bool, tiny_lm: TinyLM) -> None:
+@pytest.mark.parametrize("compile", ["never", "always"])
+def test_a_continued_conversation_does_not_depend_on_others(compile: str, tiny_lm: TinyLM) -> None:
     lm = tiny_lm("qwen3")
     together, _, _ = _talk(lm, 40, prefix_caching=True, compile=compile)
     alone, _, _ = _talk(lm, 40, only=[17], prefix_caching=True, compile=compile)
     assert _outputs(alone)[17] == _outputs(together)[17]
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_the_oldest_conversations_are_forgotten_above_the_budget(compile: bool, tiny_lm: TinyLM) -> None:
+@pytest.mark.parametrize("compile", ["never", "always"])
+def test_the_oldest_conversations_are_forgotten_above_the_budget(compile: str, tiny_lm: TinyLM) -> None:
     lm = tiny_lm("qwen3")
     done, counting, engine = _talk(
         lm, 12, prefix_caching=True, kv_budget_tokens=320, max_running=2, compile=compile
     )
     assert 0 < sum(len(of.ids) for of in engine._prefixes.values()) == engine._prefix_tokens <= 320
-    everything, all_tokens, _ = _talk(lm, 12)
+    everything, all_tokens, _ = _talk(lm, 12, prefix_caching=False)
     assert counting.num_prefilled < all_tokens.num_prefilled
     assert {i: [t.token_ids for t in turns] for i, turns in done.items()} == {
         i: [t.token_ids for t in turns] for i, turns in everything.items()
@@ -857,9 +857,9 @@ def test_conversations_are_kept_while_the_weights_stay_and_the_engine_is_awake(
     assert [of.token_ids for of in turns] == [of.token_ids for of in anew]
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", ["never", "always"])
 def test_a_long_sequence_is_read_by_itself_and_changes_no_other(
-    compile: bool, tiny_lm: TinyLM, run_all: Run
+    compile: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lengths = np.array([40, 33, 1100, 61, 600, 700, 511, 513])
     blocks = [((of.start, of.stop), width) for of, width in row_blocks(lengths)]
@@ -872,8 +872,8 @@ def test_a_long_sequence_is_read_by_itself_and_changes_no_other(
     assert [facts(run_all(make_engine(lm, compile=compile), [r])[0]) for r in requests] == together
 
 
-@pytest.mark.parametrize("compile", [False, True])
-def test_sequences_of_all_lengths_arrive_and_leave_in_a_small_cache(compile: bool, tiny_lm: TinyLM) -> None:
+@pytest.mark.parametrize("compile", ["never", "always"])
+def test_sequences_of_all_lengths_arrive_and_leave_in_a_small_cache(compile: str, tiny_lm: TinyLM) -> None:
     lm = tiny_lm("qwen3", max_position_embeddings=4096)
     draw = random.Random(5)
     sizes = [draw.choice((10, 60, 490, 700, 1000, 1300)) for _ in range(24)]
@@ -925,16 +925,16 @@ async def _groups_talk(engine: NativeEngine, seed: int) -> list[list[Completion]
     return await asyncio.gather(*(converse(i, of, waits[i]) for i, of in enumerate(plans)))
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", ["never", "always"])
 def test_short_answers_of_groups_in_several_turns_do_not_depend_on_the_cache(
-    compile: bool, tiny_lm: TinyLM
+    compile: str, tiny_lm: TinyLM
 ) -> None:
     """With any budget, down to that of the longest sequence, 93 + 3 * 9 + 4 * 7 tokens, padded or not."""
     lm = tiny_lm("qwen3")
     for seed in range(5):
-        expected = asyncio.run(_groups_talk(make_engine(lm), seed))
+        expected = asyncio.run(_groups_talk(make_engine(lm, prefix_caching=False), seed))
         limits = {"kv_budget_tokens": (148, 149, 160, 161, 2000)[seed % 5], "max_running": 3 + seed % 9}
-        if not compile:
+        if compile == "never":
             limits["kv_budget_tokens"] = max(160, limits["kv_budget_tokens"])
         engine = make_engine(lm, compile=compile, prefix_caching=seed % 4 > 0, **limits)
         for turns, others in zip(asyncio.run(_groups_talk(engine, seed)), expected, strict=True):
@@ -949,5 +949,7 @@ def test_a_sequence_that_fills_the_budget_runs(num_new: int, tiny_lm: TinyLM, ru
     """Its prompt, padded, would be longer than its place in the cache."""
     lm = tiny_lm("qwen3")
     request = Request(tuple(range(2, 43)), Sampling(max_new_tokens=num_new), (0,))
-    engine = make_engine(lm, compile=True, kv_budget_tokens=41 + num_new)
-    assert facts(run_all(engine, [request])[0]) == facts(run_all(make_engine(lm, compile=True), [request])[0])
+    engine = make_engine(lm, compile="always", kv_budget_tokens=41 + num_new)
+    assert facts(run_all(engine, [request])[0]) == facts(
+        run_all(make_engine(lm, compile="always"), [request])[0]
+    )

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.native_engines import make_engine
 from tests.rounding import rounding
 
 from braid.models.causal_lm import CausalLM
@@ -75,7 +76,7 @@ def test_sampled_frequencies_are_those_of_the_enumerated_distribution(
         ]
         for i, outcome in enumerate(outcomes)
     }
-    engine = NativeEngine(lm, decode=str, max_running=1000)
+    engine = make_engine(lm, max_running=1000)
     drawn = run_all(engine, [Request(PROMPT, how, (0, i)) for i in range(NUM_SAMPLES)])
     for completion in drawn[:300]:
         # float32 forward passes in two orders of summation

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from tests.models.test_stateful import hybrid as hybrid_model
+from tests.native_engines import COPY, make_engine
 from tests.rollout.test_native_engine import (
     full_logprobs,
     interrupted_turns,
-    make_engine,
     plain,
     prompts,
 )
@@ -109,7 +109,7 @@ def test_states_of_old_weights_are_recomputed_or_kept_until_the_turn_ends(
     hybrid: str, recompute_cache: bool, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lm = tiny_lm(hybrid)
-    engine = make_engine(lm, prefix_caching=True, owns_weights=True, recompute_cache=recompute_cache)
+    engine = make_engine(lm, COPY, recompute_cache=recompute_cache)
     interrupted, later, after = asyncio.run(interrupted_turns(engine, lm))
     (_, num_old), _ = interrupted.policy_version  # pyright: ignore[reportGeneralTypeIssues]
     prefix = (3, 4, 5, *interrupted.token_ids[:num_old])

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from tests.mixtures import CHOSEN, EXPERTS, LAYERS, VOCAB, mixture
+from tests.native_engines import make_engine
 
 from braid.models.causal_lm import CausalLM
 from braid.models.routing import Routing, routed
 from braid.rollout.engine import Completion, Request, Sampling
-from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.base import InProcess
 
 PROMPTS = [tuple(np.random.default_rng(n).integers(0, VOCAB, n).tolist()) for n in (3, 3, 17, 40)]
 
@@ -32,10 +33,12 @@ def test_completions_have_the_experts_of_all_tokens_but_the_last(recompute_cache
     """Requests of several lengths end at different times, those of one prompt are prefilled once, and some
     begin while others run; weights come in between, which are the same."""
     lm = mixture()
-    engine = NativeEngine(
-        lm, decode=lambda _: "", records_experts=True, max_running=3, recompute_cache=recompute_cache,
-        owns_weights=True,
-    )  # fmt: skip
+    engine = make_engine(
+        lm,
+        InProcess(str, owns_weights=True, records_experts=True),
+        max_running=3,
+        recompute_cache=recompute_cache,
+    )
 
     async def scenario() -> list[Completion]:
         await engine.set_weights(0)

@@ -27,7 +27,9 @@ from braid.models.loading import load_policy
 from braid.models.tokenizer import character_tokenizer, whole_text
 from braid.rollout.drivers.programs import ProgramDriver
 from braid.rollout.engine import Completion, Request, Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.native.kind import Native
 from braid.rollout.sessions import server as server_module
 from braid.rollout.sessions.chat_api import message_of
 from braid.rollout.sessions.server import SessionServer
@@ -777,7 +779,7 @@ def test_64_clients_that_disconnect_and_retry_lose_nothing_and_record_nothing_tw
         return 1.0
 
     tasks = [Prompt(f"test:{i}", "test", (), ({"role": "user", "content": str(i)},)) for i in range(64)]
-    engine = Recorded(lm, decode=lambda ids: whole_text(TOKENIZER, ids))
+    engine = Recorded(lm, Native(), InProcess(lambda ids: whole_text(TOKENIZER, ids)))
     sampling = Sampling(max_new_tokens=12, stop_token_ids=(EOS,))
     with closing(engine):
         groups = drive(_driver(engine, program, sampling=sampling), tasks)

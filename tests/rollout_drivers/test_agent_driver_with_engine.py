@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tests.driven import drive
+from tests.native_engines import make_engine
 from tests.rows import rows_of
 
 from braid.config.model import BuildSpec, ModelConfig
@@ -25,6 +26,7 @@ from braid.models.chat import ChatFormat
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.drivers.agents import AgentDriver, Limits
 from braid.rollout.engine import Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
 from braid.trainer.inputs import TextInputs
 from braid.types import Action, Group, Message, Prompt
@@ -69,7 +71,7 @@ def _driver(engine: NativeEngine, env: Callable[[], AgentEnv], sampling: Samplin
 
 
 def _run(lm: CausalLM, prompts: list[Prompt], *, max_running: int = 64) -> list[Group]:
-    engine = NativeEngine(lm, decode=lambda ids: str(TOKENIZER.decode(list(ids))), max_running=max_running)
+    engine = make_engine(lm, InProcess(lambda ids: str(TOKENIZER.decode(list(ids)))), max_running=max_running)
     sampling = Sampling(
         max_new_tokens=24, temperature=TEMPERATURE, stop_token_ids=tuple(TOKENIZER.encode("<eos>"))
     )
@@ -82,7 +84,7 @@ def test_stop_strings_and_texts_see_special_tokens_and_an_answer_does_not_end_wi
     """With what a run decodes by: <eos> ends turns here as a stop string, and is no end token."""
     none = PromptSet(Prompts([]), {})
     inputs = TextInputs(TOKENIZER, none, none, ExampleSet([], {}), ())
-    engine = NativeEngine(lm, decode=inputs.decode)
+    engine = make_engine(lm, InProcess(inputs.decode))
     sampling = Sampling(max_new_tokens=24, temperature=2.0, stop_strings=("<eos>",))
     driver = _driver(engine, SingleTurn, sampling)
     with closing(engine):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.native_engines import make_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from braid.checkpoint.store import CheckpointStore
@@ -21,7 +22,6 @@ from braid.models.loading import load_policy
 from braid.report.batches import read_batch
 from braid.report.names import describe
 from braid.report.samples import read_samples
-from braid.rollout.engines.native.engine import NativeEngine
 from braid.trainer import commands
 from braid.weights.fingerprint import check_synced
 
@@ -375,7 +375,7 @@ def test_an_engine_with_wrong_weights_is_detected_and_both_sets_are_stored(tmp_p
 def test_weights_damaged_after_a_sync_are_detected(load_tiny: LoadTiny, tmp_path: Path) -> None:
     config = load_tiny().config.model
     lm = load_policy(config, temperature=1.0, seed=0, device=torch.device("cpu"))
-    engine = NativeEngine(lm, decode=str, dtype="bf16")
+    engine = make_engine(lm, dtype="bf16")
     asyncio.run(engine.set_weights(1))
     check_synced(lm.model.named_parameters(), engine.named_parameters(), version=1, folder=tmp_path / "sets")
     with torch.no_grad():

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.native_engines import make_engine
 
 import braid_kernels
 from braid.config.load import load_config
@@ -21,7 +22,6 @@ from braid.models.roles import make_policy
 from braid.plan import machine
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.native.cache import DecodeAttention
-from braid.rollout.engines.native.engine import NativeEngine
 from braid.trainer import commands
 from braid.trainer.collectors import native_engine
 
@@ -149,19 +149,17 @@ def test_the_engine_samples_the_same_without_kernels(
     config = load_config(None, BASE).config
     requests = [Request((5, 6, 7, last), Sampling(12), (0, last), (1,)) for last in (8, 8, 9)]
 
-    def completions(*, compile: bool) -> list[Completion]:
-        engine = NativeEngine(make_policy(config, torch.device("cpu")), decode=str, compile=compile)
+    def completions(compile: str) -> list[Completion]:
+        engine = make_engine(make_policy(config, torch.device("cpu")), compile=compile)
 
         async def gather() -> list[Completion]:
             return await asyncio.gather(*map(engine.generate, requests))
 
         return asyncio.run(gather())
 
-    compiled = completions(compile=True)
+    compiled = completions("always")
     without(monkeypatch)
-    for plain, fast, absent in zip(
-        completions(compile=False), compiled, completions(compile=True), strict=True
-    ):
+    for plain, fast, absent in zip(completions("never"), compiled, completions("always"), strict=True):
         assert plain.token_ids == fast.token_ids == absent.token_ids
         assert plain.logprobs == absent.logprobs != fast.logprobs
         assert fast.logprobs == pytest.approx(plain.logprobs, abs=2e-5)

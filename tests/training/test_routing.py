@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.mixtures import CHOSEN, EXPERTS, LAYERS, VOCAB, mixture, rows_of, sampled_turns
+from tests.native_engines import make_engine
 from torch import Tensor
 
 from braid.algorithms.recipes import RECIPES
@@ -19,7 +20,7 @@ from braid.config.train import TrainConfig
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
-from braid.rollout.engines.native.engine import NativeEngine
+from braid.rollout.engines.base import InProcess
 from braid.training.backend import Diagnostics, Loss, StepReport
 from braid.training.backends.single.backend import SingleBackend
 from braid.training.losses import policy_loss
@@ -31,9 +32,11 @@ ROUNDING = 0.15
 
 
 @cache
-def _sampled(dtype: torch.dtype, replies: tuple[int, ...] = (1, 2, 3), **options: Any) -> list[Row]:
+def _sampled(
+    dtype: torch.dtype, replies: tuple[int, ...] = (1, 2, 3), *, prefix_caching: bool = False
+) -> list[Row]:
     """Rows of a turn, and another after `replies`, whose prompts differ in length, sampled in a type."""
-    engine = NativeEngine(mixture(dtype), decode=lambda _: "", records_experts=True, **options)
+    engine = make_engine(mixture(dtype), InProcess(str, records_experts=True), prefix_caching=prefix_caching)
     random = np.random.default_rng(0)
     prompts = [random.integers(0, VOCAB, num).tolist() for num in (5, 9, 20)]
     rows = rows_of(sampled_turns(engine, prompts, group_size=4, num_new=20, replies=replies))

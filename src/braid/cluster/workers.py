@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import partial
 from itertools import chain
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
@@ -98,17 +99,22 @@ class Call:
 
 
 class _Proxy:
-    def __init__(self, call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        self._call = call
+    def __init__(self, cls: type, call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        self._class, self._call = cls, call
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        if not callable(getattr(self._class, name, None)):
+            near = get_close_matches(name, dir(self._class), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"{self._class.__qualname__} has no method {name!r}{hint}")
         return lambda *args, **kwargs: self._call(name, args, kwargs)
 
 
-def proxy(call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
-    """An object whose methods are made by `call`, with the method's name and its arguments. To be typed as a
-    worker's class, so that callers see its methods, and type checkers their arguments and results."""
-    return _Proxy(call)
+def proxy(cls: type[W], call: Callable[[str, tuple[Any, ...], dict[str, Any]], Any]) -> W:
+    """An object with the methods of a worker's class, each of which calls `call` with its name and arguments.
+    Any other name is an AttributeError."""
+    made: Any = _Proxy(cls, call)
+    return made
 
 
 class WorkerGroup(ABC, Generic[W]):
@@ -150,18 +156,17 @@ class WorkerGroup(ABC, Generic[W]):
         """`start_on` in another thread of the worker's process, beside other calls."""
         return self._start(Call([rank], method.__name__, [args], kwargs, is_beside=True))
 
-    @property
-    def first(self) -> W:
-        """The first worker: its methods, with their arguments and results, called in its process."""
-        return proxy(lambda name, args, kwargs: self._start(Call([0], name, [args], kwargs)).wait()[0])
+    def first(self, cls: type[W]) -> W:
+        """The first worker: the methods of its class `cls`, called in its process."""
+        return proxy(cls, lambda name, args, kwargs: self._start(Call([0], name, [args], kwargs)).wait()[0])
 
-    @property
-    def every(self) -> W:
-        """All workers, called in parallel. For methods whose result is the same on all, or None: the first
-        worker's is returned."""
+    def every(self, cls: type[W]) -> W:
+        """All workers, called in parallel. For methods of their class `cls` whose result is the same on all,
+        or None: the first worker's is returned."""
         ranks = range(self.size)
         return proxy(
-            lambda name, args, kwargs: self._start(Call(ranks, name, [args] * len(ranks), kwargs)).wait()[0]
+            cls,
+            lambda name, args, kwargs: self._start(Call(ranks, name, [args] * len(ranks), kwargs)).wait()[0],
         )
 
     @abstractmethod

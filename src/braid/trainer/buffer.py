@@ -22,13 +22,13 @@ class Buffer:
 
     def __init__(self, shards: WorkerGroup[RolloutBuffer]) -> None:
         self.shards = shards
-        self.whole: RolloutBuffer = proxy(self._over_all)
+        self.whole: RolloutBuffer = proxy(RolloutBuffer, self._over_all)
         """The rows of all processes, in the first, for what depends on all rows."""
 
     @property
     def every(self) -> RolloutBuffer:
         """The part of each process, for what is done row by row."""
-        return self.shards.every
+        return self.shards.every(RolloutBuffer)
 
     def open(self, pieces: Sequence[Ref]) -> list[RowMetadata]:
         """Store the rows of a round; each reference is to the list of rows of a rollout worker. Returns their

@@ -133,11 +133,11 @@ class _Workers:
         rollouts = self._rollouts(groups, run_dir)
         rollouts.sleep()
         if inputs is None and not is_local:
-            self._spaces = rollouts.workers.first.spaces()
+            self._spaces = rollouts.workers.first(Collector).spaces()
         if inputs is None and self.supervised is not None:
             from .demonstrations import check_images
 
-            check_images(config, self.supervised.rows, rollouts.workers.first.spaces())
+            check_images(config, self.supervised.rows, rollouts.workers.first(Collector).spaces())
         by_role = {
             "policy": policy or self._new_policy(),
             "critic": self._new_model("critic", plan.num_critic_steps),

@@ -27,6 +27,7 @@ from braid.rollout.collector import Collector, Opponent, Stream, Use, WeightRece
 from braid.rollout.drivers.base import Driver
 from braid.rollout.drivers.simulators import SimulatorDriver
 from braid.rollout.engine import RolloutEngine, Sampling
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.native.kind import Native
 from braid.rollout.engines.native.selfcheck import check_decoding
@@ -132,35 +133,39 @@ def native_engine(
     bytes_to_come: Callable[[], int] | None = None,
 ) -> NativeEngine:
     """An engine in this process, sampling with `lm` in the dtype of `Engine.dtype_in`; with `owns_weights`
-    with a copy of its weights. `bytes_to_come` as in NativeEngine. Raises ModelError if it decodes this
+    with a copy of its weights. `bytes_to_come` as in InProcess. Raises ModelError if it decodes this
     architecture incorrectly."""
     kind, autocast = config.rollout.engine, None
     assert isinstance(kind, Native), "others have processes of their own"
-    options = {name: getattr(kind, name) for name in Native.model_fields if name != "kind"}
-    options["prefix_caching"] &= kind.has_conversations(config)
     size, has_gpus = sum(parameter.numel() for parameter in lm.model.parameters()), lm.device.type != "cpu"
-    options["compile"] = _compiles(kind, config, size, has_gpus=has_gpus)
-    dtype = kind.dtype_in(config, size, has_gpus=has_gpus)
-    if dtype != (trains_in := training_dtype(config, has_gpus=has_gpus)):
+    is_compiled = _compiles(kind, config, size, has_gpus=has_gpus)
+    sampling_dtype, dtype = kind.dtype_in(config, size, has_gpus=has_gpus), kind.dtype
+    if sampling_dtype != (trains_in := training_dtype(config, has_gpus=has_gpus)):
         _log.info(
-            "the engine samples in %s, training computes in %s (rollout.engine.dtype)", dtype, trains_in
+            "the engine samples in %s, training computes in %s (rollout.engine.dtype)",
+            sampling_dtype,
+            trains_in,
         )
-        options["dtype"] = dtype
-    elif options["dtype"] == "auto":
+        dtype = sampling_dtype
+    elif dtype == "auto":
         autocast = autocast_dtype(config.train, lm.device)
         if config.train.backend.gathers_weights:  # computes with gathered weights in this dtype
-            options["dtype"] = config.train.backend.parameter_dtype() or _NAMES[autocast]
-    check_decoding(lm, longest_row(config), is_compiled=options["compile"])
-    if config.train.router_replay == "rollout":
-        options["records_experts"] = True
-    return kind.build(
+            dtype = config.train.backend.parameter_dtype() or _NAMES[autocast]
+    check_decoding(lm, longest_row(config), is_compiled=is_compiled)
+    decided = {
+        "dtype": dtype,
+        "compile": "always" if is_compiled else "never",
+        "prefix_caching": kind.prefix_caching and kind.has_conversations(config),
+    }
+    return kind.model_copy(update=decided).build(
         lm,
-        decode=inputs.decode,
-        max_length=getattr(lm.config, "max_position_embeddings", None),
-        autocast=autocast,
-        owns_weights=owns_weights,
-        bytes_to_come=bytes_to_come,
-        **options,
+        InProcess(
+            inputs.decode,
+            autocast,
+            owns_weights=owns_weights,
+            records_experts=config.train.router_replay == "rollout",
+            bytes_to_come=bytes_to_come,
+        ),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from braid.config.schema import RunConfig
 from braid.report.metrics import Metrics
+from braid.rollout.collector import Collector
 from braid.rollout.engine import NewWeights
 from braid.training.backend import TrainingBackend
 from braid.training.group import ModelGroup
@@ -121,7 +122,7 @@ class Models:
         a bit-exact resume, and the files written."""
         whole: dict[str, object] = dict(state)
         has_opponent = self._config.env.opponents_every_rounds is not None
-        whole["opponent"] = self.rollouts.workers.first.opponent_state() if has_opponent else None
+        whole["opponent"] = self.rollouts.workers.first(Collector).opponent_state() if has_opponent else None
         files: dict[str, dict[str, object]] = {}
         for role, model in self._saved().items():
             whole[role], written = model.save(folder / role)

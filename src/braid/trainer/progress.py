@@ -14,6 +14,7 @@ from braid.cluster.interrupts import RoundCut, StopSignals
 from braid.config.report import CheckpointConfig
 from braid.errors import StopTraining
 from braid.report.metrics import Metrics
+from braid.rollout.collector import Collector
 
 from .checkpoints import Checkpoints
 from .reports import Reports, is_due
@@ -179,7 +180,7 @@ class Progress:
             with self.reports.timed("sync_weights", self.metrics):
                 models.sync_weights(self.round)
             if (opponent := state.get("opponent")) is not None:
-                models.rollouts.workers.every.load_opponent(opponent)
+                models.rollouts.workers.every(Collector).load_opponent(opponent)
         self.reports.reporter.load(state["reporter"])  # last, since it removes the records of later rounds
         store.forget_after(step)
         self._say_resumed(folder, step)

@@ -140,7 +140,7 @@ class Rollouts:
     def set_weights(self, version: int, when: NewWeights = "drain") -> None:
         """Sample with the policy's current weights from now on, as `version`; see Engine.set_weights."""
         if self.policy is None:
-            self.workers.every.set_weights(version, when)
+            self.workers.every(Collector).set_weights(version, when)
             return
         if self._ticket is None:
             assert self.sending is not None, "a policy in other processes has options"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.live_runs import RUNS, write_files
+from tests.native_engines import COPY, PLAIN, make_engine
 
 from braid.config.load import load_config
 from braid.config.model import ModelConfig
@@ -53,7 +54,7 @@ def test_an_update_runs_beside_the_capture_of_a_graph(monkeypatch: pytest.Monkey
     """It allocates memory meanwhile, in another thread."""
     lm = language_model()
     engine, backend, errors = (
-        NativeEngine(lm, decode=str, owns_weights=True),
+        make_engine(lm, COPY),
         backend_of(lm),
         list[Exception](),
     )
@@ -88,7 +89,7 @@ def is_default(stream: torch.Stream) -> bool:
 @pytest.mark.parametrize("owns_weights", [True, False])
 def test_steps_run_on_a_stream_if_an_update_may_run_beside_them(owns_weights: bool) -> None:
     lm = language_model()
-    engine = NativeEngine(lm, decode=str, owns_weights=owns_weights, cuda_graphs=False)
+    engine = make_engine(lm, COPY if owns_weights else PLAIN, cuda_graphs=False)
     places = list[bool]()
     engine._lm.backbone.register_forward_hook(
         lambda *_: places.append(is_default(torch.cuda.current_stream()))
@@ -108,7 +109,7 @@ def test_new_weights_pass_between_the_streams_by_events(monkeypatch: pytest.Monk
         assert is_default(self) != is_default(other)
         waits_for(self, other)
 
-    engine = NativeEngine(lm, decode=str, owns_weights=True)
+    engine = make_engine(lm, COPY)
     backend = backend_of(lm)
     before = sample(engine)
     backend.train([ROW], [1.0], supervised_loss())
@@ -160,7 +161,7 @@ def test_the_memory_that_an_update_will_take_is_known_in_advance(dtype: str, tra
 def test_an_engine_leaves_the_memory_that_others_will_take() -> None:
     lm, budgets = language_model(), list[int]()
     for to_come in (0, torch.cuda.mem_get_info()[0] // 2):
-        engine = NativeEngine(lm, decode=str, owns_weights=True, bytes_to_come=lambda num=to_come: num)
+        engine = make_engine(lm, COPY._replace(bytes_to_come=lambda num=to_come: num))
         sample(engine)
         assert engine._cache.budget_tokens is not None
         budgets.append(engine._cache.budget_tokens)

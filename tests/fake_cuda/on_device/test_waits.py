@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.fake_cuda import waits
+from tests.native_engines import make_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -87,7 +88,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_a_decode_step_waits_once_whatever_the_sampling_settings(sampling: str, cuda_graphs: bool) -> None:
     how = SAMPLINGS[sampling]
-    engine = NativeEngine(language_model(), decode=str, max_running=8, cuda_graphs=cuda_graphs)
+    engine = make_engine(language_model(), max_running=8, cuda_graphs=cuda_graphs)
     run_all(engine, samples(15, **how))  # captures the graphs
     counts: list[int] = []
     for num_tokens in (5, 15):
@@ -121,7 +122,7 @@ def test_the_tokens_of_a_nucleus_beyond_the_candidates_are_those_of_a_sort() -> 
 @pytest.mark.parametrize("sampling", ["plain", "all"])
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_a_prefill_waits_once_whatever_the_number_of_layers(num_layers: int, sampling: str) -> None:
-    engine = NativeEngine(language_model(num_layers), decode=str, max_running=8, prefix_caching=True)
+    engine = make_engine(language_model(num_layers), max_running=8)
     prompts = [tuple(range(3, 8 + 9 * i)) for i in range(3)]
 
     def run_turn(turn: int) -> None:
@@ -153,8 +154,8 @@ def test_a_decode_step_launches_a_few_operators_per_layer_and_a_graph_none() -> 
     nums: dict[bool, list[int]] = {}
     for cuda_graphs in (False, True):
         for num_layers in (1, 2, 4):
-            engine = NativeEngine(
-                language_model(num_layers), decode=str, max_running=8, cuda_graphs=cuda_graphs, compile=True
+            engine = make_engine(
+                language_model(num_layers), max_running=8, cuda_graphs=cuda_graphs, compile="always"
             )
             run_all(engine, samples(15))
             counts = list[int]()

@@ -5,22 +5,42 @@ What samples is a rollout.engine.RolloutEngine, which a kind builds, starts or c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
 from braid.kinds import Kind
 
 if TYPE_CHECKING:
+    import torch
+
     from braid.config.schema import RunConfig
     from braid.models.causal_lm import CausalLM
     from braid.plan import Plan
     from braid.weights.sending import SendOptions
 
     from .native.engine import NativeEngine
+    from .native.stopping import Decode
     from .remote import RemoteEngine
+
+
+class InProcess(NamedTuple):
+    """What a run gives an engine in one of its own processes.
+
+    `decode` turns token ids into text, for stop strings. With `autocast` the model runs under autocast of
+    this type, as in training. With `owns_weights` the engine samples with a copy of the model's weights.
+    `records_experts`: completions have the experts that a mixture of experts chose. `bytes_to_come` returns
+    the device memory that others will take while the engine's cache exists, and have not taken yet: the cache
+    leaves it to them.
+    """
+
+    decode: Decode
+    autocast: torch.dtype | None = None
+    owns_weights: bool = False
+    records_experts: bool = False
+    bytes_to_come: Callable[[], int] | None = None
 
 
 class Engine(Kind):
@@ -46,8 +66,8 @@ class Engine(Kind):
     needs_gpu: ClassVar[bool] = False
     """Whether engines that the run starts need a GPU."""
 
-    def build(self, lm: CausalLM, **options: Any) -> NativeEngine:
-        """An engine in this process, which samples with `lm`; `options` are those of NativeEngine."""
+    def build(self, lm: CausalLM, run: InProcess) -> NativeEngine:
+        """An engine in this process, which samples with `lm`."""
         raise NotImplementedError(f"{type(self).__name__} runs in other processes")
 
     def num_devices(self) -> int:

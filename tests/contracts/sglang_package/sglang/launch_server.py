@@ -37,10 +37,10 @@ def main() -> None:
     for name in FLAGS:
         parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model_path))
+    config = AutoConfig.from_pretrained(args.model_path, max_position_embeddings=args.context_length)
+    model = AutoModelForCausalLM.from_config(config)
     decode = AutoTokenizer.from_pretrained(args.tokenizer_path).decode
-    sizes = {"max_tokens": args.context_length, "max_running": args.max_running_requests}
-    with SglangLike(CausalLM(model), decode, port=args.port, **sizes):
+    with SglangLike(CausalLM(model), decode, port=args.port, max_running=args.max_running_requests):
         sys.stderr.write("The server is fired up and ready to roll!\n")
         signal.pause()
 

@@ -21,11 +21,11 @@ import itertools
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from braid.models.causal_lm import CausalLM
 from braid.models.experts import is_experts
 from braid.models.transfer import to_device
 from braid.rollout.engine import Completion, Request, check_request, version_runs
+from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.stepped import SteppedEngine
 from braid.types import StopReason
 
@@ -53,10 +54,10 @@ from .cache import (
     size_class,
 )
 from .decoder import Decoder
-from .kind import CPU_KV_BUDGET_TOKENS
+from .kind import CPU_KV_BUDGET_TOKENS, Native
 from .sampler import Sampler
 from .states import ContinueStates, PrefillStates, States
-from .stopping import Decode, StopFinder
+from .stopping import StopFinder
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SAMPLE_TOKENS = 32
@@ -125,36 +126,13 @@ class _Prefix(NamedTuple):
 class NativeEngine(SteppedEngine):
     """Samples completions with the trainer's module; see rollout.engine.RolloutEngine for the contract."""
 
-    def __init__(  # noqa: PLR0913  # a config section's keys among them
-        self,
-        lm: CausalLM,
-        *,
-        decode: Decode,
-        max_running: int = 256,
-        kv_budget_tokens: int | None = None,
-        prefill_tokens: int = 8192,
-        dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto",
-        cuda_graphs: bool = True,
-        max_length: int | None = None,
-        recompute_cache: bool = False,
-        owns_weights: bool = False,
-        autocast: torch.dtype | None = None,
-        prefix_caching: bool = False,
-        compile: bool = False,
-        bytes_to_come: Callable[[], int] | None = None,
-        records_experts: bool = False,
-    ) -> None:
-        """`decode` turns token ids into text, for stop strings. `max_length` is the model's longest sequence.
-        `kv_budget_tokens`: see native.kind.Native.
+    def __init__(self, lm: CausalLM, config: Native, run: InProcess) -> None:
+        """`config` has what the run made of `auto` (trainer.collectors.native_engine): where it is left, the
+        dtype is that of the weights, and steps are not compiled.
 
-        With `autocast` the model runs under autocast of this type, as in training. With `owns_weights`, a
-        `dtype` other than that of the weights, or an `autocast` type other than that of linear layers, the
-        engine keeps a copy of the weights, updated by `set_weights`. `recompute_cache` is for sequences that
-        continue with new weights. With `prefix_caching` the cache of a conversation is kept for its next
-        turn, as long as all of them have no more tokens than `kv_budget_tokens`; otherwise the oldest are
-        computed anew. `compile`: decode with braid_kernels (CPUs) or models.gpu. `bytes_to_come`
-        returns the memory that others will take while the cache exists, and have not taken yet: it is left to
-        them. `records_experts`: completions have the experts that a mixture of experts chose.
+        The engine keeps a copy of the weights, updated by `set_weights`, if the run asks for one, if
+        `config.dtype` is not theirs, or `run.autocast` not that of linear layers. Cached conversations have
+        no more than `config.kv_budget_tokens` tokens together; beyond that the oldest are computed anew.
 
         An engine that owns its weights may sample while another thread trains. On GPUs it has a stream, since
         its steps would otherwise wait for all that the update has launched. Its memory belongs to that
@@ -162,41 +140,39 @@ class NativeEngine(SteppedEngine):
         weights are copied.
         """
         super().__init__()
-        self._source = lm
+        self._source, self._config, self._bytes_to_come = lm, config, run.bytes_to_come
         self._device = next(lm.model.parameters()).device
         # of high priority, because an update's kernels are long and a step's are short
-        has_stream = owns_weights and self._device.type == "cuda"
+        has_stream = run.owns_weights and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device, priority=-1) if has_stream else None
         with self._after_update():
-            self._lm = _converted(
-                lm, None if dtype == "auto" else _DTYPES[dtype], autocast, copies=owns_weights
-            )
-        self._bytes_to_come = bytes_to_come
+            dtype = None if config.dtype == "auto" else _DTYPES[config.dtype]
+            self._lm = _converted(lm, dtype, run.autocast, copies=run.owns_weights)
         # no cache, since a graph must not refer to its memory
         self._autocast = partial(
-            torch.autocast, self._device.type, autocast, enabled=autocast is not None, cache_enabled=False
+            torch.autocast,
+            self._device.type,
+            run.autocast,
+            enabled=run.autocast is not None,
+            cache_enabled=False,
         )
-        self._recomputes = recompute_cache
-        self._max_running, self._kv_budget_tokens = max_running, kv_budget_tokens
-        self._prefill_tokens, self._max_length = prefill_tokens, max_length
-        slots = padded_rows(max_running)
-        self._cache = KVCache(kv_budget_tokens, max_running)
+        slots = padded_rows(config.max_running)
+        self._cache = KVCache(config.kv_budget_tokens, config.max_running)
         self._sampler = Sampler(slots, lm.vocab_size, self._device)
         self._decoder = Decoder(
             self._lm,
             self._cache,
             self._device,
-            cuda_graphs=cuda_graphs,
-            is_compiled=compile,
-            records_experts=records_experts,
+            cuda_graphs=config.cuda_graphs,
+            is_compiled=config.compile == "always",
+            records_experts=run.records_experts,
         )
-        self._stops = StopFinder(decode)
+        self._stops = StopFinder(run.decode)
         # Of each slot: the next input token, its position, the most tokens of prompt and output, and whether
         # it has stop strings.
         self._slots = np.zeros((4, slots), np.int64)
         self._tokens, self._positions, self._longest, self._has_strings = self._slots
         self._is_end_token = np.zeros(lm.vocab_size, np.bool_)  # of any request so far
-        self._keeps_prefixes = prefix_caching
         self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
         self._prefix_tokens = 0
         self._waiting: deque[_Sequence] = deque()
@@ -239,7 +215,7 @@ class NativeEngine(SteppedEngine):
             raise EngineError(f"cannot sleep while {self.num_pending} requests run; await them first")
         self._is_asleep = True
         self._free_cache()
-        self._cache.budget_tokens = self._kv_budget_tokens
+        self._cache.budget_tokens = self._config.kv_budget_tokens
         self._decoder.drop_graphs()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -271,7 +247,7 @@ class NativeEngine(SteppedEngine):
         if self._is_asleep:
             raise EngineError("the engine is asleep; call wake() first")
         self._current_version()
-        most = longest if self._max_length is None else self._max_length
+        most = getattr(self._lm.config, "max_position_embeddings", None) or longest
         check_request(request, longest=most, key="max_position_embeddings in the model's config.json")
         if min(prompt) < 0 or max(prompt) >= self._lm.vocab_size:
             raise EngineError(
@@ -280,7 +256,7 @@ class NativeEngine(SteppedEngine):
         if self._cache.budget_tokens is None:
             self._cache.budget_tokens = self._affordable_tokens()
         if not self._cache.can_ever_fit(longest):
-            origin = "" if self._kv_budget_tokens else " (from the free memory)"
+            origin = "" if self._config.kv_budget_tokens else " (from the free memory)"
             raise EngineError(
                 f"{len(prompt)} prompt tokens + max_new_tokens={request.sampling.max_new_tokens} = "
                 f"{longest} tokens, above "
@@ -309,12 +285,12 @@ class NativeEngine(SteppedEngine):
             self._lm.hidden(ids, ids, attention)
         per_token = max(1, (sample.num_bytes - sample.states.num_bytes) // _SAMPLE_TOKENS)
         free = max(0, free - (self._bytes_to_come() if self._bytes_to_come else 0))
-        usable = int(_CACHE_FRACTION * free) // (2 if self._keeps_prefixes else 1)
+        usable = int(_CACHE_FRACTION * free) // (2 if self._config.prefix_caching else 1)
         # slots double, and padding takes some (states.py)
-        of_states = sample.states.bytes_per_slot << (padded_rows(self._max_running) - 1).bit_length()
+        of_states = sample.states.bytes_per_slot << (padded_rows(self._config.max_running) - 1).bit_length()
         if of_states >= usable:
             raise EngineError(
-                f"the states of rollout.engine.max_running={self._max_running} sequences take "
+                f"the states of rollout.engine.max_running={self._config.max_running} sequences take "
                 f"{of_states / 2**30:.1f} GiB, and {usable / 2**30:.1f} GiB of the device are left for the "
                 "engine's cache; lower rollout.engine.max_running"
             )
@@ -355,7 +331,7 @@ class NativeEngine(SteppedEngine):
             sequence.has_old_cache = True
         self._prefixes.clear()
         self._prefix_tokens = 0
-        if self._recomputes:
+        if self._config.recompute_cache:
             for sequence in self._running:
                 sequence.slot, sequence.shares_prompt = -1, False
             self._waiting.extendleft(reversed(self._running))
@@ -425,7 +401,7 @@ class NativeEngine(SteppedEngine):
         pack: list[list[_Sequence]] = []
         num_tokens = 0
         for group in sorted(groups.values(), key=lambda g: g[0].padded_prefix):
-            if pack and num_tokens + group[0].padded_prefix > self._prefill_tokens:
+            if pack and num_tokens + group[0].padded_prefix > self._config.prefill_tokens:
                 self._prefill_pack(pack)
                 pack, num_tokens = [], 0
             pack.append(group)
@@ -451,7 +427,7 @@ class NativeEngine(SteppedEngine):
         tokens."""
         sizes = [(len(known.ids), len(sequence.prefix) - len(known.ids)) for sequence, known in continued]
         ends = list(itertools.accumulate(new for _, new in sizes))
-        if len(continued) > 1 and ends[-1] > self._prefill_tokens:
+        if len(continued) > 1 and ends[-1] > self._config.prefill_tokens:
             middle = len(continued) // 2
             self._continue(continued[:middle])
             self._continue(continued[middle:])
@@ -482,7 +458,7 @@ class NativeEngine(SteppedEngine):
     def _keep_prefix(self, sequence: _Sequence) -> None:
         """Keep the cache of a conversation's turn; drop the oldest of others above the budget."""
         name, num = sequence.request.conversation, int(self._positions[sequence.slot])
-        if name is None or not self._keeps_prefixes or sequence.has_old_cache:
+        if name is None or not self._config.prefix_caching or sequence.has_old_cache:
             return
         ids = (*sequence.request.prompt_ids, *sequence.token_ids)[:num]
         self._pop_prefix(name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import PositiveInt
 
-from braid.rollout.engines.base import Engine
+from braid.rollout.engines.base import Engine, InProcess
 
 if TYPE_CHECKING:
     from braid.config.schema import RunConfig
@@ -55,10 +55,10 @@ class Native(Engine):
 
     records_experts = True
 
-    def build(self, lm: CausalLM, **options: Any) -> NativeEngine:
+    def build(self, lm: CausalLM, run: InProcess) -> NativeEngine:
         from .engine import NativeEngine
 
-        return NativeEngine(lm, **options)
+        return NativeEngine(lm, self, run)
 
     def dtype_in(self, config: RunConfig, num_parameters: int | None, *, has_gpus: bool) -> str:
         """See Engine. By default that of training, but that of fp32 weights where compiled steps, which are
