@@ -74,7 +74,7 @@ def packed(lm: CausalLM, rows: list[Tensor], prompt: int) -> Callable[[], Tensor
     mask = torch.cat(
         [torch.arange(num, num + len(p)) >= prompt for p, (_, num) in zip(stored, shared, strict=True)]
     )
-    batch = PackedBatch({"input_ids": torch.cat(stored)}, mask, tuple(map(len, rows)), shared=shared)
+    batch = PackedBatch({"input_ids": torch.cat(stored)}, mask, tuple(map(len, rows)), shared=tuple(shared))
 
     def run() -> Tensor:
         return lm.forward(batch, frozenset({"logprobs"}))["logprobs"].sum()

@@ -147,10 +147,11 @@ def test_calls_of_a_turn_run_in_order(quick: ToolEnvs) -> None:
 
 def test_a_cancelled_episode_ends_its_process(quick: ToolEnvs) -> None:
     async def cancelled() -> None:
+        others = set(psutil.Process().children())
         episode = asyncio.create_task(play(quick(), [call("python", code="while True: pass")]))
-        while not psutil.Process().children():  # noqa: ASYNC110  # a process has no event
+        while not (started := set(psutil.Process().children()) - others):  # noqa: ASYNC110  # a process has no event
             await asyncio.sleep(0.01)
-        (host,) = psutil.Process().children()
+        (host,) = started
         episode.cancel()
         with pytest.raises(asyncio.CancelledError):
             await episode
@@ -161,8 +162,9 @@ def test_a_cancelled_episode_ends_its_process(quick: ToolEnvs) -> None:
 
 
 def test_a_host_that_dies_is_a_failure_of_the_environment(quick: ToolEnvs) -> None:
+    others = set(psutil.Process().children())
     assert _said(quick, "1") == ["1"]
-    (host,) = psutil.Process().children()
+    (host,) = set(psutil.Process().children()) - others
     host.kill()
     with pytest.raises(EnvError, match="the sandbox of the tool 'python' failed: its process has ended"):
         _said(quick, "1")

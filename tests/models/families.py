@@ -23,6 +23,7 @@ from tests.models.architectures import recorded as recorded_architectures
 from tests.models.test_chat import ASK, _format
 
 from braid.config.backends import LoraConfig
+from braid.config.rollout import RolloutConfig
 from braid.errors import ModelError
 from braid.models.batch import PackedBatch
 from braid.models.causal_lm import CausalLM
@@ -96,7 +97,7 @@ def cells(family: Family) -> tuple[str, ...]:
 def _vllm(model_type: str) -> str:
     """Whether braid samples the architecture with vLLM, and the installed vLLM has its class."""
     try:
-        check_engine(CausalLM(tiny_of(model_type)), Vllm())
+        check_engine(CausalLM(tiny_of(model_type)), RolloutConfig(engine=Vllm()))
     except ModelError:
         return "refused"
     if find_spec("vllm") is None:

@@ -13,11 +13,11 @@ import torch
 
 from braid.config.model import ModelConfig
 from braid.config.roles import TrainingRole, train_config
+from braid.config.rollout import RolloutConfig
 from braid.config.schema import RunConfig
 from braid.errors import ModelError
 from braid.plan import longest_row
 from braid.plan.sizes import is_worth_compiling, policy_size
-from braid.rollout.engines import Engine
 from braid.types import Spaces
 
 from .adapter_reference import AdapterReference
@@ -42,7 +42,7 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         rank=rank,
         longest=longest_row(config),
     )
-    check_engine(lm, config.rollout.engine)
+    check_engine(lm, config.rollout)
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
     if train.router_replay != "none":
         lm.prepare_routers("train.router_replay")
@@ -56,8 +56,9 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
     return lm
 
 
-def check_engine(lm: CausalLM, engine: Engine) -> None:
-    """Raise ModelError if the engine cannot sample this policy."""
+def check_engine(lm: CausalLM, rollout: RolloutConfig) -> None:
+    """Raise ModelError if `rollout.engine` cannot sample this policy."""
+    engine = rollout.engine
     if lm.has_states and engine.is_served:
         raise ModelError(
             f"rollout.engine={engine.kind} cannot sample {type(lm.model).__name__}: weights that are synced "
