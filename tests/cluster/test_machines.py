@@ -131,6 +131,27 @@ def test_a_start_of_ray_that_times_out_is_repeated(
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("ray")
+def test_ray_has_ended_when_the_cluster_is_left_although_it_takes_longer_than_ray_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others = set(psutil.Process().children())
+    assert connect(ClusterConfig(), num_processes=1)
+    started = set(psutil.Process().children()) - others
+    wait = subprocess.Popen.wait
+
+    def late(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout == 1:  # as on a busy machine
+            raise subprocess.TimeoutExpired(process.args, timeout)
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", late)
+    leave()
+    assert len(started) >= 2
+    assert not started & set(psutil.Process().children()), "none is left as a zombie either"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_ray_that_never_starts_is_reported_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     late = _LateRaylet(-1, services.get_node)
     monkeypatch.setattr(services, "get_node", late)

@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import time
 import traceback
@@ -58,6 +59,8 @@ _START_LIMITS = {
     "RAY_worker_register_timeout_seconds": "300",
 }
 """Ray's own limits for its processes to come up; 30 to 60 s by default, which a loaded machine exceeds."""
+_REAP_S = 30.0
+"""Time for Ray's processes to disappear that have been killed."""
 _SIOCGIFADDR = 0x8915
 """Linux: the address of a network interface (netdevice(7))."""
 
@@ -90,9 +93,16 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
 
 
 def leave() -> None:
-    """Leave the cluster, if connected; one that `connect` started is stopped with all its processes."""
+    """Leave the cluster, if connected; one that `connect` started is stopped with all its processes, which
+    have ended then."""
     if ray.is_initialized():
-        ray.shutdown()
+        node: Any = global_worker.node
+        processes = [info.process for infos in node.all_processes.values() for info in infos]
+        ray.shutdown()  # waits for a second for each that it has killed, which a busy machine exceeds
+        deadline = time.monotonic() + _REAP_S
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
     if _added:
         for name in _added:
             os.environ.pop(name, None)
