@@ -130,7 +130,8 @@ def test_graphs_record_the_experts_of_a_plain_forward() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     lm, work = CausalLM(model.eval()), requests(12)
     lm.model.set_experts_implementation("batched_mm")
-    engine = NativeEngine(lm, decode=str, max_running=8, cuda_graphs=True, records_experts=True)
+    run = InProcess(str, records_experts=True)
+    engine = make_engine(lm, run, max_running=8, prefix_caching=False)
     completions = run_all(engine, work)
     assert engine._decoder._graphs, "steps were replayed"
     plain = deepcopy(lm.model)
