@@ -68,13 +68,12 @@ def padded(model: PreTrainedModel, rows: list[Tensor], prompt: int) -> Callable[
 
 
 def packed(lm: CausalLM, rows: list[Tensor], prompt: int) -> Callable[[], Tensor]:
-    shared = [(i - i % GROUP, prompt if i % GROUP else 0) for i in range(len(rows))]
-    shared = [(source, num) if num else (0, 0) for source, num in shared]
+    shared = tuple((i - i % GROUP, prompt) if i % GROUP else (0, 0) for i in range(len(rows)))
     stored = [row[num:] for row, (_, num) in zip(rows, shared, strict=True)]
     mask = torch.cat(
         [torch.arange(num, num + len(p)) >= prompt for p, (_, num) in zip(stored, shared, strict=True)]
     )
-    batch = PackedBatch({"input_ids": torch.cat(stored)}, mask, tuple(map(len, rows)), shared=tuple(shared))
+    batch = PackedBatch({"input_ids": torch.cat(stored)}, mask, tuple(map(len, rows)), shared=shared)
 
     def run() -> Tensor:
         return lm.forward(batch, frozenset({"logprobs"}))["logprobs"].sum()
@@ -102,9 +101,9 @@ def main() -> None:
     ours, theirs = packed(lm, rows, args.prompt), padded(plain, rows, args.prompt)
     assert abs(ours().item() / theirs().item() - 1) < 1e-4, "both sides compute the same"
     turns = [(update_s(lm.module, ours), update_s(plain, theirs)) for _ in range(args.repeats + 1)][1:]
-    of_ours, of_theirs = (statistics.median(side) for side in zip(*turns, strict=True))
+    packed_s, padded_s = (statistics.median(side) for side in zip(*turns, strict=True))
     ratio = statistics.median(a / b for a, b in turns)
-    print(f"packed {of_ours:.2f} s, padded {of_theirs:.2f} s, ratio {ratio:.2f}")
+    print(f"packed {packed_s:.2f} s, padded {padded_s:.2f} s, ratio {ratio:.2f}")
 
 
 if __name__ == "__main__":

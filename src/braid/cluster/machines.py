@@ -60,7 +60,7 @@ _START_LIMITS = {
 }
 """Ray's own limits for its processes to come up; 30 to 60 s by default, which a loaded machine exceeds."""
 _REAP_S = 30.0
-"""Time for Ray's processes to disappear that have been killed."""
+"""Longest wait for processes of Ray that were killed to disappear."""
 _SIOCGIFADDR = 0x8915
 """Linux: the address of a network interface (netdevice(7))."""
 
@@ -93,8 +93,8 @@ def connect(config: ClusterConfig, *, num_processes: int) -> bool:
 
 
 def leave() -> None:
-    """Leave the cluster, if connected; one that `connect` started is stopped with all its processes, which
-    have ended then."""
+    """Leave the cluster, if connected. One that `connect` started is stopped; its processes have ended when
+    this returns."""
     if ray.is_initialized():
         node: Any = global_worker.node
         processes = [info.process for infos in node.all_processes.values() for info in infos]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class InProcess(NamedTuple):
-    """What a run gives an engine in one of its own processes.
+    """What a run gives an engine that samples in one of the run's own processes.
 
     `decode` turns token ids into text, for stop strings. With `autocast` the model runs under autocast of
     this type, as in training. With `owns_weights` the engine samples with a copy of the model's weights.
