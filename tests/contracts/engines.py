@@ -26,7 +26,7 @@ from braid.config.model import ModelConfig
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_policy, load_tokenizer
 from braid.rollout.engine import RolloutEngine
-from braid.rollout.engines.base import InProcess, Model
+from braid.rollout.engines.base import InProcess, Model, Process
 from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.sglang.server import SglangServer
 from braid.rollout.engines.vllm.engine import VllmEngine
@@ -64,6 +64,18 @@ def native_engine(lm: CausalLM) -> NativeEngine:
     return make_engine(lm, InProcess(decode), max_running=8)
 
 
+def process_in(folder: Path, sending: SendOptions) -> Process:
+    """A process on the CPU that logs to the folder."""
+    return Process(
+        folder / "engine.log",
+        sending,
+        start_timeout_s=LIMIT_S,
+        timeout_s=LIMIT_S,
+        folder=Path(mkdtemp(prefix=f"braid_engine_{os.getpid()}_")),
+        on_gpu=False,
+    )
+
+
 @contextmanager
 def vllm(lm: CausalLM, folder: Path, **options: Any) -> Iterator[VllmEngine]:
     config = Vllm.model_validate({"max_running": 8, "log_stats": False, **options})
@@ -79,13 +91,9 @@ def vllm(lm: CausalLM, folder: Path, **options: Any) -> Iterator[VllmEngine]:
     )
     engine = VllmEngine(
         engine_arguments(config, model, on_gpu=False),
+        process_in(folder, SENDING),
         name=f"vLLM engine in {folder.name}",
-        log=folder / "engine.log",
-        folder=Path(mkdtemp(prefix=f"braid_engine_{os.getpid()}_")),
         environment=environment(config),
-        sending=SENDING,
-        start_timeout_s=LIMIT_S,
-        timeout_s=LIMIT_S,
     )
     with closing(engine):
         yield engine

@@ -37,7 +37,7 @@ from braid.rollout.engines.vllm.server import VllmServer
 from braid.weights.sender import open_sender
 from braid.weights.sending import SendOptions
 
-from .engines import MAX_TOKENS, MODEL, free_port, write_folder
+from .engines import MAX_TOKENS, MODEL, free_port, process_in, write_folder
 from .sglang_like import SglangLike
 from .unruly import ANSWERS, TOKENS, Protocol, UnrulyServer
 
@@ -398,12 +398,9 @@ def start_sglang(lm: CausalLM, folder: Path, **options: Any) -> SglangEngine:
     )
     return SglangEngine(
         arguments,
+        process_in(folder, sending),
         name="SGLang engine 0",
-        log=folder / "engine.log",
         max_tokens=MAX_TOKENS,
-        sending=sending,
-        start_timeout_s=LIMIT_S,
-        timeout_s=LIMIT_S,
     )
 
 

@@ -6,15 +6,14 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import httpx2
 
 from braid.errors import EngineError
 from braid.rollout.engine import Request
+from braid.rollout.engines.base import Process
 from braid.rollout.engines.child import LoggedProcess
 from braid.rollout.engines.remote import Answer
-from braid.weights.sending import SendOptions
 
 from .server import SglangServer
 
@@ -27,33 +26,26 @@ _ASK_S = 5.0
 class SglangEngine(SglangServer):
     """See SyncedEngine for the contract. The constructor waits until the server is up."""
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        *,
-        name: str,
-        log: Path,
-        max_tokens: int,
-        sending: SendOptions,
-        start_timeout_s: float,
-        timeout_s: float,
-        folder: Path | None = None,
-    ) -> None:
-        """`arguments` are those of sglang.launch_server (options.server_arguments). `log` is the server's log
-        file; `folder` is removed when the server is stopped. Other arguments as in ServerEngine. Raises
-        EngineError with the last log lines if the server exits or is not up in time."""
+    def __init__(self, arguments: Sequence[str], process: Process, *, name: str, max_tokens: int) -> None:
+        """`arguments` are those of sglang.launch_server (options.server_arguments); `name` and `max_tokens` as
+        in ServerEngine. Raises EngineError with the last log lines if the server exits or is not up in
+        time."""
         with socket.create_server((_HOST, 0)) as free:
             port = free.getsockname()[1]
         address = ["--host", _HOST, "--port", str(port)]
         command = [sys.executable, "-m", "sglang.launch_server", *arguments, *address]
-        self._process = LoggedProcess.of_command(command, log=log, environment={}, folder=folder)
+        self._process = LoggedProcess.of_command(
+            command, log=process.log, environment={}, folder=process.folder
+        )
         url = f"http://{_HOST}:{port}"
         try:
-            self._wait_until_up(name, url, start_timeout_s)
+            self._wait_until_up(name, url, process.start_timeout_s)
         except BaseException:
             self._process.end()
             raise
-        super().__init__(url, name=name, max_tokens=max_tokens, sending=sending, timeout_s=timeout_s)
+        super().__init__(
+            url, name=name, max_tokens=max_tokens, sending=process.sending, timeout_s=process.timeout_s
+        )
         self._process.watch(name)
 
     async def _ask(self, request: Request, version: int) -> Answer:

@@ -47,13 +47,9 @@ class Sglang(ServedEngine):
 
         return SglangEngine(
             server_arguments(self, model),
+            process,
             name=f"SGLang engine {number}",
-            log=process.log,
             max_tokens=self.max_model_tokens or model.longest,
-            sending=process.sending,
-            start_timeout_s=process.start_timeout_s,
-            timeout_s=process.timeout_s,
-            folder=process.folder,
         )
 
     def connect(self, url: str, *, max_tokens: int, sending: SendOptions, timeout_s: float) -> SglangServer:

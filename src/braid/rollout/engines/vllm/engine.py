@@ -11,14 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from pathlib import Path
 from typing import Any
 
 from braid.errors import EngineError
 from braid.rollout.engine import Request, check_request, seed_of
+from braid.rollout.engines.base import Process
 from braid.rollout.engines.child import LONGEST_FOLDER, LoggedProcess
 from braid.rollout.engines.remote import Answer, Part, RemoteEngine
-from braid.weights.sending import SendOptions
 
 from .options import receiver_name
 
@@ -27,27 +26,23 @@ class VllmEngine(RemoteEngine):
     """See SyncedEngine for the contract. The constructor starts the process; methods that need it wait
     until it is up."""
 
-    def __init__(  # noqa: PLR0913
+    def __init__(
         self,
         arguments: Mapping[str, Any],
+        process: Process,
         *,
         name: str,
-        log: Path,
         environment: Mapping[str, str],
-        sending: SendOptions,
-        start_timeout_s: float,
-        timeout_s: float,
         detokenizes: bool = False,
-        folder: Path | None = None,
     ) -> None:
-        """`arguments` are those of vLLM's EngineArgs (options.engine_arguments). `log` is the process's log
-        file. With `detokenizes`, vLLM decodes all answers to text. `folder` is for vLLM's runtime files and
-        is removed when the process is stopped. `name` and `sending` as in RemoteEngine.
+        """`arguments` are those of vLLM's EngineArgs (options.engine_arguments). With `detokenizes`, vLLM
+        decodes all answers to text. The folder of the `process` is for vLLM's runtime files. `name` as in
+        RemoteEngine.
 
-        A request or call fails if the process has been silent for `timeout_s`.
+        A request or call fails if the process has been silent for its `timeout_s`.
         """
-        super().__init__(name, sending)
-        self._arguments, self._timeout_s = dict(arguments), timeout_s
+        super().__init__(name, process.sending)
+        self._arguments, self._timeout_s = dict(arguments), process.timeout_s
         self._failure: str | None = None
         self._numbers = itertools.count()
         self._pending: dict[str, Future[Answer]] = {}
@@ -55,11 +50,14 @@ class VllmEngine(RemoteEngine):
         self._outbox: list[tuple[Any, ...]] = []
         self._is_up: Future[None] = Future()
         self._heard_s = time.monotonic()
-        self._start_timeout_s = start_timeout_s
-        if folder is not None and len(str(folder)) < LONGEST_FOLDER:
-            environment = {**environment, "VLLM_RPC_BASE_PATH": str(folder)}
+        self._start_timeout_s = process.start_timeout_s
+        if len(str(process.folder)) < LONGEST_FOLDER:
+            environment = {**environment, "VLLM_RPC_BASE_PATH": str(process.folder)}
         self._process, self._channel = LoggedProcess.of_module(
-            "braid.rollout.engines.vllm.process", log=log, environment=environment, folder=folder
+            "braid.rollout.engines.vllm.process",
+            log=process.log,
+            environment=environment,
+            folder=process.folder,
         )
         self._channel.send(pickle.dumps((self._arguments, detokenizes)))
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()

@@ -46,14 +46,10 @@ class Vllm(ServedEngine):
 
         return VllmEngine(
             engine_arguments(self, model, on_gpu=process.on_gpu),
+            process,
             name=f"vLLM engine {number}",
-            log=process.log,
             environment={**threads(), **environment(self)},
-            sending=process.sending,
-            start_timeout_s=process.start_timeout_s,
-            timeout_s=process.timeout_s,
             detokenizes=self.detokenize,
-            folder=process.folder,
         )
 
     def connect(self, url: str, *, max_tokens: int, sending: SendOptions, timeout_s: float) -> VllmServer:
