@@ -31,59 +31,6 @@ def notes(*overrides: str) -> dict[str, str]:
     return {entry.path: entry.note for entry in read(*overrides).ledger}
 
 
-def test_the_pages_embodied_file_is_a_robot_in_maniskill() -> None:
-    found = config()
-    env = found.env
-    assert isinstance(env, ManiskillEnv)
-    assert (env.task, env.max_episode_steps) == ("PutCarrotOnPlateInScene-v1", 10)
-    assert (env.reward_mode, env.gripper, env.on_gpu) == ("put_on", "open_is_one", True)
-    assert (env.auto_reset, env.ignore_terminations, env.fixed_reset_states) == (False, False, True)
-    assert (env.relative_reward, env.reward_scale) == (True, 5.0)
-    assert (env.video.save, env.video.overlay, env.video.dir) == (
-        True,
-        True,
-        "../results/grpo-1.5b/video/train",
-    )
-    assert env.video.train_every_rounds == 1
-    assert (env.camera_height, env.camera_width) == (256, 256)
-    assert (env.offload, env.pipeline_stages, env.num_envs) == (True, 1, 160)
-    assert (found.train.backend.kind, found.rollout.engine.kind) == ("fsdp", "native")
-    vla = found.model.vla
-    assert vla is not None
-    assert (vla.kind, vla.action_dim, vla.num_action_chunks, vla.unnorm_key) == (
-        "openvla_oft",
-        7,
-        8,
-        "bridge_orig",
-    )
-    assert (vla.greedy, vla.image_size, vla.num_images) == (True, (224, 224), 1)
-    assert (vla.center_crop, vla.use_proprio) == (True, False)
-    assert (vla.vocab_size, vla.extra_vocab_size, vla.hidden_size, vla.max_prompt_tokens) == (
-        32000,
-        421,
-        4096,
-        30,
-    )
-    assert (found.model.path, found.model.attention) == ("/path/to/huggingface_model", "flash_attention_2")
-    lora = found.model.lora
-    assert lora is not None
-    assert (lora.rank, lora.path, lora.alpha) == (32, "/storage/models/oft-sft/lora_004000", None)
-    optimizer = found.train.optimizer
-    assert (optimizer.lr, optimizer.value_lr, optimizer.betas) == (1e-4, 3e-3, (0.9, 0.999))
-    assert found.train.max_grad_norm == 10.0
-    assert (found.train.offload.weights, found.train.offload.optimizer) == (True, True)
-    algorithm = found.algorithm
-    assert (algorithm.reward_level, algorithm.logprob_level, algorithm.entropy_level) == (
-        "chunk",
-        "token",
-        "token",
-    )
-    assert algorithm.advantage.kind == "grpo"
-    assert (found.rollout.sampling.min_new_tokens, found.rollout.max_sequence_tokens) == (1, 1024)
-    assert (found.run.max_rounds, found.run.max_epochs) == (5, None)
-    assert found.reward.parts == ()
-
-
 def test_no_key_is_unsupported_and_text_keys_say_why_they_have_no_effect() -> None:
     ledger = read().ledger
     assert not [entry.path for entry in ledger if entry.disposition == "unsupported"]

@@ -28,7 +28,6 @@ from braid.plan.placement import parse_devices as parse_native
 from braid.rewards.kinds import ChoiceReward, JudgeReward, RepetitionReward
 from braid_dialects.devices import MAX_DEVICES, parse_devices
 from braid_dialects.load import Read, read_config
-from braid_dialects.roll import NO_MODEL
 
 from .conftest import IN_ONE_PROCESS, SEEDS, laid_over
 
@@ -66,64 +65,6 @@ def problems(tmp_path: Path, changes: dict[str, Any], **chosen: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, changes, **chosen)
     return str(caught.value)
-
-
-GOLDEN = {
-    "run.seed": 42,
-    "run.max_rounds": 500,
-    "run.output_dir": "./output",
-    "model.path": NO_MODEL,
-    "data.train.0.path": "xxx/train.json",
-    "data.train.0.prompt_key": "instruction",
-    "data.train.0.answer_key": "ground_truth",
-    "data.max_prompt_tokens": 2048,
-    "data.use_chat_template": "auto",
-    "rollout.prompts_per_round": 64,
-    "rollout.group_size": 8,
-    "rollout.sampling.max_new_tokens": 4096,
-    "rollout.sampling.temperature": 0.99,
-    "rollout.sampling.top_p": 0.7,
-    "rollout.sampling.top_k": 50,
-    "rollout.engine.kind": "vllm",
-    "rollout.engine.memory_fraction": 0.6,
-    "rollout.engine.block_size": 16,
-    "rollout.engine.max_model_tokens": 8000,
-    "rollout.engine.replicas": 16,
-    "rollout.engine.load_weights": False,
-    "train.backend.kind": "megatron",
-    "train.steps_per_pass": 1,
-    "train.passes_per_round": 1,
-    "train.micro_batch_rows": 1,
-    "train.infer_batch_rows": 4,
-    "train.autocast": "bf16",
-    "train.max_grad_norm": 1.0,
-    "train.optimizer.lr": 1e-6,
-    "train.optimizer.weight_decay": 0.0,
-    "train.optimizer.betas": (0.9, 0.999),
-    "train.optimizer.eps": 1e-8,
-    "train.optimizer.schedule.decay": "linear",
-    "train.optimizer.schedule.warmup_steps": 20,
-    "train.backend.tensor_parallel": 1,
-    "train.backend.moe_token_dispatcher": "allgather",
-    "train.offload.optimizer": True,
-    "cluster.placement": {"policy": "0-15", "rollout": "0-15"},
-    "algorithm.advantage.kind": "gae",
-    "algorithm.advantage.gae_lambda": 0.95,
-    "algorithm.policy_loss.clip_low": 0.2,
-    "algorithm.policy_loss.clip_high": 0.2,
-    "algorithm.policy_loss.dual_clip": "off",
-    "algorithm.aggregation": "sequence_mean_token_mean",
-    "algorithm.kl_coef": 0.0,
-    "algorithm.whiten_advantages": False,
-    "checkpoint.every_rounds": 50,
-    "checkpoint.keep": None,
-    "report.tensorboard": True,
-}
-
-
-def test_the_page_s_file_becomes_these_native_values() -> None:
-    loaded = read_config(SEED, dialect="roll").loaded
-    assert {path: native(loaded, path) for path in GOLDEN} == GOLDEN
 
 
 def test_in_one_process_keys_of_devices_engines_and_megatron_have_no_effect() -> None:

@@ -75,97 +75,12 @@ def problems(path: Path, *overrides: str, **options: Any) -> list[str]:
 # -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("run.name", "test_run"),
-        ("run.seed", 42),
-        ("run.max_epochs", 1),
-        ("run.resume", "latest"),
-        ("cluster.placement", {"policy,reference,rollout": "0-3"}),
-        ("cluster.num_nodes", 1),
-        ("cluster.devices_per_node", 4),
-        ("model.path", "Qwen/Qwen2.5-1.5B-Instruct"),
-        ("data.max_prompt_tokens", 512),
-        ("data.overlong", "truncate_left"),
-        ("rollout.prompts_per_round", 1024),
-        ("rollout.group_size", 5),
-        ("rollout.engine.kind", "vllm"),
-        ("rollout.engine.tensor_parallel", 4),
-        ("rollout.engine.dtype", "bf16"),
-        ("rollout.engine.memory_fraction", 0.8),
-        ("rollout.engine.max_running", 1024),
-        ("rollout.engine.prefill_tokens", 8192),
-        ("rollout.engine.cuda_graphs", True),
-        ("rollout.engine.in_process", True),
-        ("rollout.engine.max_model_tokens", 1536),
-        ("rollout.sampling.max_new_tokens", 1024),
-        ("rollout.sampling.top_k", 0),
-        ("eval.sampling.max_new_tokens", 1024),
-        ("eval.every_rounds", 5),
-        ("eval.before", True),
-        ("eval.batch_prompts", 1024),
-        ("reward.truncated", "keep"),
-        ("train.backend.kind", "fsdp2"),
-        ("train.steps_per_pass", 4),
-        ("train.micro_batch_rows", 1),
-        ("train.micro_batch_tokens", 1536),
-        ("train.infer_batch_rows", 1),
-        ("train.shuffle", False),
-        ("train.gradient_checkpointing", True),
-        ("train.max_grad_norm", 1.0),
-        ("train.optimizer.lr", 1e-6),
-        ("train.optimizer.weight_decay", 0.01),
-        ("train.offload.optimizer", True),
-        ("train.offload.weights", True),
-        ("train.backend.cpu_offload", False),
-        ("train.backend.size", None),
-        ("train.backend.param_dtype", "bf16"),
-        ("reference.train.backend.kind", "fsdp2"),
-        ("reference.train.backend.cpu_offload", True),
-        ("critic.train", None),
-        ("algorithm.advantage.kind", "grpo"),
-        ("algorithm.advantage.normalize_by_std", True),
-        ("algorithm.kl_coef", 0.001),
-        ("algorithm.kl_in", "loss"),
-        ("algorithm.kl_estimator", "k3"),
-        ("algorithm.policy_loss.kind", "ppo_clip"),
-        ("algorithm.policy_loss.dual_clip", "off"),
-        ("algorithm.policy_loss.clip_high", 0.2),
-        ("algorithm.aggregation", "sequence_mean_token_mean"),
-        ("algorithm.whiten_advantages", False),
-        ("checkpoint.dir", "/home/x/ckpts/"),
-        ("checkpoint.every_rounds", 10),
-        ("checkpoint.keep", None),
-        ("report.wandb.project", "skyrl"),
-        ("report.wandb.name", "test_run"),
-        ("report.wandb.mode", "offline"),
-        ("report.tensorboard", False),
-        ("report.eval_samples", True),
-        ("report.batches_every_rounds", 0),
-    ],
-)  # fmt: skip
-def test_the_pages_file_becomes(path: str, value: object, seed: Read) -> None:
-    assert native(seed, path) == value
-
-
 @pytest.fixture(scope="module")
 def seed() -> Read:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WANDB_API_KEY", raising=False)
         patch.setenv("HOME", "/home/x")
         return read(SEED)
-
-
-def test_rows_are_read_as_skyrl_writes_them(seed: Read) -> None:
-    (source,) = seed.loaded.config.data.train
-    assert source.kind == "file"
-    assert source.path == ("/home/x/data/gsm8k/train.parquet",)
-    assert (source.prompt_key, source.answer_key, source.source_key) == (
-        "prompt",
-        "reward_spec.ground_truth",
-        "data_source",
-    )
 
 
 def test_a_file_without_keys_means_the_pages_defaults(file: Path, seed: Read) -> None:
