@@ -16,7 +16,7 @@ warning where one package is missing, and rows then leak into one another.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -220,30 +220,27 @@ def flat(out: Any) -> Any:
     return each(lambda y: y.flatten(0, 1), out)
 
 
-def intercept(model: PreTrainedModel, current: Callable[[], Any]) -> int:
-    """Make stateful layers use `current()`, the context of the forward pass, if there is one. Returns their
-    number."""
-    count = 0
+def stateful_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that carry a state, each with the name of its argument for the cache. What is within them
+    is called once for each rectangle of the rows, and so not equally often on all ranks."""
     for module in model.modules():
         names = signature(type(module).forward).parameters
         cache = next((name for name in _CACHES if name in names), None)
         is_convolving = any(isinstance(child, nn.Conv1d) for child in module.children())
         is_stateful = is_convolving or hasattr(module, "slope_rate")  # the latter of MiniMax's
-        if cache is None or not is_stateful or "hidden_states" not in names:
-            continue
-        masks = tuple(name for name in names if name.endswith("mask"))
-        module.forward = partial(
-            _mixed, module, current, _Layer(count, cache, masks, not _is_mamba_1(module))
-        )
-        count += 1
-    return count
+        if cache is not None and is_stateful and "hidden_states" in names:
+            yield module, cache
 
 
-def has_stateful_layers(model: nn.Module) -> bool:
-    """Whether there are modules that `intercept` has changed. What is within them is called once for each
-    rectangle of the rows, and so not equally often on all ranks."""
-    forwards = (vars(module).get("forward") for module in model.modules())
-    return any(isinstance(forward, partial) and forward.func is _mixed for forward in forwards)
+def intercept(model: PreTrainedModel, current: Callable[[], Any]) -> int:
+    """Make stateful layers use `current()`, the context of the forward pass, if there is one. Returns their
+    number."""
+    layers = list(stateful_layers(model))
+    for count, (module, cache) in enumerate(layers):
+        masks = tuple(name for name in signature(type(module).forward).parameters if name.endswith("mask"))
+        layer = _Layer(count, cache, masks, not _is_mamba_1(module))
+        module.forward = partial(_mixed, module, current, layer)
+    return len(layers)
 
 
 def use_step_limits(model: PreTrainedModel) -> None:

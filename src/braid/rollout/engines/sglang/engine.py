@@ -27,8 +27,8 @@ class SglangEngine(SglangServer):
     """See SyncedEngine for the contract. The constructor waits until the server is up."""
 
     def __init__(self, arguments: Sequence[str], process: Process, *, name: str, max_tokens: int) -> None:
-        """`arguments` are those of sglang.launch_server (options.server_arguments); `name` and `max_tokens` as
-        in ServerEngine. Raises EngineError with the last log lines if the server exits or is not up in
+        """`arguments` are those of sglang.launch_server (options.server_arguments); `name` and `max_tokens`
+        as in ServerEngine. Raises EngineError with the last log lines if the server exits or is not up in
         time."""
         with socket.create_server((_HOST, 0)) as free:
             port = free.getsockname()[1]

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 
 from braid.config.backends import OffloadConfig
 from braid.config.train import TrainConfig
-from braid.errors import ModelError, TrainingError
+from braid.errors import TrainingError
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.lora import recipes
-from braid.models.stateful import has_stateful_layers
 from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes
 from braid.training.backends.ranks import Pass, RankBackend
@@ -33,6 +32,7 @@ from braid.training.offload import HOST, moved, num_bytes, release_memory
 from braid.training.optimizer import build_optimizer
 from braid.training.shards import Boxes, WholeMoments
 
+from .checks import check_layers
 from .kind import DeepSpeed
 
 _BUCKET = 2**26
@@ -48,12 +48,7 @@ class DeepSpeedBackend(RankBackend):
         """The process group must be initialized. `model` holds its weights on rank 0, and is sharded in
         place. It may be in host memory, from where it is moved tensor by tensor. Raises TrainingError if
         deepspeed is not installed, and ModelError for a model whose layers carry a state."""
-        if has_stateful_layers(model.module):
-            raise ModelError(
-                "train.backend=deepspeed cannot train models with layers that carry a state: ZeRO-3 gathers "
-                "weights at every call within them, and ranks call them a different number of times; use "
-                "fsdp2 or fsdp"
-            )
+        check_layers(model.module)
         package = _package(device)
         options = config.backend
         assert isinstance(options, DeepSpeed), "the kind that builds it"

@@ -12,6 +12,7 @@ from braid.training.backends.base import Sharded
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
     from braid.config.schema import RunConfig
     from braid.config.train import TrainConfig
@@ -43,6 +44,11 @@ class DeepSpeed(Sharded):
         from .backend import DeepSpeedBackend
 
         return DeepSpeedBackend(model, train, total_steps=total_steps, device=device)
+
+    def check_model(self, model: PreTrainedConfig) -> None:
+        from .checks import check_architecture
+
+        check_architecture(model)
 
     def shard_size(self, count: int) -> int:
         return self.hpz_partition_size

@@ -11,9 +11,7 @@ from .kind import Megatron
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Supported transformers model types."""
 _FIXED_ROTARY = ("default", "linear", "llama3")
-
-
-_OTHERS = "use fsdp2, fsdp or deepspeed"
+_OTHERS = "use fsdp2 or fsdp"
 
 
 def check_model(config: PreTrainedConfig, megatron: Megatron) -> None:

@@ -1,0 +1,29 @@
+"""Models that DeepSpeed cannot train. Does not import DeepSpeed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from braid.errors import ModelError
+from braid.models.stateful import stateful_layers
+
+
+def check_architecture(config: PreTrainedConfig) -> None:
+    """Raise ModelError for an architecture of transformers whose layers carry a state. Others, of code that
+    comes with a model, are checked when they are loaded."""
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        check_layers(model)
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raise ModelError for a model whose layers carry a state."""
+    if any(stateful_layers(model)):
+        raise ModelError(
+            "train.backend=deepspeed cannot train models with layers that carry a state: ZeRO-3 gathers "
+            "weights at every call within them, and ranks call them a different number of times; use "
+            "fsdp2 or fsdp"
+        )
