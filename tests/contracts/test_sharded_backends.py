@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.models.test_indexed import SIZES
 from tests.models.test_stateful import hybrid
 from tests.on_ranks import OnRanks
 from tests.rounding import rounding
@@ -299,10 +300,11 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders of tiny models by architecture: a gated delta net, Mamba 2, and Mamba 1. Their weights are as
     transformers initialises them, since a gated delta net with large ones amplifies rounding."""
     tokenizer, folders = load_tokenizer(_config({}).model), dict[str, str]()
-    for architecture in ("qwen3_next", "bamba", "jamba"):
+    for architecture in ("qwen3_next", "bamba", "jamba", "glm_moe_dsa"):
         folder = tmp_path_factory.mktemp(architecture)
+        config = hybrid(architecture, **(SIZES if architecture == "glm_moe_dsa" else {})).config
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(hybrid(architecture).config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         save_pretrained(CausalLM(model), tokenizer, folder)
         folders[architecture] = str(folder)
     return folders
@@ -312,10 +314,11 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ("architecture", "layout", "lora"),
     [
         *((name, layout, None) for name in ("qwen3_next", "bamba", "jamba") for layout in OF_HYBRIDS),
+        *(("glm_moe_dsa", layout, None) for layout in ("fsdp2", "fsdp")),
         *(("bamba", layout, {"rank": 2}) for layout in ("fsdp2", "fsdp")),
     ],
 )
-def test_layers_with_a_state_are_sharded(
+def test_layers_with_a_state_or_an_indexer_are_sharded(
     pair: RayGroup, hybrids: dict[str, str], architecture: str, layout: str, lora: dict[str, Any] | None
 ) -> None:
     model = ModelConfig.model_validate({"path": hybrids[architecture], "lora": lora})

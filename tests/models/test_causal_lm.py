@@ -183,7 +183,8 @@ def test_checkpointing_can_be_switched_off_again(tiny_model: Make) -> None:
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
-        ("indexed_attention", r"indexed_attention \(.+\), which braid does not support"),
+        ("indexed_attention", "indexed_attention with an indexer of another form than DeepSeek-V3.2's"),
+        ("compressed_sparse_attention", r"compressed_sparse_attention \(.+\), which braid does not support"),
         ("new_attention", "new_attention, which braid does not know: it packs rows"),
         ("mamba", "mamba whose code takes no cache for their state"),
     ],

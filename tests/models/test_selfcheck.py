@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 
 from braid.errors import ModelError
 from braid.models.attention import IMPLEMENTATION
-from braid.models.causal_lm import CausalLM, use_packed_attention
+from braid.models.causal_lm import CausalLM
 from braid.models.selfcheck import (
     PACKED_ROWS,
     Check,
@@ -76,20 +76,6 @@ def test_the_rounding_of_half_precision_is_allowed_for(
     architecture: str, dtype: torch.dtype, tiny_model: Make
 ) -> None:
     check_against_plain(CausalLM(tiny_model(architecture).to(dtype)))  # pyright: ignore[reportArgumentType]
-
-
-def test_layers_that_choose_keys_by_an_indexer_are_refused() -> None:
-    with pytest.raises(
-        ModelError,
-        match=r"has layers of type indexed_attention \(an indexer chooses the keys",
-    ):
-        use_packed_attention(_Indexed(AutoConfig.for_model("qwen3", head_dim=8, **SIZES)))
-
-
-class _Indexed(Qwen3ForCausalLM):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.config.layer_types = ["indexed_attention", "full_attention"]
 
 
 def test_layers_with_their_own_attention_code_are_refused() -> None:

@@ -46,7 +46,8 @@ SHARED = ((0, 0), (0, 8), (0, 8), (0, 0), (0, 0), (4, 30))
 def hybrid(architecture: str, **changes: Any) -> PreTrainedModel:
     config = AutoConfig.for_model(architecture, **changes)
     # MiniMax's blocks would be longer than all rows, and take a second each
-    return tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, frozenset({"block_size"}))
+    short = frozenset({"block_size", "index_topk"})
+    return tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, short)
 
 
 def batch() -> tuple[list[Tensor], PackedBatch]:
@@ -135,10 +136,10 @@ def test_prefixes_within_prefixes_are_computed_with_each_row() -> None:
     assert (packed - alone[ids]).abs().max() < 1e-4
 
 
-def on_a_rank(rank: int, folder: str) -> None:
+def on_a_rank(rank: int, architecture: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    lm, (_, packed) = CausalLM(hybrid("bamba")), batch()
+    lm, (_, packed) = CausalLM(hybrid(architecture)), batch()
     lm.leave_gradients_to_autograd()
     world = dist.group.WORLD
     assert world is not None
@@ -152,10 +153,12 @@ def on_a_rank(rank: int, folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_share_sequences_compute_what_one_does(tmp_path: Path) -> None:
-    spawn(on_a_rank, (str(tmp_path),), nprocs=2)
+@pytest.mark.parametrize("architecture", ["bamba", "glm_moe_dsa"])
+def test_ranks_that_share_sequences_compute_what_one_does(architecture: str, tmp_path: Path) -> None:
+    """Layers with a state, and layers with an indexer."""
+    spawn(on_a_rank, (architecture, str(tmp_path)), nprocs=2)
     line, grads = torch.load(tmp_path / "computed.pt")
-    lm, (_, packed) = CausalLM(hybrid("bamba")), batch()
+    lm, (_, packed) = CausalLM(hybrid(architecture)), batch()
     lm.leave_gradients_to_autograd()
     alone = lm.forward(packed, frozenset({"logprobs"}))["logprobs"]
     assert (line - alone).abs().max() <= 2e-5

@@ -14,12 +14,12 @@ from braid.plan import derive
 from braid.trainer.runnable import run_problems
 from braid.training.backends.deepspeed.kind import DeepSpeed
 
-WORDS = "deepspeed cannot train models with layers that carry a state.*use fsdp2 or fsdp"
+WORDS = "deepspeed cannot train models with layers that carry a state or have an indexer.*use fsdp2 or fsdp"
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba", "minimax", "mamba"])
-def test_architectures_with_a_state_are_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "jamba", "minimax", "mamba", "deepseek_v32"])
+def test_architectures_with_a_state_or_an_indexer_are_refused(name: str) -> None:
     with pytest.raises(ModelError, match=WORDS):
         DeepSpeed().check_model(hybrid(name).config)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 
 from braid.errors import ModelError
 
+from .indexed import IndexerCall
 from .layout import Layout, rows_by_length
 from .stateful import PackedStates, StatefulCall
 
@@ -28,13 +29,15 @@ IMPLEMENTATION = "braid"
 @dataclass(frozen=True, slots=True)
 class LayerCall:
     """Options of an attention layer's call. `sinks` [Hq] are logits that join each head's softmax without a
-    value (gpt-oss, arXiv 2309.17453)."""
+    value (gpt-oss, arXiv 2309.17453). `chosen` [B, L, L] are the keys that an indexer chose, for each
+    rectangle of the context; a kernel gets those of its own."""
 
     layer: int
     scaling: float
     sliding_window: int | None
     softcap: float | None
     sinks: Tensor | None = None
+    chosen: tuple[Tensor, ...] = ()
 
 
 AttentionKernel = Callable[[LayerCall, Tensor, Tensor, Tensor], Tensor]
@@ -55,6 +58,14 @@ class StatefulContext(AttentionContext, Protocol):
 
     def mix(self, call: StatefulCall, x: Tensor) -> Any:
         """Inputs [T, D] of a layer with a state -> its outputs [T, ...], of each sequence by itself."""
+        ...
+
+
+class IndexedContext(AttentionContext, Protocol):
+    """A context for models with indexers (indexed.py)."""
+
+    def choose(self, call: IndexerCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Inputs [T, ...] of an indexer -> what it chooses for each of the context's rectangles."""
         ...
 
 
@@ -100,7 +111,7 @@ def _attend(  # noqa: PLR0913  # transformers' signature
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = attend(
         context,
-        LayerCall(layer, scale, sliding_window, softcap, s_aux),
+        LayerCall(layer, scale, sliding_window, softcap, s_aux, kwargs.get("indices") or ()),
         *(x[0].transpose(0, 1) for x in (query, key, value)),
     )
     return out.unsqueeze(0), None
@@ -145,22 +156,29 @@ class PackedAttention:
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         is_varlen = self._kernel is None and has_varlen_kernel(call, query, value)
+        layout = self._layout(is_varlen=is_varlen)
+        laid = [layout.lay(x) for x in (query, key, value)]
+        if is_varlen:
+            return layout.lift(varlen_attention(call, *laid, ends=layout.ends, longest=max(self._lengths)))
+        kernel = causal_attention if self._kernel is None or call.chosen else self._kernel
+        calls = [replace(call, chosen=(part,)) for part in call.chosen] or [call] * len(layout.rectangles)
+        outs = [
+            kernel(of_rows, *qkv).flatten(0, 1)
+            for of_rows, *qkv in zip(calls, *(layout.split(x) for x in laid), strict=True)
+        ]
+        return layout.lift(outs[0] if len(outs) == 1 else torch.cat(outs))
+
+    def choose(self, call: IndexerCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+        layout = self._layout(is_varlen=False)
+        parts = zip(*(layout.split(layout.lay(x)) for x in inputs), strict=True)
+        return tuple(call(*rows) for rows in parts)
+
+    def _layout(self, *, is_varlen: bool) -> Layout:
         if is_varlen not in self._layouts:
             alone = [([row], length) for row, length in enumerate(self._lengths)]
             rectangles = alone if is_varlen else rows_by_length(self._lengths)
             self._layouts[is_varlen] = Layout(rectangles, self._lengths, self._shared, self._device)
-        layout = self._layouts[is_varlen]
-        laid = [layout.lay(x) for x in (query, key, value)]
-        if is_varlen:
-            return layout.lift(varlen_attention(call, *laid, ends=layout.ends, longest=max(self._lengths)))
-        kernel = self._kernel or causal_attention
-        sizes = [len(rows) * width for rows, width in layout.rectangles]
-        parts = zip(layout.rectangles, *(x.split(sizes) for x in laid), strict=True)
-        outs = [
-            kernel(call, *(x.unflatten(0, (len(rows), width)) for x in qkv)).flatten(0, 1)
-            for (rows, width), *qkv in parts
-        ]
-        return layout.lift(outs[0] if len(outs) == 1 else torch.cat(outs))
+        return self._layouts[is_varlen]
 
     def mix(self, call: StatefulCall, x: Tensor) -> Any:
         if self._states is None:
@@ -175,6 +193,7 @@ def has_varlen_kernel(call: LayerCall, query: Tensor, value: Tensor) -> bool:
         query.dtype in (torch.bfloat16, torch.float16)
         and call.softcap is None
         and call.sinks is None
+        and not call.chosen
         and size == value.shape[-1] <= 256
         and size % 8 == 0
         and query.device.type == "cuda"
@@ -206,13 +225,14 @@ def causal_attention(call: LayerCall, query: Tensor, key: Tensor, value: Tensor)
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
     width, size = v.shape[2:]
     window = call.sliding_window if call.sliding_window and call.sliding_window < width else None
+    visible = call.chosen[0][:, None] if call.chosen else None
+    if window is not None:
+        within = visible_keys(width, window, q.device)
+        visible = within if visible is None else visible & within
     if call.sinks is not None:
         q, k, v = _with_sink_key(call.sinks / call.scaling, q, k, v)
-    visible = None
-    if window is not None:
-        visible = visible_keys(v.shape[2], window, q.device)
-        if call.sinks is not None:
-            visible[:, 0] = True
+        if visible is not None:
+            visible = F.pad(visible, (1, 0, 1, 0), value=True)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=visible, is_causal=visible is None, scale=call.scaling, enable_gqa=is_shared
     )

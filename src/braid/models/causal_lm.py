@@ -24,6 +24,7 @@ from .base import Output, TrainableModel
 from .batch import PackedBatch
 from .experts import use_grouped_experts
 from .flops import POSITIONWISE, RECURRENT, Flops, flops_of
+from .indexed import LAYER_TYPE, use_indexers
 from .kernels import AttentionKind, packed_attention
 from .logprobs import DEFAULT_CHUNK_BYTES, Head, TiledLogits, token_logprobs
 from .lora import has_adapters, merged_weights, named_adapters
@@ -241,9 +242,6 @@ class CausalLM(TrainableModel):
 
 _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _MISSING = {
-    "indexed_attention": (
-        "an indexer chooses the keys that a query sees, which braid does not compute for packed rows"
-    ),
     "compressed_sparse_attention": "it attends to compressed entries of overlapping windows",
     "heavily_compressed_attention": "it attends to compressed entries of overlapping windows",
 }
@@ -315,7 +313,7 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
             f"{name} has layers of type {', '.join(missing)}, which braid does not support; choose another "
             "model (docs/models.md)"
         )
-    if unknown := sorted(kinds - {*_ATTENTION, *POSITIONWISE, *stateful.LAYER_TYPES}):
+    if unknown := sorted(kinds - {*_ATTENTION, LAYER_TYPE, *POSITIONWISE, *stateful.LAYER_TYPES}):
         raise ModelError(
             f"{name} has layers of type {', '.join(unknown)}, which braid does not know: it packs rows, and "
             "a layer that mixes positions by itself would let one packed row leak into the next; choose "
@@ -328,6 +326,11 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
             f"{name} has layers of type {', '.join(recurrent)} whose code takes no cache for their state, as "
             "transformers' other layers of this type do, so braid cannot reset it between packed rows; "
             "choose another model (docs/models.md)"
+        )
+    if not use_indexers(model, attention.CONTEXT.get) and LAYER_TYPE in kinds:
+        raise ModelError(
+            f"{name} has layers of type {LAYER_TYPE} with an indexer of another form than DeepSeek-V3.2's, "
+            "which braid does not compute for packed rows; choose another model (docs/models.md)"
         )
     attention.register()
     # A model that can't only warns; models.selfcheck refuses it.

@@ -47,6 +47,14 @@ class Layout:
         """[T, ...] -> [rectangles, ...]."""
         return x if self._is_identity else Lay.apply(x, self._gather, self._place, self._copies)
 
+    def split(self, x: Tensor) -> list[Tensor]:
+        """[rectangles, ...] -> [rows, width, ...] of each."""
+        parts = x.split([len(rows) * width for rows, width in self.rectangles])
+        return [
+            part.unflatten(0, (len(rows), width))
+            for part, (rows, width) in zip(parts, self.rectangles, strict=True)
+        ]
+
     def lift(self, x: Tensor) -> Tensor:
         """[rectangles, ...] -> [T, ...]."""
         return x if self._is_identity else Lift.apply(x, self._place)

@@ -202,7 +202,7 @@ def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str],
         name
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D)
-        and not ("Router" in type(layer).__name__ or "router" in name.split("."))
+        and not ("Router" in type(layer).__name__ or {"router", "indexer"} & set(name.split(".")))
         and name not in by_weight
     ]
     experts = _experts(model)

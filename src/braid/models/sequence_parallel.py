@@ -22,10 +22,11 @@ from torch import Tensor
 from braid.errors import ModelError
 
 from .attention import AttentionContext, LayerCall
+from .indexed import IndexerCall
 from .stateful import StatefulCall, each
 
 if TYPE_CHECKING:
-    from .attention import StatefulContext
+    from .attention import IndexedContext, StatefulContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,10 @@ class _ExchangingAttention:
         context = cast("StatefulContext", self.context)
         out = context.mix(call, gathered.flatten(0, 1)[: self.num_positions])
         return each(self.ranks.cut, out)
+
+    def choose(self, call: IndexerCall, *inputs: Tensor) -> tuple[Tensor, ...]:
+        context = cast("IndexedContext", self.context)
+        return context.choose(call, *(self.ranks.gather(x, self.num_positions) for x in inputs))
 
 
 class _Exchange(torch.autograd.Function):

@@ -247,9 +247,9 @@ def _size_of_gguf(file: str | Path) -> ModelSize:
 
 
 def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:
-    """ModelSize.linear from the shapes of a folder's tensors: all matrices except embeddings, routers and the
-    output head. Files may have a tensor for each expert; in the model, those of a layer are one parameter,
-    and gate and up are one too."""
+    """ModelSize.linear from the shapes of a folder's tensors: all matrices except embeddings, routers, those
+    of indexers and the output head. Files may have a tensor for each expert; in the model, those of a layer
+    are one parameter, and gate and up are one too."""
     out: dict[str, int] = {}
     for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
@@ -271,10 +271,11 @@ def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:
 
 
 def _is_other_matrix(layer: str, shapes: Mapping[str, list[int]]) -> bool:
-    """Whether a matrix is an embedding, a router, or the output head."""
+    """Whether a matrix is an embedding, a router, the output head, or of an indexer."""
     above, _, last = layer.rpartition(".")
     is_router = last == "gate" and any(name.startswith(f"{above}.experts.") for name in shapes)
-    return is_router or "router" in layer.split(".") or "embed" in last or last in ("lm_head", "wte", "wpe")
+    has_no_adapter = is_router or bool({"router", "indexer"} & set(layer.split(".")))
+    return has_no_adapter or "embed" in last or last in ("lm_head", "wte", "wpe")
 
 
 def _tensor_shapes(folder: Path) -> dict[str, list[int]]:

@@ -7,12 +7,13 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from braid.errors import ModelError
+from braid.models.indexed import indexers
 from braid.models.stateful import stateful_layers
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
-    """Raise ModelError for an architecture of transformers whose layers carry a state. Others, of code that
-    comes with a model, are checked when they are loaded."""
+    """Raise ModelError for an architecture of transformers whose layers carry a state or have an indexer.
+    Others, of code that comes with a model, are checked when they are loaded."""
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
@@ -20,10 +21,10 @@ def check_architecture(config: PreTrainedConfig) -> None:
 
 
 def check_layers(model: nn.Module) -> None:
-    """Raise ModelError for a model whose layers carry a state."""
-    if any(stateful_layers(model)):
+    """Raise ModelError for a model whose layers carry a state or have an indexer."""
+    if any(stateful_layers(model)) or any(indexers(model)):
         raise ModelError(
-            "train.backend=deepspeed cannot train models with layers that carry a state: ZeRO-3 gathers "
-            "weights at every call within them, and ranks call them a different number of times; use "
-            "fsdp2 or fsdp"
+            "train.backend=deepspeed cannot train models with layers that carry a state or have an indexer: "
+            "ZeRO-3 gathers weights at every call within them, and ranks call them a different number of "
+            "times; use fsdp2 or fsdp"
         )
