@@ -23,9 +23,9 @@ def loss_of(kind: str, **settings: Any) -> PolicyLoss:
 
 def _formula(kind: str, *names: str) -> Callable[..., Surrogate]:
     def compute(*tensors: Tensor, **settings: Any) -> Surrogate:
-        given = dict(zip(names, tensors, strict=True))
+        by_name = dict(zip(names, tensors, strict=True))
         unread = torch.full_like(tensors[0], torch.nan)
-        tokens = Tokens(**{name: given.get(name, unread) for name in _FIELDS})
+        tokens = Tokens(**{name: by_name.get(name, unread) for name in _FIELDS})
         settings = {name: "off" if value is None else value for name, value in settings.items()}
         return POLICY_LOSSES[kind](**settings).per_token(tokens)
 

@@ -271,25 +271,27 @@ _ONLY_SHOWN = (
 def settings(config: RunConfig, plan: Plan) -> str:
     """What a run of the config hands to its parts and to libraries, as text. Excludes fields of the plan that
     are only shown, or that only repeat keys."""
-    told = {name: value for name, value in plan.to_json().items() if name not in (*_ONLY_SHOWN, "recipe")}
-    for role in told["layout"]["roles"]:
+    plan_json = {
+        name: value for name, value in plan.to_json().items() if name not in (*_ONLY_SHOWN, "recipe")
+    }
+    for role in plan_json["layout"]["roles"]:
         if role["kind"] not in ("deepspeed", "megatron"):  # `recorded` sees what the others offload
             role["offload"] = None
     if plan.layout.mode == "in_process":
-        told["layout"] |= {"num_nodes": None, "devices_per_node": None}
-    given: dict[str, Any] = {"plan": told}
-    given["engine"] = _engine(config, plan)
+        plan_json["layout"] |= {"num_nodes": None, "devices_per_node": None}
+    arguments: dict[str, Any] = {"plan": plan_json}
+    arguments["engine"] = _engine(config, plan)
     for role in get_args(TrainingRole):
         if plan.layout.role(role):
-            given[role] = _backend(train_config(config, role), plan)
+            arguments[role] = _backend(train_config(config, role), plan)
     if plan.layout.role("policy") and (plan.layout.mode != "in_process" or config.rollout.engine.is_served):
         try:
-            given["sync"] = send_options(
+            arguments["sync"] = send_options(
                 config, plan.layout, "", torch.device("cpu" if config.run.device == "cpu" else "cuda")
             )
         except ConfigError as error:
-            given["sync"] = str(error)
-    return json.dumps(_plain(given), sort_keys=True)
+            arguments["sync"] = str(error)
+    return json.dumps(_plain(arguments), sort_keys=True)
 
 
 def _plain(value: Any) -> Any:
@@ -305,21 +307,21 @@ def _plain(value: Any) -> Any:
 
 
 def _engine(config: RunConfig, plan: Plan) -> Any:
-    of = config.rollout.engine
-    if not isinstance(of, ServedEngine):
+    engine = config.rollout.engine
+    if not isinstance(engine, ServedEngine):
         return None
     longest = max(plan.max_trajectory_tokens or 1, plan.eval_max_trajectory_tokens or 1)
-    if of.servers:
-        return of.servers, of.max_model_tokens or longest
+    if engine.servers:
+        return engine.servers, engine.max_model_tokens or longest
     model = Model(
         "", tokenizer="", dtype=config.model.dtype, longest=longest, seed=config.run.seed,
         trust_remote_code=config.model.trust_remote_code, sleeps=bool(plan.engines_in_turns),
     )  # fmt: skip
-    if isinstance(of, Sglang):
-        return server_arguments(of, model)
-    assert isinstance(of, Vllm)
-    made = engine_arguments(of, model, on_gpu=config.run.device != "cpu")
-    return made, environment(of), of.detokenize
+    if isinstance(engine, Sglang):
+        return server_arguments(engine, model)
+    assert isinstance(engine, Vllm)
+    made = engine_arguments(engine, model, on_gpu=config.run.device != "cpu")
+    return made, environment(engine), engine.detokenize
 
 
 def _backend(train: TrainConfig, plan: Plan) -> Any:
@@ -423,8 +425,8 @@ def _megatron(train: TrainConfig, *, is_mixture: bool) -> list[Any]:
             patched.enter_context(patch.object(owner, name, by))
         ranks.join(settings_of(train))
         wrapped: Any = backend._wrapped(None, 0, train, None)  # pyright: ignore[reportArgumentType]
-        own: Any = SimpleNamespace(_config=train, _dtype=torch.float16, _stages=[wrapped])
-        backend.MegatronBackend._build_optimizer(own)
+        stub: Any = SimpleNamespace(_config=train, _dtype=torch.float16, _stages=[wrapped])
+        backend.MegatronBackend._build_optimizer(stub)
     return calls
 
 
@@ -433,7 +435,7 @@ def _megatron(train: TrainConfig, *, is_mixture: bool) -> list[Any]:
 
 def keys_of(config: RunConfig) -> list[str]:
     """All keys that have a value in the config; items of lists as `key[]`."""
-    found: dict[str, None] = {}
+    keys: dict[str, None] = {}
 
     def walk(value: Any, at: str) -> None:
         if isinstance(value, Section):
@@ -443,10 +445,10 @@ def keys_of(config: RunConfig) -> list[str]:
             for item in value:
                 walk(item, f"{at}[]")
         else:
-            found[at] = None
+            keys[at] = None
 
     walk(config, "")
-    return list(found)
+    return list(keys)
 
 
 def _placed(config: Any, key: str) -> tuple[str, Any, Any]:
@@ -464,31 +466,31 @@ def _placed(config: Any, key: str) -> tuple[str, Any, Any]:
 
 def others(annotation: Any, value: Any) -> list[Any]:
     """Other values of the annotated type, as in a file; the schema may refuse some."""
-    found: list[Any] = []
+    values: list[Any] = []
     for member in _members(annotation):
         inner = get_args(member)
         match get_origin(member) or member:
             case kind if kind is NoneType:
-                found.append(None)
+                values.append(None)
             case origin if origin is Literal:
-                found += inner
+                values += inner
             case kind if kind is bool:
-                found += [True, False]
+                values += [True, False]
             case kind if kind is int:
-                found += [value + 1, value * 2, max(1, value // 2)] if type(value) is int else [1, 2, 3]
+                values += [value + 1, value * 2, max(1, value // 2)] if type(value) is int else [1, 2, 3]
             case kind if kind is float:
-                found += [value / 2, value + 0.1, 2 * value + 1] if type(value) is float else [0.5, 1.5]
+                values += [value / 2, value + 0.1, 2 * value + 1] if type(value) is float else [0.5, 1.5]
             case kind if kind is str:
-                found.append(f"{value or ''}x")
+                values.append(f"{value or ''}x")
             case kind if kind is dict:
-                found += [{"x": "1"}, {"x": 1}]
+                values += [{"x": "1"}, {"x": 1}]
             case kind if kind is tuple and inner[-1] is Ellipsis:
-                found += [[], *([item] for item in others(inner[0], None)[:1])]
+                values += [[], *([item] for item in others(inner[0], None)[:1])]
             case kind if kind is tuple:
-                found.append([item / 2 if value else number for number, item in enumerate(value or inner)])
+                values.append([item / 2 if value else number for number, item in enumerate(value or inner)])
             case _:
-                found.append({})  # a section with its defaults
-    return [item for item in found if item != plain_data(value)]
+                values.append({})  # a section with its defaults
+    return [item for item in values if item != plain_data(value)]
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -537,7 +539,7 @@ class Effects:
         """Effect of other values of a key (`values`, by default some of its type): `changed` if one changes
         the settings, `read` if the run reads the key, `refused` if the plan refuses them, `fixed` if the
         schema does, `unused: WHY` if the plan calls it unused; empty if there is none."""
-        found = "fixed"
+        effect = "fixed"
         path, annotation, value = _placed(self._config, key)
         if path in _NAMES:
             values = [*FAMILIES[path.removesuffix(".kind")].kinds]
@@ -555,11 +557,11 @@ class Effects:
             if why := why_unused(unused_keys(config, plan), key):
                 return f"unused: {why}"
             if find_problems(config, plan) != self._problems:
-                found = "refused"
+                effect = "refused"
             elif settings(config, plan) != self._settings:
                 return "changed"
             elif key in self._reads:
                 return "read"
-            elif found == "fixed":
-                found = ""
-        return found
+            elif effect == "fixed":
+                effect = ""
+        return effect

@@ -215,21 +215,21 @@ def write_files(folder: Path) -> None:
 
 def run_all(folder: Path, device: str = "cpu") -> dict[str, set[str]]:
     """Run RUNS and BROKEN in `folder`. Returns the keys that each of them reads."""
-    found = {}
+    reads = {}
     with _in_one_process(folder), serving(lambda number, _: completion("1" if number else "?")) as server:
         for name, overrides in (RUNS | BROKEN).items():
-            given = [f"run.name={name.replace(' ', '-')}", *overrides]
+            run_overrides = [f"run.name={name.replace(' ', '-')}", *overrides]
             if device != "cpu":
-                given = [
+                run_overrides = [
                     f"run.device={device}",
-                    *(t.replace("device: cpu", f"device: {device}") for t in given),
+                    *(t.replace("device: cpu", f"device: {device}") for t in run_overrides),
                 ]
-            loaded = load_config("tiny.yaml", [text.replace("SERVER", server.url) for text in given])
-            with recorded() as found[name], suppress(*([RolloutError] if name == "failing" else [])):
+            loaded = load_config("tiny.yaml", [text.replace("SERVER", server.url) for text in run_overrides])
+            with recorded() as reads[name], suppress(*([RolloutError] if name == "failing" else [])):
                 commands.train(loaded)
             if dist.is_initialized():
                 dist.destroy_process_group()
-    return found
+    return reads
 
 
 @contextmanager
@@ -237,8 +237,8 @@ def _in_one_process(folder: Path) -> Iterator[None]:
     """Run workers as threads instead of Ray's processes, and no trackers."""
     build_sinks = commands.build_sinks
 
-    def without_trackers(*args: Any, **given: Any) -> Any:
-        return build_sinks(*args, **{**given, "wandb": None, "swanlab": None})
+    def without_trackers(*args: Any, **options: Any) -> Any:
+        return build_sinks(*args, **{**options, "wandb": None, "swanlab": None})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

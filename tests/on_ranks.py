@@ -26,12 +26,14 @@ class OnRanks:
 
     def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, Any]]:
         shares = self.model.shares(rows)
-        arguments = [([rows[i] for i in of], outputs, rows[0]) for of in self.model.by_rank(shares)]
+        arguments = [([rows[i] for i in share], outputs, rows[0]) for share in self.model.by_rank(shares)]
         results = self.model.by_share(self.model.ranks.scatter(TrainingBackend.infer, arguments))
-        found = {
-            i: r for of, share in zip(shares, results, strict=True) for i, r in zip(of, share, strict=True)
+        by_index = {
+            i: r
+            for indices, share in zip(shares, results, strict=True)
+            for i, r in zip(indices, share, strict=True)
         }
-        return [found[i] for i in range(len(rows))]
+        return [by_index[i] for i in range(len(rows))]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(TrainingBackend, name)

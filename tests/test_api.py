@@ -37,14 +37,14 @@ def even(text: str) -> float:
 
 
 def test_a_dict_trains_with_a_reward_and_callbacks_and_the_run_can_be_read(tmp_path: Path) -> None:
-    seen: list[int] = []
+    rounds: list[int] = []
 
     def watch(round_: int, metrics: Mapping[str, float]) -> None:
-        seen.append(round_)
+        rounds.append(round_)
         assert not round_ or "reward/part/even" in metrics
 
     run = braid.train(config(tmp_path), ["run.max_rounds=1"], reward=even, callbacks=[watch])
-    assert seen == [0, 1]
+    assert rounds == [0, 1]
     assert run.is_target_reached
     assert run.path == tmp_path / "tiny"
     again = braid.load_run(tmp_path / "tiny")
@@ -93,9 +93,9 @@ def test_a_callback_stops_the_run_with_a_checkpoint(tmp_path: Path, way: str) ->
 
 
 def test_a_function_of_an_earlier_process_is_asked_for(tmp_path: Path) -> None:
-    given = config(tmp_path, reward={"parts": [{"kind": "function", "path": "braid.given.lost"}]})
+    settings = config(tmp_path, reward={"parts": [{"kind": "function", "path": "braid.given.lost"}]})
     with pytest.raises(ConfigError, match=r"'lost' was passed to braid\.train from Python and is not stored"):
-        braid.train(given)
+        braid.train(settings)
     with pytest.raises(ConfigError, match="holds no run"):
         braid.load_run(tmp_path)
     with pytest.raises(AttributeError, match="it has STOP, Run"):
@@ -112,8 +112,8 @@ print(run.summary["status"])
 @pytest.mark.slow
 @pytest.mark.xdist_group("workers")
 def test_a_script_without_a_guard_trains_on_workers_with_a_function_of_its_own(tmp_path: Path) -> None:
-    given = config(tmp_path, cluster={"placement": {"policy": 0, "rollout": 1}})
-    (tmp_path / "script.py").write_text(SCRIPT.format(config=given))
+    settings = config(tmp_path, cluster={"placement": {"policy": 0, "rollout": 1}})
+    (tmp_path / "script.py").write_text(SCRIPT.format(config=settings))
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["finished"], done.stderr

@@ -68,9 +68,9 @@ def _displayed(module: str, **variables: str) -> dict[str, str]:
 )
 def test_the_library_of_pytorch_waits_passively_in_each_kind_of_process(module: str) -> None:
     """Each is the first module of processes that braid starts."""
-    found = _displayed(module)
-    assert found["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert found["GOMP_SPINCOUNT"] == "0"
+    environment = _displayed(module)
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert environment["GOMP_SPINCOUNT"] == "0"
 
 
 @pytest.mark.slow

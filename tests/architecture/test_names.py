@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path for folder in ("src", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+FOLDERS = ("src", "tests", "benchmarks", "examples")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 NAMES = {"of", "own", "found", "given", "told", "seen"}
 EMPTY = re.compile(r"(See [\w.`]+( for the contract)?|Those of [^.]*)\.")
 """A docstring that only points elsewhere."""

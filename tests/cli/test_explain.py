@@ -50,9 +50,9 @@ def console(width: int) -> Console:
     return Console(file=io.StringIO(), width=width, highlight=False)
 
 
-def text_of(found: Console) -> str:
-    assert isinstance(found.file, io.StringIO)
-    return found.file.getvalue()
+def text_of(terminal: Console) -> str:
+    assert isinstance(terminal.file, io.StringIO)
+    return terminal.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 160])
@@ -99,8 +99,8 @@ def test_keys_whose_native_keys_are_not_read_are_shown_as_unused(
     assert main(["explain", str(file), "generator.gpu_memory_utilization=0.5", "--engine", "vllm"]) == 0
     assert "rollout.engine.memory_fraction=0.5" in capsys.readouterr().out
     servers = "braid.rollout.engine.servers=[http://localhost:1]"
-    given = [str(file), "generator.gpu_memory_utilization=0.5", servers, "--engine", "vllm"]
-    assert main(["explain", *given]) == 0
+    arguments = [str(file), "generator.gpu_memory_utilization=0.5", servers, "--engine", "vllm"]
+    assert main(["explain", *arguments]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "unused: external servers have their own options (rollout.engine.servers)" in out
     assert "3 applied, 1 unused" in out
@@ -146,9 +146,9 @@ def test_show_prints_the_corrections_that_a_file_sets(capsys: pytest.CaptureFixt
         == 0
     )
     algorithm = capsys.readouterr().out.partition("recipe grpo")[2]
-    told = " ".join(algorithm.split()).partition("corrections ")[2]
+    shown = " ".join(algorithm.split()).partition("corrections ")[2]
     correction = "{level: token, mode: truncate, low: 0.0, high: 2.0, measure: ratio, tokens: kept}"
-    assert told.startswith(f"[{correction}] override")
+    assert shown.startswith(f"[{correction}] override")
 
 
 def test_training_keys_of_an_evaluation_are_unused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +289,7 @@ def test_a_converted_file_gives_the_same_config_and_plan(name: str, tmp_path: Pa
     assert ours.language == "native"
     expected = theirs.loaded.config.model_copy(update={"run": ours.loaded.config.run})
     assert ours.loaded.config == expected
-    runs = [found.loaded.config.run.model_copy(update={"base_dir": None}) for found in (ours, theirs)]
+    runs = [read.loaded.config.run.model_copy(update={"base_dir": None}) for read in (ours, theirs)]
     assert runs[0] == runs[1]
     assert ours.loaded.base_dir == theirs.loaded.base_dir
 

@@ -67,13 +67,13 @@ def complaints(*overrides: str) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_key_of_another_framework_is_answered_with_its_equivalent(override: str, message: str) -> None:
-    (found,) = complaints(override)
-    assert found.startswith(message)
+    (complaint,) = complaints(override)
+    assert complaint.startswith(message)
 
 
 def test_every_answer_names_keys_that_exist() -> None:
     known = {path for path, _ in fields_of(RunConfig)}
-    own = {path.rpartition(".")[2] for path in known}
+    leaf_names = {path.rpartition(".")[2] for path in known}
     for habit, answer in HABITS.items():
         words = (
             answer.replace("[0]", "[]")
@@ -86,15 +86,15 @@ def test_every_answer_names_keys_that_exist() -> None:
         )
         named = [word for word in words if word.strip(".").count(".")]
         assert all(word in known for word in named), answer
-        assert named or any(word in own for word in words), answer
+        assert named or any(word in leaf_names for word in words), answer
         assert habit not in RunConfig.model_fields
 
 
 def test_the_keys_of_a_section_are_listed_once() -> None:
-    found = complaints("algorithm.qqq=1", "algorithm.zzz=2", "run.xxxx=3")
-    listed = [text for text in found if "the keys of this section are" in text]
+    problems = complaints("algorithm.qqq=1", "algorithm.zzz=2", "run.xxxx=3")
+    listed = [text for text in problems if "the keys of this section are" in text]
     assert sorted(text.partition(":")[0].partition(".")[0] for text in listed) == ["algorithm", "run"]
-    assert sum(text.endswith(": unknown key [override]") for text in found) == 1
+    assert sum(text.endswith(": unknown key [override]") for text in problems) == 1
 
 
 def test_a_number_is_an_environment_variable_too() -> None:

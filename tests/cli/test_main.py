@@ -150,9 +150,9 @@ def test_config_errors_during_a_run_exit_with_2(capsys: pytest.CaptureFixture[st
 def test_config_errors_of_a_run_have_the_origin_of_the_key(
     capsys: pytest.CaptureFixture[str], config: str
 ) -> None:
-    found = args(loaded=load_config(config, ["run.name=a"]))
+    arguments = args(loaded=load_config(config, ["run.name=a"]))
     problems = [Problem("reward.parts[0].path", "no such file", "reward"), Problem("run.name", "is taken")]
-    assert guarded(raising(ConfigError([*problems, Problem("train", "odd")])), found) == 2
+    assert guarded(raising(ConfigError([*problems, Problem("train", "odd")])), arguments) == 2
     assert capsys.readouterr().err == (
         "braid: 3 problems in the config:\n"
         "  - reward.parts[0].path: no such file [c.yaml:4]\n"
@@ -195,14 +195,14 @@ def test_the_resume_command_of_a_foreign_config_has_its_options_and_native_keys(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     stop = RunInterrupted(Path("runs/a"), Path("runs/a/checkpoints/step_4"))
-    found = args(
+    arguments = args(
         language="skyrl",
         overrides=["trainer.seed=1", "braid.run.name=b"],
         backend="single",
         engine="native",
         allow_unsupported=["trainer.mtp"],
     )
-    assert guarded(raising(stop), found) == 130
+    assert guarded(raising(stop), arguments) == 130
     assert capsys.readouterr().err.endswith(
         "to resume: braid train c.yaml trainer.seed=1 braid.run.name=a braid.run.resume=latest --backend "
         "single --engine native --allow-unsupported trainer.mtp\n"

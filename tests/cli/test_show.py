@@ -41,8 +41,8 @@ def show(
 
 def line(text: str, start: str) -> str:
     """The line that starts with `start`, with single spaces."""
-    lines = (" ".join(found.split()) for found in text.splitlines())
-    return next(found for found in lines if found.startswith(start))
+    lines = (" ".join(row.split()) for row in text.splitlines())
+    return next(row for row in lines if row.startswith(start))
 
 
 def test_values_come_with_their_origin_and_defaults_are_hidden(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_end_tokens_are_listed_with_their_origin(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 107]}))
     text = show(tmp_path, "model.build=null", f"model.path={folder}", "rollout.sampling.stop_token_ids=[9]")
-    found = [" ".join(row.split()) for row in text.splitlines() if row.strip().startswith("end token ")]
-    assert found == [
+    end_tokens = [" ".join(row.split()) for row in text.splitlines() if row.strip().startswith("end token ")]
+    assert end_tokens == [
         "end token <eos> (1) tokenizer_config.json and generation_config.json",
         "end token <end_of_turn> (107) generation_config.json",
         "end token 9 rollout.sampling.stop_token_ids",
@@ -179,8 +179,8 @@ def test_memory_adds_up(tmp_path: Path) -> None:
 
 def test_warnings_are_shown_with_key_and_origin(tmp_path: Path) -> None:
     text = show(tmp_path, "algorithm.kl_horizon=5", width=40)
-    (told,) = (line for line in text.splitlines() if "algorithm.kl_horizon: has no effect: " in line)
-    assert told.endswith("[override]"), "one line, however narrow the terminal"
+    (warning,) = (line for line in text.splitlines() if "algorithm.kl_horizon: has no effect: " in line)
+    assert warning.endswith("[override]"), "one line, however narrow the terminal"
 
 
 def test_a_simulator_shows_no_tokens(tmp_path: Path) -> None:
@@ -222,8 +222,8 @@ def test_paths_and_lists_are_whole_at_any_width(tmp_path: Path, width: int) -> N
         tmp_path, "model={}", f"model.path={model}", f"rollout.sampling.stop_strings={stops}", width=width
     )
     for name, value in (("path", model), ("stop_strings", stops)):
-        (found,) = (line for line in text.splitlines() if line.split()[:1] == [name])
-        assert found.split(None, 1)[1].startswith(value), "it can be copied"
+        (shown,) = (line for line in text.splitlines() if line.split()[:1] == [name])
+        assert shown.split(None, 1)[1].startswith(value), "it can be copied"
     assert line(text, "old log-probs").startswith("old log-probs current")
 
 
@@ -240,11 +240,11 @@ def test_json_has_config_origins_plan_and_figures(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(CONFIG)
     loaded = load_config(path)
-    found = json.loads(as_json(loaded, resolve(loaded.config)))
-    assert found["config"]["rollout"]["group_size"] == 4
-    assert found["origins"]["rollout.group_size"] == "c.yaml:7"
-    assert found["plan"]["trajectories_per_round"] == 64
-    assert {"name": "trajectories per round", "value": "64", "how": "16 prompts x 4 per group"} in found[
+    document = json.loads(as_json(loaded, resolve(loaded.config)))
+    assert document["config"]["rollout"]["group_size"] == 4
+    assert document["origins"]["rollout.group_size"] == "c.yaml:7"
+    assert document["plan"]["trajectories_per_round"] == 64
+    assert {"name": "trajectories per round", "value": "64", "how": "16 prompts x 4 per group"} in document[
         "figures"
     ]
 

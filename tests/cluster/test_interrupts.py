@@ -268,11 +268,11 @@ def test_an_interrupt_while_ray_starts_leaves_no_process(after_s: float) -> None
 
 def _marked(mark: str) -> list[int]:
     """Processes that have inherited the mark."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         try:
             if folder.name.isdigit() and f"TEST_MARK={mark}".encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
+                pids.append(int(folder.name))
         except OSError:  # it has ended, or is not ours
             continue
-    return found
+    return pids

@@ -173,8 +173,8 @@ def test_folders_of_sessions_whose_run_was_killed_are_removed_by_the_next_start(
         "with a process that is left": used,
         "of another program": tmp_path / f"session_3_{ended.pid}",
     }
-    old, own = tmp_path / f"session_4_{ended.pid}", tmp_path / f"session_5_{os.getpid()}"
-    for folder in (*kept.values(), old, own):
+    old, current = tmp_path / f"session_4_{ended.pid}", tmp_path / f"session_5_{os.getpid()}"
+    for folder in (*kept.values(), old, current):
         folder.mkdir()
     for folder in (kept["of a driver that runs"], used, old):
         (folder / machines._STARTED_BY_RUN).touch()
@@ -182,8 +182,8 @@ def test_folders_of_sessions_whose_run_was_killed_are_removed_by_the_next_start(
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()  # until its command line can be read: just after its start it has none
-        machines._remove_old_sessions(own)
-        assert all(folder.exists() for folder in (*kept.values(), own))
+        machines._remove_old_sessions(current)
+        assert all(folder.exists() for folder in (*kept.values(), current))
     assert not old.exists()
-    machines._remove_old_sessions(own)
+    machines._remove_old_sessions(current)
     assert not used.exists()

@@ -132,14 +132,14 @@ def _workers(machine: Machine, role: str = "") -> list[psutil.Process]:
         if role
         else ("ray::policy", "ray::critic", "ray::rollout", "ray::rows", "ray::Holder")
     )
-    found: list[psutil.Process] = []
+    workers: list[psutil.Process] = []
     for process in machine.processes():
         try:
             if process.cmdline()[0].startswith(titles):
-                found.append(process)
+                workers.append(process)
         except (psutil.Error, IndexError):
             continue
-    return found
+    return workers
 
 
 def _assert_empty(cluster: Cluster) -> None:

@@ -19,7 +19,7 @@ MEGATRON = ["model.build={}", "train.backend=megatron", "train.backend.tensor_pa
 def test_kernels_of_tensor_parallel_megatron_are_launched_through_one_connection() -> None:
     config = load_config(None, [*MEGATRON, "critic.train={backend: fsdp2}"]).config
     name = "CUDA_DEVICE_MAX_CONNECTIONS"  # FSDP needs several, to overlap
-    assert [environment_of(config, of).get(name) for of in ("policy", "critic", "rollout", ROWS)] == [
+    assert [environment_of(config, role).get(name) for role in ("policy", "critic", "rollout", ROWS)] == [
         "1",
         None,
         None,
@@ -42,9 +42,9 @@ def test_workers_have_their_share_of_the_cores(name: str, monkeypatch: pytest.Mo
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def threads(*overrides: str, **env: str) -> str:
-        given = {**environment_of(load_config(None, ["model.build={}", *overrides]).config, name), **env}
+        variables = {**environment_of(load_config(None, ["model.build={}", *overrides]).config, name), **env}
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        _Host(given, is_local=False, num_sharing=3)
+        _Host(variables, is_local=False, num_sharing=3)
         return os.environ.pop("OMP_NUM_THREADS")
 
     assert threads() == "5"
@@ -60,16 +60,16 @@ def test_the_rollout_buffer_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> N
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
-def _variables(machines: list[Machine], **given: str) -> dict[str, str]:
+def _variables(machines: list[Machine], **variables: str) -> dict[str, str]:
     reserved: Any = Machines.__new__(Machines)
     reserved._machines, reserved._devices_per_node = machines, 1
     placement: Any = SimpleNamespace(node=0, devices=())
-    return reserved.spot(placement, given)[1]
+    return reserved.spot(placement, variables)[1]
 
 
 def test_gloo_and_nccl_use_the_interface_by_which_other_machines_reach_this_one() -> None:
     one, other = (Machine("0" * 56, address, interface="eth1") for address in ("10.0.0.1", "10.0.0.2"))
     assert _variables([one, other]) == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    given = {"GLOO_SOCKET_IFNAME": "eth0"}
-    assert _variables([one, other], **given) == {**given, "NCCL_SOCKET_IFNAME": "=eth0"}
+    variables = {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert _variables([one, other], **variables) == {**variables, "NCCL_SOCKET_IFNAME": "=eth0"}
     assert not _variables([one])

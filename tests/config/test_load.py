@@ -175,8 +175,8 @@ def test_an_interpolation_that_fails_says_why(tmp_path: Path, override: str, mes
 
 
 def test_circular_references_are_reported_for_each_key(tmp_path: Path) -> None:
-    found = complaints(tmp_path, BASE, "run.seed=${eval.every_rounds}", "eval.every_rounds=${run.seed}")
-    assert found == [
+    problems = complaints(tmp_path, BASE, "run.seed=${eval.every_rounds}", "eval.every_rounds=${run.seed}")
+    assert problems == [
         "run.seed: ${eval.every_rounds} is a circular reference; remove one of its links [override]",
         "eval.every_rounds: ${run.seed} is a circular reference; remove one of its links [override]",
     ]

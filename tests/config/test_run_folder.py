@@ -65,8 +65,8 @@ def test_a_folder_where_it_was_and_a_config_outside_a_run_are_read_as_written(
     run: Path, tmp_path: Path
 ) -> None:
     assert load_config(run / "config.yaml").origin("run.name").startswith("config.yaml:")
-    own = load_config(tmp_path / "config.yaml").config.run
-    assert (own.output_dir, own.name) == ("runs", "first")
+    run_config = load_config(tmp_path / "config.yaml").config.run
+    assert (run_config.output_dir, run_config.name) == ("runs", "first")
 
 
 def test_a_folder_whose_name_no_run_can_have_is_refused(run: Path) -> None:

@@ -67,9 +67,9 @@ def test_every_key_knows_its_line(tmp_path: Path) -> None:
     ],
 )
 def test_scalars_follow_yaml_1_2(text: str, value: object) -> None:
-    found = plain_scalar(text)
-    assert found == value
-    assert type(found) is type(value)
+    scalar = plain_scalar(text)
+    assert scalar == value
+    assert type(scalar) is type(value)
 
 
 def test_quoted_scalars_are_text(tmp_path: Path) -> None:

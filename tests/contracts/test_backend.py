@@ -397,9 +397,9 @@ def test_only_weights_of_the_same_model_are_loaded(case: Case) -> None:
         "1 unknown to the model (strange)": weights | {"strange": weights[name]},
         "of another shape (": case.make(width=32).full_weights(),
     }
-    for fault, given in faults.items():
+    for fault, wrong_weights in faults.items():
         with pytest.raises(ModelError) as caught:
-            backend.load_weights(given)
+            backend.load_weights(wrong_weights)
         assert fault in str(caught.value)
         assert all(torch.equal(tensor, before[n]) for n, tensor in backend.full_weights().items())
     backend.load_weights(weights)

@@ -118,7 +118,7 @@ def test_a_request_survives_transient_failures(tmp_path: Path, protocol: Protoco
 
 
 @pytest.mark.parametrize(
-    ("faults", "told"),
+    ("faults", "message"),
     [
         (["500"] * 4, r"failed on POST /\S+ \(4 attempts\): answered 500"),
         (["429"] * 4, r"\(4 attempts\): answered 429"),
@@ -131,14 +131,14 @@ def test_a_request_survives_transient_failures(tmp_path: Path, protocol: Protoco
     ],
 )
 def test_persistent_failures_of_a_server_are_an_error_with_the_cause(
-    tmp_path: Path, protocol: Protocol, faults: list[str], told: str
+    tmp_path: Path, protocol: Protocol, faults: list[str], message: str
 ) -> None:
     limit_s = 3.0 if "hang" in faults or "drip" in faults else LIMIT_S
     with unruly(protocol, tmp_path, limit_s) as (server, engine):
         server.faults = list(faults)
         (error,) = ask(engine, REQUEST)
         assert isinstance(error, EngineError)
-        with pytest.raises(EngineError, match=told):
+        with pytest.raises(EngineError, match=message):
             raise error
         assert server.url in str(error)
         assert server.num_asked == len(faults)
@@ -157,7 +157,7 @@ def _changed(protocol: Protocol, tokens: Any, logprobs: Any, reason: str = "leng
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (lambda _: ["ok"], "in an unknown format"),
         (lambda _: None, "in an unknown format"),
@@ -170,13 +170,13 @@ def _changed(protocol: Protocol, tokens: Any, logprobs: Any, reason: str = "leng
     ],
 )
 def test_an_answer_that_is_not_a_completion_is_an_error_that_shows_it(
-    tmp_path: Path, protocol: Protocol, answer: Callable[[Protocol], Any], told: str
+    tmp_path: Path, protocol: Protocol, answer: Callable[[Protocol], Any], message: str
 ) -> None:
     with unruly(protocol, tmp_path) as (server, engine):
         server.answer = answer(protocol)
         (error,) = ask(engine, REQUEST)
         assert isinstance(error, EngineError)
-        assert told in str(error)
+        assert message in str(error)
         assert server.num_asked == 1
 
 

@@ -44,7 +44,7 @@ SIMULATORS: dict[str, Callable[[int], Simulator]] = {
     "Pendulum-v1": lambda n: GymnasiumSimulator("Pendulum-v1", n),
     "FrozenLake-v1": lambda n: GymnasiumSimulator("FrozenLake-v1", n),
     "in processes": lambda n: SimulatorProcesses("Pendulum-v1", n, num_processes=2, timeout_s=LIMIT_S),
-    "in workers": lambda n: RemoteSimulator([Apart(of) for of in (n - n // 2, n // 2) if of]),
+    "in workers": lambda n: RemoteSimulator([Apart(size) for size in (n - n // 2, n // 2) if size]),
 }
 PROMPT = Prompt("test:0", "test", (1,), ({"role": "user", "content": "2*3="},))
 
@@ -111,15 +111,15 @@ def _play(
 ) -> list[tuple[bytes, float, bool, bool]]:
     """One episode's first ticks, as seen from its slot."""
     tick = simulator.reset({slot: seed})
-    seen = [(tick.observations["state"][slot].tobytes(), 0.0, False, False)]
+    ticks = [(tick.observations["state"][slot].tobytes(), 0.0, False, False)]
     for number in range(steps):
         tick = simulator.step({slot: _action(simulator, number)})
         assert not tick.failures
         is_over = bool(tick.is_terminated[slot]), bool(tick.is_truncated[slot])
-        seen.append((tick.observations["state"][slot].tobytes(), float(tick.rewards[slot, 0]), *is_over))
+        ticks.append((tick.observations["state"][slot].tobytes(), float(tick.rewards[slot, 0]), *is_over))
         if any(is_over):
             break
-    return seen
+    return ticks
 
 
 def test_ticks_have_the_declared_shapes(new_simulator: Callable[[int], Simulator]) -> None:

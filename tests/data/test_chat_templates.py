@@ -141,8 +141,8 @@ def test_no_prompt_has_more_tokens_than_the_bound_of_its_template(template: str,
     rows: list[dict[str, Any]] = [
         {
             "prompt": [
-                {"role": role, "content": of}
-                for role, of in zip(["system", "user"][-num_messages:], texts, strict=True)
+                {"role": role, "content": content}
+                for role, content in zip(["system", "user"][-num_messages:], texts, strict=True)
             ]
         }
         for texts in product(CONTENTS, repeat=num_messages)

@@ -156,8 +156,8 @@ def test_prompts_are_the_same_with_and_without_bounds_and_when_remembered(
     assert bounded.counts == remembered.counts == measured.counts
     assert list(bounded.prompts.sources) == [prompt.source for prompt in measured.prompts]
     bare = [(p.uid, p.source, p.messages, p.fields) for p in measured.prompts]
-    found = bounded.prompts.untokenized(messages=True)
-    assert [(p.uid, p.source, p.messages, p.fields) for p in found] == bare
+    untokenized = bounded.prompts.untokenized(messages=True)
+    assert [(p.uid, p.source, p.messages, p.fields) for p in untokenized] == bare
 
 
 def test_prompts_are_grouped_by_source_without_being_made(
@@ -176,21 +176,21 @@ def test_prompts_are_grouped_by_source_without_being_made(
     in_order = loaded.prompts.chosen(places)
     assert not made
     assert list(of_sources) == list(expected) == ["a", "b"]
-    assert {name: list(of) for name, of in of_sources.items()} == expected
-    assert list(in_order) == [prompt for of in expected.values() for prompt in of]
+    assert {name: list(source_prompts) for name, source_prompts in of_sources.items()} == expected
+    assert list(in_order) == [prompt for source_prompts in expected.values() for prompt in source_prompts]
     assert load_prompts([], DataConfig(), loaded.prompts, base_dir=folder, role="eval").by_source() == {}  # pyright: ignore[reportArgumentType]
 
 
 def _reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows that are checked from now on."""
-    found, most_tokens = [], prompts.Encoder.most_tokens
+    indices, most_tokens = [], prompts.Encoder.most_tokens
 
     def counted(self: prompts.Encoder, index: int, row: Any) -> int | None:
-        found.append(index)
+        indices.append(index)
         return most_tokens(self, index, row)
 
     monkeypatch.setattr(prompts.Encoder, "most_tokens", counted)
-    return found
+    return indices
 
 
 def test_rows_are_checked_again_when_anything_changes_that_matters(
@@ -389,11 +389,11 @@ def test_examples_are_the_same_when_remembered(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=_byte_level(), eos_token="</s>")
     source = FileSource(path="a.jsonl", response_key="answer")
     for limit in (None, 30, 500):
-        found = [
+        example_sets = [
             load_examples([source], DataConfig(), tokenizer, base_dir=folder, max_positions=limit)
             for _ in range(2)
         ]
-        assert list(found[0].examples) == list(found[1].examples)
-        assert found[0].counts == found[1].counts
-        lengths = [len(e.prompt_ids) + len(e.response_ids) for e in found[0].examples]
+        assert list(example_sets[0].examples) == list(example_sets[1].examples)
+        assert example_sets[0].counts == example_sets[1].counts
+        lengths = [len(e.prompt_ids) + len(e.response_ids) for e in example_sets[0].examples]
         assert all(limit is None or length <= limit for length in lengths)

@@ -35,9 +35,11 @@ def episodes() -> list[Demonstration]:
     ]
 
 
-def assert_equal(found: list[Demonstration], expected: list[Demonstration]) -> None:
-    assert [of.instruction for of in found] == [of.instruction for of in expected]
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(actual: list[Demonstration], expected: list[Demonstration]) -> None:
+    assert [demonstration.instruction for demonstration in actual] == [
+        demonstration.instruction for demonstration in expected
+    ]
+    for one, other in zip(actual, expected, strict=True):
         assert one.observations.keys() == other.observations.keys()
         for name, values in other.observations.items():
             np.testing.assert_array_equal(one.observations[name], values)
@@ -75,7 +77,7 @@ def _edit(folder: Path, changes: dict[str, Any]) -> None:
 
 def _as_videos(folder: Path, of_version_3: bool) -> list[Demonstration]:
     """Write demonstrations whose images are videos, of slowly brightening frames."""
-    given = [
+    demonstrations = [
         Demonstration(
             {"image": np.full((size, 32, 48, 3), 10 * number, np.uint8) + 20 * np.arange(size, dtype=np.uint8)[:, None, None, None]},
             np.zeros((size, 3), np.float32),
@@ -83,13 +85,13 @@ def _as_videos(folder: Path, of_version_3: bool) -> list[Demonstration]:
         )
         for number, size in enumerate((5, 3, 4))
     ]  # fmt: skip
-    write_demonstrations(folder, given)
+    write_demonstrations(folder, demonstrations)
     path = "videos/{video_key}/{episode_index}.mp4"
     if of_version_3:
         path = "videos/{video_key}/{chunk_index}-{file_index}.mp4"
     features = {"observation.images.image": {"dtype": "video"}, "action": {"dtype": "float32"}}
     _edit(folder, {"features": features, "video_path": path, "fps": 10})
-    films = {str(number): episode.observations["image"] for number, episode in enumerate(given)}
+    films = {str(number): episode.observations["image"] for number, episode in enumerate(demonstrations)}
     if of_version_3:
         name, starts = "videos/observation.images.image", [0.0, 0.5, 0.0]
         places = {
@@ -105,16 +107,16 @@ def _as_videos(folder: Path, of_version_3: bool) -> list[Demonstration]:
     for name, frames in films.items():
         file = folder / "videos" / "observation.images.image" / f"{name}.mp4"
         write_video(file, [Recording(list(frames), [], [], "")], overlay=False, frames_per_s=10)
-    return given
+    return demonstrations
 
 
 @pytest.mark.parametrize("of_version_3", [False, True])
 def test_videos_are_read_frame_by_frame(tmp_path: Path, of_version_3: bool) -> None:
     """write_video enlarges a frame of 32 x 48 fourfold. H.264 with colours at half the resolution changes
     values of such frames by a few levels; neighbouring frames differ by 20."""
-    given = _as_videos(tmp_path, of_version_3)
-    found = list(read_demonstrations(tmp_path, "key"))
-    for one, other in zip(found, given, strict=True):
+    written = _as_videos(tmp_path, of_version_3)
+    read = list(read_demonstrations(tmp_path, "key"))
+    for one, other in zip(read, written, strict=True):
         frames = one.observations["image"]
         assert frames.shape == (len(other.actions), 128, 192, 3)
         np.testing.assert_allclose(
@@ -146,18 +148,22 @@ def test_folders_that_are_none_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda of: of.actions.__setitem__((1, 0), np.nan), "action is not finite in frame 1 of episode 1"),
-        (lambda of: of.observations["state"].__setitem__((0, 1), np.inf), "state is not finite in frame 0 of"),
-        (lambda of: setattr(of, "actions", np.zeros((2, 4), np.float32)), r"episode 1 have the shapes \{'action': \(4,\)"),
-        (lambda of: of.observations.__setitem__("wrist", np.zeros((2, 9, 3, 3), np.uint8)), r"'wrist': \(9, 3, 3\)"),
+        (lambda episode: episode.actions.__setitem__((1, 0), np.nan),
+         "action is not finite in frame 1 of episode 1"),
+        (lambda episode: episode.observations["state"].__setitem__((0, 1), np.inf),
+         "state is not finite in frame 0 of"),
+        (lambda episode: setattr(episode, "actions", np.zeros((2, 4), np.float32)),
+         r"episode 1 have the shapes \{'action': \(4,\)"),
+        (lambda episode: episode.observations.__setitem__("wrist", np.zeros((2, 9, 3, 3), np.uint8)),
+         r"'wrist': \(9, 3, 3\)"),
     ],
 )  # fmt: skip
 def test_episodes_that_would_train_a_wrong_policy_are_refused(
     tmp_path: Path, change: Callable[[Demonstration], Any], words: str
 ) -> None:
-    given = episodes()
-    change(given[1])
-    write_demonstrations(tmp_path, given)
+    demonstrations = episodes()
+    change(demonstrations[1])
+    write_demonstrations(tmp_path, demonstrations)
     with pytest.raises(DataError, match=words):
         list(read_demonstrations(tmp_path, "key"))
 

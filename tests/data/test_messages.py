@@ -36,8 +36,8 @@ TOOLS = [
 
 
 def _row(name: str, arguments: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    given: Any = json.dumps(arguments) if as_text else arguments
-    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": given}}
+    written: Any = json.dumps(arguments) if as_text else arguments
+    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": written}}
     return {
         "tools": TOOLS,
         "messages": [
@@ -56,18 +56,18 @@ ROWS = {
 
 
 def _seen(folder: Path, tokenizer: PreTrainedTokenizerFast, path: str) -> list[Any]:
-    seen: list[Any] = []
+    conversations: list[Any] = []
 
     def conversation(
         messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[tuple[list[int], list[int], list[bool]]]:
-        seen.append(json.loads(json.dumps([messages, tools])))
+        conversations.append(json.loads(json.dumps([messages, tools])))
         return [([1], [2], [True])]
 
     source = FileSource(path=path, messages_key="messages", tools_key="tools")
-    found = load_examples([source], DataConfig(), tokenizer, base_dir=folder, conversation=conversation)
-    assert len(found.examples) == 2
-    return seen[:2]
+    loaded = load_examples([source], DataConfig(), tokenizer, base_dir=folder, conversation=conversation)
+    assert len(loaded.examples) == 2
+    return conversations[:2]
 
 
 @pytest.mark.parametrize("as_text", [False, True], ids=["objects", "text"])
@@ -93,9 +93,9 @@ def test_all_forms_of_a_conversation_are_the_same(
 
 
 def test_a_null_stays_where_the_schema_or_json_text_has_it() -> None:
-    def arguments(given: Any) -> Any:
+    def arguments(value: Any) -> Any:
         row = _row("search", {}, as_text=False)["messages"]
-        row[1]["tool_calls"][0]["function"]["arguments"] = given
+        row[1]["tool_calls"][0]["function"]["arguments"] = value
         return read_messages(row, TOOLS)[1]["tool_calls"][0]["function"]["arguments"]
 
     assert arguments({"query": None, "limit": None, "a": None}) == {"limit": None}

@@ -154,8 +154,8 @@ def test_a_chat_template_writes_the_only_start_token(load_chat: Loader) -> None:
 def test_further_variables_reach_the_chat_template(load_chat: Loader) -> None:
     load_chat.tokenizer.chat_template += "{% if not thinking | default(true) %}<no>{% endif %}"
     assert load_chat.texts(load_chat(ROWS))[0] == "<s><user>1+2<assistant>"
-    told = load_chat(ROWS, chat_template_kwargs={"thinking": False})
-    assert load_chat.texts(told)[0] == "<s><user>1+2<assistant><no>"
+    loaded = load_chat(ROWS, chat_template_kwargs={"thinking": False})
+    assert load_chat.texts(loaded)[0] == "<s><user>1+2<assistant><no>"
 
 
 def test_chat_messages_go_through_the_template_as_they_are(load_chat: Loader) -> None:
@@ -296,8 +296,10 @@ def test_settings_that_do_not_apply_to_chat_messages_are_refused(load_chat: Load
     assert "data.train[0].template does not apply to chat messages" in load_chat.error(
         CHAT, template="Q: {prompt}"
     )
-    own = [{"prompt": [{"role": "system", "content": "s"}, *CHAT[0]["prompt"]], "answer": ""}]
-    assert "already has a system message; remove data.train[0].system" in load_chat.error(own, system="x")
+    with_system = [{"prompt": [{"role": "system", "content": "s"}, *CHAT[0]["prompt"]], "answer": ""}]
+    assert "already has a system message; remove data.train[0].system" in load_chat.error(
+        with_system, system="x"
+    )
 
 
 @pytest.mark.parametrize(
@@ -327,7 +329,10 @@ def test_an_empty_prompt_is_refused(load: Loader) -> None:
 def test_several_sources_are_kept_apart_by_name(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     sources = [ProceduralSource(generator=name, size=4) for name in ("chain_sum", "gcd")]
     prompts = load_prompts(sources, DataConfig(), tokenizer, base_dir=tmp_path, role="eval")
-    assert {name: len(of) for name, of in prompts.by_source().items()} == {"chain_sum": 4, "gcd": 4}
+    assert {name: len(source_prompts) for name, source_prompts in prompts.by_source().items()} == {
+        "chain_sum": 4,
+        "gcd": 4,
+    }
     assert [p.uid for p in prompts.prompts[3:5]] == ["chain_sum:3", "gcd:0"]
     assert prompts.prompts[4].fields["reasoning_gym"]["generator"] == "gcd"
 

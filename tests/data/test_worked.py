@@ -58,18 +58,18 @@ def test_a_response_ends_with_the_end_token_that_the_chat_template_writes(
     source = FileSource(path="a.jsonl", response_key="solution")
     for use_template, end in (("auto", taught), ("never", "</s>")):
         config = DataConfig(use_chat_template=use_template)
-        found = load_examples([source], config, chat_tokenizer, base_dir=folder, end_token_ids=end_token_ids)
-        assert [chat_tokenizer.decode(e.response_ids) for e in found.examples] == [f"3{end}", f"90{end}"]
-        assert all(all(e.response_mask) for e in found.examples)
+        loaded = load_examples([source], config, chat_tokenizer, base_dir=folder, end_token_ids=end_token_ids)
+        assert [chat_tokenizer.decode(e.response_ids) for e in loaded.examples] == [f"3{end}", f"90{end}"]
+        assert all(all(e.response_mask) for e in loaded.examples)
 
 
 def test_overlong_prompts_are_dropped_with_their_responses_and_counted(
     folder: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     source = FileSource(path="a.jsonl", response_key="solution")
-    found = load_examples([source], DataConfig(max_prompt_tokens=4), tokenizer, base_dir=folder)
-    assert [tokenizer.decode(e.response_ids) for e in found.examples] == ["3</s>"]
-    (counts,) = found.counts.values()
+    loaded = load_examples([source], DataConfig(max_prompt_tokens=4), tokenizer, base_dir=folder)
+    assert [tokenizer.decode(e.response_ids) for e in loaded.examples] == ["3</s>"]
+    (counts,) = loaded.counts.values()
     assert (counts.rows, counts.dropped_overlong) == (2, 1)
 
 
@@ -84,9 +84,9 @@ def test_prompt_and_response_must_fit_the_models_positions(
         return load_examples([source], config, tokenizer, base_dir=folder, max_positions=max_positions)
 
     assert len(load(9).examples) == 2
-    found = load(8)
-    assert [len(e.prompt_ids) + len(e.response_ids) for e in found.examples] == [6]
-    (counts,) = found.counts.values()
+    loaded = load(8)
+    assert [len(e.prompt_ids) + len(e.response_ids) for e in loaded.examples] == [6]
+    (counts,) = loaded.counts.values()
     assert (counts.rows, counts.dropped_overlong) == (2, 1)
     with pytest.raises(
         DataError, match="1 of 2 examples exceed the model's 8 positions; the longest has 9 tokens"
@@ -255,14 +255,14 @@ def test_a_conversation_whose_history_changes_is_several_examples(
             {"role": "assistant", "content": "7", "reasoning_content": "3+4"},
         ]
     }
-    found = _two_turns(row, folder, chat_tokenizer, thinking="as_template")
+    loaded = _two_turns(row, folder, chat_tokenizer, thinking="as_template")
     texts = [
-        [chat_tokenizer.decode(list(ids)) for ids in (e.prompt_ids, e.response_ids)] for e in found.examples
+        [chat_tokenizer.decode(list(ids)) for ids in (e.prompt_ids, e.response_ids)] for e in loaded.examples
     ]
     assert texts == [["u1+2=~a", "<think>1+1+1</think>3~"], ["u1+2=~a3~u+4=~a", "<think>3+4</think>7~"]]
-    longest = max(len(e.prompt_ids) + len(e.response_ids) for e in found.examples)
+    longest = max(len(e.prompt_ids) + len(e.response_ids) for e in loaded.examples)
     shorter = _two_turns(row, folder, chat_tokenizer, thinking="as_template", limit=longest - 1)
-    assert [*shorter.examples] == [found.examples[0]]
+    assert [*shorter.examples] == [loaded.examples[0]]
     assert [count.dropped_overlong for count in shorter.counts.values()] == [1]
 
 
@@ -282,8 +282,8 @@ def test_lone_surrogates_in_a_response_are_replaced_as_in_prompts(
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = FileSource(path="a.jsonl", response_key="solution")
     for max_positions in (None, 5, 500):
-        found = load_examples(
+        loaded = load_examples(
             [source], DataConfig(), tokenizer, base_dir=tmp_path, max_positions=max_positions
         )
-        one, other = found.examples
+        one, other = loaded.examples
         assert one == other

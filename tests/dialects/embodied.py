@@ -116,7 +116,7 @@ COMMON: Flat = {
     "rollout.model.model_path": "${actor.model.model_path}", "rollout.model.precision": "${actor.model.precision}",
     "actor.group_name": "ActorGroup", "actor.training_backend": "fsdp", "actor.optim.adam_beta1": 0.9,
     "actor.optim.adam_eps": 1e-8, "actor.optim.weight_decay": 0.01,
-    **{f"actor.fsdp_config.mixed_precision.{of}_dtype": "${actor.model.precision}" for of in ("param", "reduce", "buffer")},
+    **{f"actor.fsdp_config.mixed_precision.{kind}_dtype": "${actor.model.precision}" for kind in ("param", "reduce", "buffer")},
     "reward.use_reward_model": False, "critic.use_critic_model": False,
 }  # fmt: skip
 _PPO: Flat = {
@@ -143,7 +143,7 @@ _PI0: Flat = {
     "actor.fsdp_config.sharding_strategy": "no_shard",
 }  # fmt: skip
 _PI0_LIBERO: Flat = _LIBERO | _PI0 | {
-    **{f"env.{of}.{name}": 480 for of in ("train", "eval") for name in ("max_episode_steps", "max_steps_per_rollout_epoch")},
+    **{f"env.{use}.{name}": 480 for use in ("train", "eval") for name in ("max_episode_steps", "max_steps_per_rollout_epoch")},
     "rollout.unnorm_key": "libero_10",
 }  # fmt: skip
 _PI0_PPO: Flat = _PPO | {
@@ -189,7 +189,7 @@ FILES: dict[str, Flat] = {
     "maniskill_ppo_mlp": _PPO | _SMALL | {
         "defaults": ["maniskill_pick_cube", "maniskill_pick_cube"], "model": "mlp_policy",
         "cluster.component_placement": {"env,rollout,actor": 0}, "runner.val_check_interval": 50, "runner.save_interval": -1,
-        **{f"algorithm.{of}_type": "action_level" for of in ("reward", "logprob", "entropy")},
+        **{f"algorithm.{quantity}_type": "action_level" for quantity in ("reward", "logprob", "entropy")},
         "algorithm.bootstrap_type": "always", "algorithm.update_epoch": 8, "algorithm.value_clip": 1.0,
         "algorithm.gamma": 0.8, "algorithm.gae_lambda": 0.9, "env.train.total_num_envs": 1024, "env.eval.total_num_envs": 32,
         "env.eval.use_fixed_reset_state_ids": True, "rollout.enable_offload": False, "rollout.enable_torch_compile": True,

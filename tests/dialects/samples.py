@@ -28,6 +28,6 @@ OWN: dict[str, tuple[Any, ...]] = {
 def samples(rule: Rule) -> tuple[Any, ...]:
     """Distinct values that the key accepts."""
     name = rule.path.rpartition(".")[2]
-    own = tuple(value for value in OWN.get(name, ()) if rule.takes.accepts(value))
-    found = own or rule.takes.choices or tuple(filter(rule.takes.accepts, CANDIDATES))[:3]
-    return (*found, None) if rule.takes.accepts(None) and None not in found else found
+    listed = tuple(value for value in OWN.get(name, ()) if rule.takes.accepts(value))
+    values = listed or rule.takes.choices or tuple(filter(rule.takes.accepts, CANDIDATES))[:3]
+    return (*values, None) if rule.takes.accepts(None) and None not in values else values

@@ -460,10 +460,10 @@ def test_skyrl_s_environment_is_played_in_turns() -> None:
     assert env.kwargs == {"id": "gsm8k_multi_turn", "id_key": "env_class", "max_turns": 3}
     assert (env.thinking, config.reward.truncated, config.reward.parts) == ("as_template", "zero", ())
     assert [source.answer_key for source in config.data.train] == [None]
-    found = {entry.path: entry.disposition for entry in read.ledger}
-    assert found["generator.append_eos_token_after_stop_str_in_multi_turn"] == "implied"
-    assert found["generator.use_conversation_multi_turn"] == "implied"
-    assert not {"unsupported", "refused"} & set(found.values())
+    dispositions = {entry.path: entry.disposition for entry in read.ledger}
+    assert dispositions["generator.append_eos_token_after_stop_str_in_multi_turn"] == "implied"
+    assert dispositions["generator.use_conversation_multi_turn"] == "implied"
+    assert not {"unsupported", "refused"} & set(dispositions.values())
 
 
 def test_skyrl_s_settings_of_an_environment_are_those_of_the_one_that_is_used() -> None:
@@ -628,8 +628,11 @@ def test_rlinf_s_planner_and_workers_are_an_environment_of_braid_s(
     assert config.data.use_chat_template == "auto"
     assert [source.answer_key for source in config.data.train] == ["answer"]
     assert unsupported_in(read) == SCORES
-    found = {entry.path: entry.disposition for entry in read.ledger}
-    assert (found["agentloop.workflow"], found["agentloop.max_sa_turns"]) == ("applied", "no effect")
+    dispositions = {entry.path: entry.disposition for entry in read.ledger}
+    assert (dispositions["agentloop.workflow"], dispositions["agentloop.max_sa_turns"]) == (
+        "applied",
+        "no effect",
+    )
     with pytest.raises(ConfigError, match=r"tools.search.server_addr.*of workers: braid.env.kwargs.tools"):
         rlinf(tmp_path, MAS, "data.type=math", allowed=sorted(SCORES | WEB))
     assert unsupported_in(rlinf(tmp_path, MAS, allowed=["*"])) == SCORES | WEB | SERVER | {"data.type"}
@@ -731,22 +734,22 @@ def test_rlinf_s_planner_and_workers_learn(
     the number."""
     monkeypatch.chdir(tmp_path)
     draw = random.Random(0)
-    own = env != "team"
+    is_custom = env != "team"
 
     def partly(right: int, texts: Sequence[str]) -> str:
         return texts[right] if draw.random() < 0.75 else draw.choice(texts)
 
     digits, examples = [str(b) for b in range(8)], []
     for i in range(2400):
-        a, told = i % 8, draw.choice(digits)
+        a, number = i % 8, draw.choice(digits)
         if i // 8 % 2:
-            ask, texts = f"{a}?", [f"{b}!" for b in range(8)] if own else DELEGATED
+            ask, texts = f"{a}?", [f"{b}!" for b in range(8)] if is_custom else DELEGATED
             said = [("assistant", partly(a, texts))]
         else:
             right = (3 * a + 1) % 8
-            ask, said = f"{a}!", [("assistant", partly(right, digits) if own else partly(a, LOOKED_UP))]
-        if not own:
-            said += [("tool", told), ("assistant", partly(int(told), digits))]
+            ask, said = f"{a}!", [("assistant", partly(right, digits) if is_custom else partly(a, LOOKED_UP))]
+        if not is_custom:
+            said += [("tool", number), ("assistant", partly(int(number), digits))]
         turns = [("user", ask), *said]
         examples.append({"messages": [{"role": role, "content": text} for role, text in turns]})
     model = warm_model(tmp_path, examples, architecture="qwen2", steps=150, words=(*DELEGATED, *LOOKED_UP))
@@ -760,7 +763,7 @@ def test_rlinf_s_planner_and_workers_learn(
     read = rlinf(
         tmp_path,
         MAS,
-        *([f"braid.env.name={env}", "agentloop.max_planner_turns=1"] if own else tools),
+        *([f"braid.env.name={env}", "agentloop.max_planner_turns=1"] if is_custom else tools),
         "agentloop.max_workers_per_planner=1",
         f"runner.output_dir={tmp_path}/out",
         f"rollout.model.model_path={model}",
@@ -786,7 +789,7 @@ def test_rlinf_s_planner_and_workers_learn(
     )
     first, last = learned(read)
     assert first < 0.4
-    assert last > (0.5 if own else 0.8)
+    assert last > (0.5 if is_custom else 0.8)
     (path,) = tmp_path.glob("out/*/samples/round_000030.jsonl")
     segments = [segment for sample in read_samples(path) for segment in sample.trajectory.segments]
     assert {(segment.agent, segment.is_trained) for segment in segments} == {

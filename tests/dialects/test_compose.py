@@ -37,13 +37,13 @@ def problems(written: Written) -> list[str]:
 
 
 def test_a_preset_is_mounted_at_its_package(tmp_path: Path) -> None:
-    found = tree(tmp_path, main="defaults:\n  - env/libero@env.train\n", env__libero="kind: libero\n")
-    assert found == {"env": {"train": {"kind": "libero"}}}
+    merged = tree(tmp_path, main="defaults:\n  - env/libero@env.train\n", env__libero="kind: libero\n")
+    assert merged == {"env": {"train": {"kind": "libero"}}}
 
 
 def test_a_preset_without_a_package_is_mounted_at_its_group(tmp_path: Path) -> None:
-    found = tree(tmp_path, main="defaults: [a/b/one]\n", a__b__one="x: 1\n")
-    assert found == {"a": {"b": {"x": 1}}}
+    merged = tree(tmp_path, main="defaults: [a/b/one]\n", a__b__one="x: 1\n")
+    assert merged == {"a": {"b": {"x": 1}}}
 
 
 def test_global_and_here_are_packages(tmp_path: Path) -> None:
@@ -52,21 +52,21 @@ def test_global_and_here_are_packages(tmp_path: Path) -> None:
 
 
 def test_a_preset_can_name_its_own_package(tmp_path: Path) -> None:
-    found = tree(tmp_path, main="defaults: [g/one]\n", g__one="# @package _global_\nx: 1\n")
-    assert found == {"x": 1}
-    found = tree(tmp_path, main="defaults: [g/one@there]\n", g__one="# @package _global_\nx: 1\n")
-    assert found == {"there": {"x": 1}}
+    merged = tree(tmp_path, main="defaults: [g/one]\n", g__one="# @package _global_\nx: 1\n")
+    assert merged == {"x": 1}
+    merged = tree(tmp_path, main="defaults: [g/one@there]\n", g__one="# @package _global_\nx: 1\n")
+    assert merged == {"there": {"x": 1}}
 
 
 def test_the_file_wins_over_its_presets_unless_self_says_otherwise(tmp_path: Path) -> None:
-    one, own = "x: 1\ny: {a: 1, b: 1}\n", "x: 2\ny: {b: 2}\n"
-    assert tree(tmp_path, main=f"defaults: [g/one@_global_]\n{own}", g__one=one) == {
+    one, main_keys = "x: 1\ny: {a: 1, b: 1}\n", "x: 2\ny: {b: 2}\n"
+    assert tree(tmp_path, main=f"defaults: [g/one@_global_]\n{main_keys}", g__one=one) == {
         "x": 2,
         "y": {"a": 1, "b": 2},
     }
-    after = f"defaults: [g/one@_global_, _self_]\n{own}"
+    after = f"defaults: [g/one@_global_, _self_]\n{main_keys}"
     assert tree(tmp_path, main=after, g__one=one) == {"x": 2, "y": {"a": 1, "b": 2}}
-    before = f"defaults: [_self_, g/one@_global_]\n{own}"
+    before = f"defaults: [_self_, g/one@_global_]\n{main_keys}"
     assert tree(tmp_path, main=before, g__one=one) == {"x": 1, "y": {"a": 1, "b": 1}}
 
 
@@ -76,14 +76,14 @@ def test_later_presets_win_and_lists_are_replaced(tmp_path: Path) -> None:
 
 
 def test_presets_of_presets_are_looked_for_beside_them_and_mounted_within_them(tmp_path: Path) -> None:
-    found = tree(
+    merged = tree(
         tmp_path,
         main="defaults: [env/outer@env.train]\n",
         env__outer="defaults: [video/big, /shared/seed@_here_]\nx: 1\n",
         env__video__big="save: true\n",
         shared__seed="seed: 3\n",
     )
-    assert found == {"env": {"train": {"video": {"save": True}, "seed": 3, "x": 1}}}
+    assert merged == {"env": {"train": {"video": {"save": True}, "seed": 3, "x": 1}}}
 
 
 def test_group_and_option_can_be_written_apart_and_left_out(tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ def test_the_files_own_folder_comes_before_the_search_path(
     write(tmp_path / "more", g__one="x: more\n", g__two="x: more\n")
     monkeypatch.setenv("PRESETS", str(tmp_path / "more"))
     path = "hydra: {searchpath: ['file://${oc.env:PRESETS}/']}\n"
-    found = tree(tmp_path, main=f"{path}defaults: [g/one@a, g/two@b]\n", g__one="x: own\n")
-    assert (found["a"], found["b"]) == ({"x": "own"}, {"x": "more"})
-    assert found["hydra"] == {"searchpath": [f"file://{tmp_path}/more/"]}
+    merged = tree(tmp_path, main=f"{path}defaults: [g/one@a, g/two@b]\n", g__one="x: own\n")
+    assert (merged["a"], merged["b"]) == ({"x": "own"}, {"x": "more"})
+    assert merged["hydra"] == {"searchpath": [f"file://{tmp_path}/more/"]}
 
 
 def test_a_variable_of_the_search_path_is_resolved_only_when_needed(
@@ -140,7 +140,7 @@ def test_a_variable_of_the_search_path_is_resolved_only_when_needed(
 
 
 def test_a_missing_preset_is_reported_with_the_searched_folders(tmp_path: Path) -> None:
-    (found,) = problems(
+    (problem,) = problems(
         composed(
             tmp_path,
             main="hydra: {searchpath: [file:///nowhere]}\ndefaults:\n  - env/libro\n",
@@ -148,17 +148,17 @@ def test_a_missing_preset_is_reported_with_the_searched_folders(tmp_path: Path) 
             env__maniskill="x: 1\n",
         )
     )
-    assert found == (
+    assert problem == (
         f"defaults: no preset env/libro.yaml, did you mean 'libero'?; looked in {tmp_path}, /nowhere; "
         "available in env: libero, maniskill [main.yaml:3]"
     )
 
 
 def test_cyclic_presets_are_an_error(tmp_path: Path) -> None:
-    (found,) = problems(
+    (problem,) = problems(
         composed(tmp_path, main="defaults: [g/one]\n", g__one="defaults: [two]\n", g__two="defaults: [one]\n")
     )
-    assert "presets form a cycle: g/one -> g/two -> g/one; remove one of the entries" in found
+    assert "presets form a cycle: g/one -> g/two -> g/one; remove one of the entries" in problem
 
 
 @pytest.mark.parametrize(
@@ -172,20 +172,20 @@ def test_cyclic_presets_are_an_error(tmp_path: Path) -> None:
     ],
 )
 def test_a_defaults_list_that_cannot_be_read_is_an_error(tmp_path: Path, defaults: str, message: str) -> None:
-    found = problems(composed(tmp_path, main=f"defaults: {defaults}\n"))
-    assert len(found) == 1
-    assert message in found[0]
+    reported = problems(composed(tmp_path, main=f"defaults: {defaults}\n"))
+    assert len(reported) == 1
+    assert message in reported[0]
 
 
 def test_a_search_path_that_is_not_a_local_folder_is_an_error(tmp_path: Path) -> None:
     main = "hydra: {searchpath: ['pkg://some.package']}\ndefaults: [g/one]\n"
-    found = problems(composed(tmp_path, main=main))
-    assert re.search(r"hydra.searchpath\[0\]: 'pkg://some.package' is not a local folder", found[1])
+    reported = problems(composed(tmp_path, main=main))
+    assert re.search(r"hydra.searchpath\[0\]: 'pkg://some.package' is not a local folder", reported[1])
 
 
 def test_mistakes_in_a_preset_keep_its_file_and_line(tmp_path: Path) -> None:
-    found = problems(composed(tmp_path, main="defaults: [g/one]\n", g__one="x: 1\nx: 2\n"))
-    assert found == ["x: duplicate key, first set at one.yaml:1; remove one [one.yaml:2]"]
+    reported = problems(composed(tmp_path, main="defaults: [g/one]\n", g__one="x: 1\nx: 2\n"))
+    assert reported == ["x: duplicate key, first set at one.yaml:1; remove one [one.yaml:2]"]
 
 
 def test_references_in_presets_are_resolved_against_the_whole(tmp_path: Path) -> None:
@@ -195,9 +195,9 @@ def test_references_in_presets_are_resolved_against_the_whole(tmp_path: Path) ->
     }
     read = read_foreign(write(tmp_path, **files), [], DIALECTS["rlinf"])
     assert read.tree["env"]["train"]["auto_reset"] is True
-    (found,) = problems(read)
-    assert found.startswith(
+    (problem,) = problems(read)
+    assert problem.startswith(
         "env.train.ignore_terminations: ${algorithm.ignore_terminations}: unknown key "
         "'algorithm.ignore_terminations'"
     )
-    assert found.endswith("[one.yaml:2]")
+    assert problem.endswith("[one.yaml:2]")

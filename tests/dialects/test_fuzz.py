@@ -123,8 +123,8 @@ def check(
         assert not Path(SENTINEL).exists()
     rows = [entry.path for entry in read.ledger]
     foreign = read_foreign(path, (), DIALECTS[seed.dialect])
-    own = {key: value for key, value in foreign.tree.items() if key != NATIVE}
-    for name, _ in leaves(own):
+    foreign_tree = {key: value for key, value in foreign.tree.items() if key != NATIVE}
+    for name, _ in leaves(foreign_tree):
         assert any(name == row or name.startswith((f"{row}.", f"{row}[")) for row in rows), name
 
 

@@ -47,20 +47,21 @@ def read(folder: Path, script: str, *overrides: str) -> Read:
 
 
 def test_the_overrides_of_a_script_are_the_config(tmp_path: Path) -> None:
-    found = read(tmp_path, SCRIPT)
-    config = found.loaded.config
-    assert found.title == "SkyRL 0.5"
+    converted = read(tmp_path, SCRIPT)
+    config = converted.loaded.config
+    assert converted.title == "SkyRL 0.5"
     assert config.data.train[0].path == ("/home/x/data/gsm8k/train.parquet",)  # pyright: ignore[reportAttributeAccessIssue]
     assert (config.model.path, config.algorithm.policy_loss.clip_high) == ("Qwen/Qwen2.5-1.5B-Instruct", 0.28)
     assert (config.cluster.devices_per_node, config.rollout.engine.replicas) == (4, 4)
     assert config.run.name == "run-of-nobody"
     assert (
-        found.loaded.origins["algorithm.policy_loss.clip_high"] == "run.sh:16 trainer.algorithm.eps_clip_high"
+        converted.loaded.origins["algorithm.policy_loss.clip_high"]
+        == "run.sh:16 trainer.algorithm.eps_clip_high"
     )
-    assert [entry.path for entry in found.ledger if entry.disposition == "applied"] == [
-        entry.path for entry in found.ledger
+    assert [entry.path for entry in converted.ledger if entry.disposition == "applied"] == [
+        entry.path for entry in converted.ledger
     ]
-    assert set(found.loaded.kept) == {"source.sh", "ledger.json"}
+    assert set(converted.loaded.kept) == {"source.sh", "ledger.json"}
 
 
 def test_the_environment_and_the_command_line_take_precedence(

@@ -94,8 +94,8 @@ def trained(
     """The folder of a run of a page's file, on the CPU, where `~` is `home`."""
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(home)
-    own = ["braid.run.device=cpu", "braid.report.console=none"]
-    read = read_config(SEEDS / name, [*overrides, *own], dialect=dialect, **chosen)
+    native = ["braid.run.device=cpu", "braid.report.console=none"]
+    read = read_config(SEEDS / name, [*overrides, *native], dialect=dialect, **chosen)
     return commands.train(read.loaded).run_dir
 
 
@@ -103,8 +103,8 @@ def learned(
     name: str, dialect: Any, overrides: list[str], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[float, float]:
     """Share of right answers before and after a run of a page's file."""
-    own = ["braid.eval.samples_per_prompt=16", "braid.eval.before=true"]
-    run_dir = trained(name, dialect, [*overrides, *own], home, monkeypatch, **IN_ONE_PROCESS)
+    native = ["braid.eval.samples_per_prompt=16", "braid.eval.before=true"]
+    run_dir = trained(name, dialect, [*overrides, *native], home, monkeypatch, **IN_ONE_PROCESS)
     evals = json.loads((run_dir / "summary.json").read_text())["eval"]
     return evals["first"]["all"]["mean@16"], evals["last"]["all"]["mean@16"]
 
@@ -234,15 +234,16 @@ def placements(
     name: str, dialect: Any, overrides: list[str], home: Path, monkeypatch: pytest.MonkeyPatch, **chosen: str
 ) -> dict[str, tuple[str, list[int]]]:
     """Two rounds of a page's file on workers, with its own backend. Role -> (backend or engine, devices)."""
-    own = ["braid.run.num_threads=1", "braid.run.max_rounds=2"]
-    run_dir = trained(name, dialect, [*overrides, *own], home, monkeypatch, **chosen)
+    native = ["braid.run.num_threads=1", "braid.run.max_rounds=2"]
+    run_dir = trained(name, dialect, [*overrides, *native], home, monkeypatch, **chosen)
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rounds = [line for line in lines if "policy/grad_norm" in line]
     assert [line["round"] for line in rounds] == [1, 2]
     assert all(line["status/invalid"] == 0 for line in rounds)
     roles = json.loads((run_dir / "plan.json").read_text())["layout"]["roles"]
     return {
-        of["role"]: (of["kind"], [d for worker in of["workers"] for d in worker["devices"]]) for of in roles
+        role["role"]: (role["kind"], [d for worker in role["workers"] for d in worker["devices"]])
+        for role in roles
     }
 
 
@@ -264,8 +265,8 @@ def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
         "data.max_prompt_length=8",
         "data.rollout_batch_size=8",
     ]
-    found = placements("rlinf-math-000.yaml", "rlinf", overrides, home, monkeypatch, engine="native")
-    assert found == {"policy": ("megatron", [0, 1]), "rollout": ("native", [0, 1])}
+    placed = placements("rlinf-math-000.yaml", "rlinf", overrides, home, monkeypatch, engine="native")
+    assert placed == {"policy": ("megatron", [0, 1]), "rollout": ("native", [0, 1])}
 
 
 @WITH_VLLM
@@ -286,9 +287,9 @@ def test_roll_s_rlvr_file_runs_on_deepspeed_beside_vllm(home: Path, monkeypatch:
         "actor_infer.strategy_args.strategy_config.block_size=32",  # 16 is none of vLLM's on a CPU
         "actor_infer.model_args.dtype=fp32",  # vLLM's bf16 wants instructions that not every CPU has
     ]
-    found = placements("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch, backend="deepspeed")
+    placed = placements("roll-rlvr-002.yaml", "roll", overrides, home, monkeypatch, backend="deepspeed")
     ranks = ("deepspeed", [0, 1])
-    assert found == {"policy": ranks, "critic": ranks, "rollout": ("vllm", [2])}
+    assert placed == {"policy": ranks, "critic": ranks, "rollout": ("vllm", [2])}
 
 
 @WITH_VLLM
@@ -314,5 +315,9 @@ def test_skyrl_s_file_runs_on_fsdp2_collocated_with_its_reference_and_vllm(
         "generator.model_dtype=float32",  # vLLM's bf16 wants instructions that not every CPU has
         "generator.sampling_params.max_generate_length=8",
     ]
-    found = placements("skyrl-004.yaml", "skyrl", overrides, home, monkeypatch)
-    assert found == {"policy": ("fsdp2", [0, 1]), "reference": ("fsdp2", [0, 1]), "rollout": ("vllm", [0, 1])}
+    placed = placements("skyrl-004.yaml", "skyrl", overrides, home, monkeypatch)
+    assert placed == {
+        "policy": ("fsdp2", [0, 1]),
+        "reference": ("fsdp2", [0, 1]),
+        "rollout": ("vllm", [0, 1]),
+    }

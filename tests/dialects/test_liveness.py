@@ -182,8 +182,8 @@ def in_layouts(folder: Path, reads: Reads) -> Found:
 
 
 def _config(folder: Path, overrides: Iterable[str]) -> RunConfig:
-    given = [text.replace("SERVER", "http://localhost:1") for text in overrides]
-    return load_config(folder / "tiny.yaml", given).config
+    filled = [text.replace("SERVER", "http://localhost:1") for text in overrides]
+    return load_config(folder / "tiny.yaml", filled).config
 
 
 def _union(reads: Reads) -> set[str]:
@@ -197,8 +197,8 @@ def _effects(
     return {key: effects.of(key, VALUES.get(key, ())) for key in keys_of(config) if key.startswith(sections)}
 
 
-def _without_effect(found: dict[str, str]) -> list[str]:
-    return [key for key, effect in found.items() if not effect and key not in ELSEWHERE]
+def _without_effect(effects: dict[str, str]) -> list[str]:
+    return [key for key, effect in effects.items() if not effect and key not in ELSEWHERE]
 
 
 @pytest.mark.parametrize("run", ["first", "second"])
@@ -238,15 +238,15 @@ def test_each_key_of_a_layout_has_an_effect_or_is_unused(in_layouts: Found, name
 def test_each_key_of_the_schema_has_an_effect_somewhere_or_is_known_to_have_none(
     in_runs: Found, in_layouts: Found, reads: Reads
 ) -> None:
-    found: defaultdict[str, set[str]] = defaultdict(set)
+    by_key: defaultdict[str, set[str]] = defaultdict(set)
     for effects in (*in_runs.values(), *in_layouts.values()):
         for key, effect in effects.items():
-            found[key].add(effect.partition(":")[0])
+            by_key[key].add(effect.partition(":")[0])
     read = _union(reads)
     schema = {path for path, field in fields_of(RunConfig) if not sections_of(field)}
     schema = {key for key in schema if not key.startswith(MISSING) and key not in ELSEWHERE}
-    is_refused = {key for key in read if "refused" in found[key]}
-    without = {key for key in schema if not found[key] & {"changed", "read"} and key not in is_refused}
+    is_refused = {key for key in read if "refused" in by_key[key]}
+    without = {key for key in schema if not by_key[key] & {"changed", "read"} and key not in is_refused}
     assert sorted(without ^ NEVER) == []
     assert read.issuperset(LATE)
 
@@ -327,7 +327,7 @@ def test_a_change_of_an_applied_key_changes_what_the_run_depends_on(
 @pytest.mark.parametrize(
     ("seed", "chosen"),
     VARIANTS,
-    ids=lambda given: given.name if isinstance(given, Seed) else "-".join(given.values()) or "as it is",
+    ids=lambda case: case.name if isinstance(case, Seed) else "-".join(case.values()) or "as it is",
 )
 def test_a_key_that_a_ledger_calls_applied_has_an_effect(
     reader: Reader, reads: Reads, seed: Seed, chosen: dict[str, str]

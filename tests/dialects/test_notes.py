@@ -50,24 +50,24 @@ def test_a_list_of_defaults_without_presets_is_said_to_be_empty(reader: Reader, 
 
 
 @pytest.mark.parametrize(
-    ("own", "native"), [(None, {"model.vla.unnorm_key": "libero_10"}), ("bridge_orig", {})]
+    ("actor_key", "native"), [(None, {"model.vla.unnorm_key": "libero_10"}), ("bridge_orig", {})]
 )
 def test_rollout_unnorm_key_is_overridden_only_by_a_key_that_is_there(
-    reader: Reader, own: str | None, native: dict[str, str]
+    reader: Reader, actor_key: str | None, native: dict[str, str]
 ) -> None:
     tree = SEED_OF["rlinf-embodied-003"].tree()
     tree["rollout"]["unnorm_key"] = "libero_10"
-    if own is None:
+    if actor_key is None:
         del tree["actor"]["model"]["unnorm_key"]
     ledger = read_config(reader.write("unnorm", tree), dialect="rlinf").ledger
     (entry,) = [entry for entry in ledger if entry.path == "rollout.unnorm_key"]
     assert entry.native == native
-    assert ("overridden by actor.model.unnorm_key" in entry.note) == (own is not None)
+    assert ("overridden by actor.model.unnorm_key" in entry.note) == (actor_key is not None)
 
 
 def test_the_template_of_an_agentic_file_has_no_effect(tmp_path: Path) -> None:
     for template in ("qwen2_5", "chatml"):
-        found = roll(tmp_path, None, f"actor_train.data_args.template={template}")
-        (entry,) = [entry for entry in found.ledger if entry.path == "actor_train.data_args.template"]
+        read = roll(tmp_path, None, f"actor_train.data_args.template={template}")
+        (entry,) = [entry for entry in read.ledger if entry.path == "actor_train.data_args.template"]
         assert entry.disposition == "no effect"
-        assert found.loaded.config.model.chat_template is None
+        assert read.loaded.config.model.chat_template is None

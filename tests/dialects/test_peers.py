@@ -169,8 +169,10 @@ def with_table(reader: Reader, name: str) -> Path:
 def test_a_key_of_an_example_file_becomes_what_its_table_says(reader: Reader, name: str) -> None:
     seed, table = FILES[name]
     read = read_config(with_table(reader, name), dialect=seed.dialect, allowed=["*"])
-    found = {entry.path: entry.disposition for entry in read.ledger}
-    assert {key: found.get(key) for key in table} == {key: expected for key, (_, expected) in table.items()}
+    dispositions = {entry.path: entry.disposition for entry in read.ledger}
+    assert {key: dispositions.get(key) for key in table} == {
+        key: expected for key, (_, expected) in table.items()
+    }
 
 
 def test_an_override_may_be_a_mapping_without_spaces_as_in_hydra(reader: Reader) -> None:
@@ -182,14 +184,14 @@ def test_an_override_may_be_a_mapping_without_spaces_as_in_hydra(reader: Reader)
 
 @pytest.mark.parametrize("name", FILES)
 def test_explain_ends_well(reader: Reader, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [
+    arguments = [
         str(with_table(reader, name)),
         "--dialect",
         FILES[name][0].dialect,
         "--allow-unsupported",
         "rewards",
     ]
-    assert main(["explain", *given]) == 0
+    assert main(["explain", *arguments]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "plan: ok"
 
 

@@ -37,32 +37,34 @@ def test_the_critic_has_its_own_settings_and_the_actors_for_the_rest() -> None:
     with_critic = ("algorithm.adv_type=gae", "critic.use_critic_model=true", "actor.optim.lr=1e-5")
     shared = config(*with_critic)
     assert shared.critic.train is None
-    own = config(
+    separate = config(
         *with_critic,
         "+critic.optim.lr=1e-4",
         "+critic.optim.adam_beta2=0.9",
         "+critic.lr_sched.lr_decay_style=linear",
         "+critic.tokenizer.use_fast=false",
     )
-    assert own.train == shared.train
-    assert own.critic.train is not None
-    optimizer = own.critic.train.optimizer
+    assert separate.train == shared.train
+    assert separate.critic.train is not None
+    optimizer = separate.critic.train.optimizer
     assert (optimizer.lr, optimizer.betas[1], optimizer.schedule.decay) == (1e-4, 0.9, "linear")
     same = {"lr", "betas", "schedule"}
-    assert optimizer.model_dump(exclude=same) == own.train.optimizer.model_dump(exclude=same)
-    assert own.critic.train.model_dump(exclude={"optimizer"}) == own.train.model_dump(exclude={"optimizer"})
+    assert optimizer.model_dump(exclude=same) == separate.train.optimizer.model_dump(exclude=same)
+    assert separate.critic.train.model_dump(exclude={"optimizer"}) == separate.train.model_dump(
+        exclude={"optimizer"}
+    )
 
 
 def test_a_setting_of_the_actor_that_does_not_suit_the_critic_is_refused() -> None:
     rates = ("actor.optim.lr=1e-4", "actor.lr_sched.min_lr=1e-5", "actor.lr_sched.lr_decay_style=cosine")
     critic = ("algorithm.adv_type=gae", "critic.use_critic_model=true", "+critic.optim.lr=1e-6")
-    (found,) = problems(*rates, *critic)
-    assert found.startswith("actor.lr_sched.min_lr: for the critic: 1e-05 is above the peak learning rate")
+    (problem,) = problems(*rates, *critic)
+    assert problem.startswith("actor.lr_sched.min_lr: for the critic: 1e-05 is above the peak learning rate")
 
 
 def row(read: Read, path: str) -> Entry:
-    (found,) = [entry for entry in read.ledger if entry.path == path]
-    return found
+    (entry,) = [entry for entry in read.ledger if entry.path == path]
+    return entry
 
 
 def problems(*overrides: str, path: Path = MATH_003, **options: Any) -> list[str]:
@@ -98,11 +100,11 @@ def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 def test_in_one_process_batches_are_the_same_and_cluster_keys_are_dropped() -> None:
     read = here()
-    found = read.loaded.config
-    assert (found.train.backend.kind, found.rollout.engine.kind) == ("single", "native")
-    assert (found.cluster.placement, found.cluster.num_nodes) == ({}, 1)
-    assert found.rollout.engine.max_running == 64
-    plan = resolve(found)
+    run_config = read.loaded.config
+    assert (run_config.train.backend.kind, run_config.rollout.engine.kind) == ("single", "native")
+    assert (run_config.cluster.placement, run_config.cluster.num_nodes) == ({}, 1)
+    assert run_config.rollout.engine.max_running == 64
+    plan = resolve(run_config)
     assert (plan.steps_per_round, plan.rows_per_step, plan.trajectories_per_round) == (4, 32, 128)
     assert row(read, "actor.model.tensor_model_parallel_size").disposition == "no effect"
     assert (
@@ -118,12 +120,12 @@ def test_in_one_process_batches_are_the_same_and_cluster_keys_are_dropped() -> N
 )
 def test_a_round_is_cut_into_n_minibatches(prompts: int, group: int, parts: int, rows_per_step: int) -> None:
     """rollout_batch_size * group_size // n_minibatches rows make an optimizer step."""
-    found = here(
+    run_config = here(
         f"data.rollout_batch_size={prompts}",
         f"algorithm.group_size={group}",
         f"algorithm.n_minibatches={parts}",
     ).loaded.config
-    plan = resolve(found)
+    plan = resolve(run_config)
     assert (plan.rows_per_step, plan.steps_per_round) == (rows_per_step, parts)
 
 
@@ -178,8 +180,8 @@ def test_a_reward_model_replaces_the_rule() -> None:
     assert part.kind == "model"
     assert (read.loaded.config.reward.scale, read.loaded.config.reward.shift) == (5.0, 0.0)
     assert row(read, "reward.reward_type").disposition == "no effect"
-    (found,) = problems("reward.use_reward_model=true")
-    assert "with true, set reward.model.model_path to the folder of the reward model" in found
+    (problem,) = problems("reward.use_reward_model=true")
+    assert "with true, set reward.model.model_path to the folder of the reward model" in problem
 
 
 @pytest.mark.parametrize(
@@ -220,11 +222,11 @@ def test_both_spellings_of_a_renamed_key_mean_the_same(tmp_path: Path, older: st
 
 
 def test_a_key_set_under_two_names_must_have_one_value() -> None:
-    (found,) = problems("rollout.model_dir=other")
-    assert found.startswith("rollout.model_dir: is an alias of rollout.model.model_path")
-    (found,) = problems("algorithm.sampling_params.use_greedy=true")
-    assert "true here, but " in found
-    assert "algorithm.sampling_params.do_sample" in found
+    (problem,) = problems("rollout.model_dir=other")
+    assert problem.startswith("rollout.model_dir: is an alias of rollout.model.model_path")
+    (problem,) = problems("algorithm.sampling_params.use_greedy=true")
+    assert "true here, but " in problem
+    assert "algorithm.sampling_params.do_sample" in problem
 
 
 def test_omitted_keys_have_rlinfs_defaults(tmp_path: Path) -> None:
@@ -234,29 +236,33 @@ def test_omitted_keys_have_rlinfs_defaults(tmp_path: Path) -> None:
         "data: {type: math, max_prompt_length: 32, rollout_batch_size: 8, train_data_paths: [a.jsonl]}\n"
         "algorithm: {group_size: 4}\nrollout: {model: {model_path: m}}\nactor: {optim: {lr: 1.0e-3}}\n"
     )
-    found = config(path=path)
-    assert (found.train.backend.kind, found.rollout.engine.kind) == ("megatron", "sglang")
-    assert found.algorithm.policy_loss == PpoClip(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-    assert (found.algorithm.kl_coef, found.algorithm.aggregation) == (
+    run_config = config(path=path)
+    assert (run_config.train.backend.kind, run_config.rollout.engine.kind) == ("megatron", "sglang")
+    assert run_config.algorithm.policy_loss == PpoClip(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    assert (run_config.algorithm.kl_coef, run_config.algorithm.aggregation) == (
         None,
         "token_mean",
     )
-    assert (found.algorithm.whiten_advantages, found.algorithm.early_stop_ratio) == (True, "off")
-    assert found.algorithm.old_logprobs == "recompute"
-    assert (found.train.steps_per_pass, found.train.micro_batch_rows, found.train.micro_batch_tokens) == (
+    assert (run_config.algorithm.whiten_advantages, run_config.algorithm.early_stop_ratio) == (True, "off")
+    assert run_config.algorithm.old_logprobs == "recompute"
+    assert (
+        run_config.train.steps_per_pass,
+        run_config.train.micro_batch_rows,
+        run_config.train.micro_batch_tokens,
+    ) == (
         1,
         1,
         96,
     )
-    assert (found.train.optimizer.betas, found.train.optimizer.eps) == ((0.9, 0.999), 1e-8)
-    assert found.train.optimizer.weight_decay == 0.01
-    assert found.rollout.sampling.max_new_tokens == 64
-    assert (found.rollout.engine.memory_fraction, found.rollout.engine.tensor_parallel) == (0.65, 1)
-    assert (found.eval.every_rounds, found.eval.before) == (0, False)
-    assert (found.reward.scale, found.reward.shift) == (2.0, -1.0)
-    assert found.data.train[0].answer_key == "solutions"
-    assert found.data.eval == ()
-    assert found.run.base_dir == str(Path.cwd())
+    assert (run_config.train.optimizer.betas, run_config.train.optimizer.eps) == ((0.9, 0.999), 1e-8)
+    assert run_config.train.optimizer.weight_decay == 0.01
+    assert run_config.rollout.sampling.max_new_tokens == 64
+    assert (run_config.rollout.engine.memory_fraction, run_config.rollout.engine.tensor_parallel) == (0.65, 1)
+    assert (run_config.eval.every_rounds, run_config.eval.before) == (0, False)
+    assert (run_config.reward.scale, run_config.reward.shift) == (2.0, -1.0)
+    assert run_config.data.train[0].answer_key == "solutions"
+    assert run_config.data.eval == ()
+    assert run_config.run.base_dir == str(Path.cwd())
 
 
 @pytest.mark.parametrize(
@@ -317,8 +323,8 @@ def test_corrections_between_engine_and_trainer() -> None:
         "algorithm.loss_type=decoupled_actor_critic",
         "algorithm.behave_weight_threshold=4",
     ).loaded.config.algorithm
-    found = [(c.level, c.mode, c.high) for c in decoupled.corrections or ()]
-    assert found == [("token", "truncate", 4.0), ("token", "mask", 4.0)]
+    corrections = [(c.level, c.mode, c.high) for c in decoupled.corrections or ()]
+    assert corrections == [("token", "truncate", 4.0), ("token", "mask", 4.0)]
 
 
 @pytest.mark.parametrize(("recomputes", "old"), [("true", "recompute"), ("false", "interpolated")])
@@ -380,8 +386,8 @@ def test_parts_of_the_losses(overrides: list[str], expected: dict[str, Any]) -> 
 
 
 def test_unsupported_loss_scales_are_refused() -> None:
-    (found,) = problems("algorithm.loss_scales=[group_level]")  # with token-mean
-    assert "algorithm.loss_agg_func=seq-mean-token-mean" in found
+    (problem,) = problems("algorithm.loss_scales=[group_level]")  # with token-mean
+    assert "algorithm.loss_agg_func=seq-mean-token-mean" in problem
 
 
 @pytest.mark.parametrize(("value", "native"), [("1000000", 0), ("-1", 0), ("0", 0), ("50", 50)])
@@ -415,9 +421,9 @@ def test_a_very_large_top_k_disables_it(value: str, native: int) -> None:
 def test_precision_is_that_of_computation_over_weights_in_fp32(
     overrides: list[str], expected: tuple[str, str, int | None]
 ) -> None:
-    found = here(*overrides).loaded.config
-    scaler = found.train.grad_scaler
-    assert (found.model.dtype, found.train.autocast, scaler and scaler.growth_interval) == expected
+    run_config = here(*overrides).loaded.config
+    scaler = run_config.train.grad_scaler
+    assert (run_config.model.dtype, run_config.train.autocast, scaler and scaler.growth_interval) == expected
 
 
 def test_fsdp_reads_the_options_of_its_own_generation() -> None:
@@ -451,11 +457,11 @@ def test_settings_that_a_chosen_backend_does_not_have_are_unused() -> None:
     options = ["sharding_strategy=shard_grad_op", "forward_prefetch=true"]
     overrides = ["actor.training_backend=fsdp", *(f"actor.fsdp_config.{option}" for option in options)]
     chosen = ["braid.train.backend=fsdp2", "braid.train.backend.pin_memory=true"]
-    found = read_config(MATH_003, [*overrides, *chosen])
-    backend = found.loaded.config.train.backend
+    read = read_config(MATH_003, [*overrides, *chosen])
+    backend = read.loaded.config.train.backend
     assert isinstance(backend, Fsdp2)
     assert (backend.sharding, backend.pin_memory) == ("grad_op", True)
-    unused = row(found, "actor.fsdp_config.forward_prefetch")
+    unused = row(read, "actor.fsdp_config.forward_prefetch")
     assert (unused.disposition, unused.note) == (
         "unused",
         "train.backend is fsdp2, which does not have forward_prefetch",
@@ -475,8 +481,8 @@ def test_learning_rates_and_the_warmup() -> None:
     assert (
         row(read, "actor.lr_sched.lr_warmup_fraction").note == "overridden by actor.lr_sched.lr_warmup_iters"
     )
-    (found,) = problems("actor.lr_sched.min_lr=1e-3", "actor.lr_sched.lr_decay_style=cosine")
-    assert "0.001 is above the peak learning rate actor.optim.lr=2e-05; lower it" in found
+    (problem,) = problems("actor.lr_sched.min_lr=1e-3", "actor.lr_sched.lr_decay_style=cosine")
+    assert "0.001 is above the peak learning rate actor.optim.lr=2e-05; lower it" in problem
 
 
 def test_loggers_under_both_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -536,8 +542,8 @@ def test_a_wrong_value_says_what_is_allowed(override: str, message: str) -> None
 
 
 def test_an_override_below_braid_sets_a_native_key() -> None:
-    found = here("braid.algorithm.kl_in=loss", "algorithm.kl_beta=0.1").loaded.config
-    assert (found.algorithm.kl_in, found.algorithm.kl_coef) == ("loss", 0.1)
+    run_config = here("braid.algorithm.kl_in=loss", "algorithm.kl_beta=0.1").loaded.config
+    assert (run_config.algorithm.kl_in, run_config.algorithm.kl_coef) == ("loss", 0.1)
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ def problems(*overrides: str) -> list[str]:
     ],
 )
 def test_keys_that_do_not_fit_each_other_are_refused(overrides: list[str], expected: str) -> None:
-    (found,) = problems(*overrides)
-    assert found.partition(" [")[0] == expected
+    (problem,) = problems(*overrides)
+    assert problem.partition(" [")[0] == expected
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,13 @@ def test_what_fits_is_not_refused(overrides: list[str]) -> None:
 
 
 def test_a_problem_has_the_place_where_its_key_was_written() -> None:
-    (found,) = problems("runner.val_check_interval=20")
+    (problem,) = problems("runner.val_check_interval=20")
     line = SEED.read_text().splitlines().index("  save_interval: 50") + 1
-    assert found.endswith(f"[rlinf-math-003.yaml:{line}]")
+    assert problem.endswith(f"[rlinf-math-003.yaml:{line}]")
 
 
 def test_huge_counts_are_refused_quickly() -> None:
-    found = problems("cluster.num_gpus_per_node=1000000000000000000")
-    assert any("more than" in problem for problem in found)
-    found = problems("cluster.num_gpus_per_node=1000000000000000000000000000000")
-    assert any("64 bits" in problem for problem in found)
+    reported = problems("cluster.num_gpus_per_node=1000000000000000000")
+    assert any("more than" in problem for problem in reported)
+    reported = problems("cluster.num_gpus_per_node=1000000000000000000000000000000")
+    assert any("64 bits" in problem for problem in reported)

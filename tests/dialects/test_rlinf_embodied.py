@@ -36,10 +36,10 @@ def test_no_key_is_unsupported_and_text_keys_say_why_they_have_no_effect() -> No
     assert not [entry.path for entry in ledger if entry.disposition == "unsupported"]
     unused = {entry.path for entry in ledger if entry.disposition == "unused"}
     assert {f"algorithm.{name}_type" for name in ("reward", "entropy")} <= unused
-    found = notes()
-    assert found["runner.seq_length"] == "for language models only; runner.task_type is embodied"
-    assert found["rollout.model.model_path"] == "the robot policy is set by actor.model.model_path"
-    assert found["algorithm.auto_reset"] == "overridden by env.train.auto_reset"
+    note_of = notes()
+    assert note_of["runner.seq_length"] == "for language models only; runner.task_type is embodied"
+    assert note_of["rollout.model.model_path"] == "the robot policy is set by actor.model.model_path"
+    assert note_of["algorithm.auto_reset"] == "overridden by env.train.auto_reset"
 
 
 def test_another_preset_is_another_simulator() -> None:
@@ -69,12 +69,12 @@ def test_another_preset_is_another_simulator() -> None:
 def test_a_round_has_the_episodes_of_all_simulators_and_a_step_global_batch_size_chunks(
     overrides: list[str], prompts: int, steps: int
 ) -> None:
-    found = config(*overrides)
-    assert (found.rollout.prompts_per_round, found.train.steps_per_pass) == (prompts, steps)
+    run_config = config(*overrides)
+    assert (run_config.rollout.prompts_per_round, run_config.train.steps_per_pass) == (prompts, steps)
 
 
 def test_several_episodes_of_each_simulator_in_a_round() -> None:
-    found = config(
+    run_config = config(
         "env.train.auto_reset=true",
         "env.train.total_num_envs=64",
         "env.train.rollout_epoch=2",
@@ -85,10 +85,10 @@ def test_several_episodes_of_each_simulator_in_a_round() -> None:
         *LONG,
         "env.eval.max_steps_per_rollout_epoch=160",
     )
-    env = found.env
+    env = run_config.env
     assert isinstance(env, ManiskillEnv)
     assert (env.auto_reset, env.max_steps_per_rollout, env.num_envs) == (True, 160, 64)
-    assert found.rollout.prompts_per_round == 64 * 2 // 2
+    assert run_config.rollout.prompts_per_round == 64 * 2 // 2
     assert env.eval_episodes == 10 * 3 * 2
 
 
@@ -112,16 +112,16 @@ def test_a_factor_on_rewards_is_the_presets_or_the_algorithms(tmp_path: Path) ->
     shutil.copytree(SEED.parent, tmp_path, dirs_exist_ok=True)
     for preset in (tmp_path / "env").glob("*.yaml"):
         preset.write_text(preset.read_text().replace("reward_coef: 5.0\n", ""))
-    found = read_config(tmp_path / SEED.name, ["algorithm.reward_coef=2.0"]).loaded.config.env
-    assert isinstance(found, ManiskillEnv)
-    assert found.reward_scale == 2.0
+    env = read_config(tmp_path / SEED.name, ["algorithm.reward_coef=2.0"]).loaded.config.env
+    assert isinstance(env, ManiskillEnv)
+    assert env.reward_scale == 2.0
 
 
 def test_gae_adds_a_value_head() -> None:
-    found = config(
+    algorithm = config(
         "algorithm.adv_type=gae", "algorithm.loss_type=actor_critic", "algorithm.gamma=0.8"
     ).algorithm
-    assert found.advantage == Gae(gamma=0.8)
+    assert algorithm.advantage == Gae(gamma=0.8)
     values = ("algorithm.adv_type=gae", "algorithm.loss_type=actor_critic")
     assert config(*values, "algorithm.bootstrap_type=always").algorithm.advantage.bootstrap == "always"
     assert config("algorithm.bootstrap_type=always").algorithm.advantage.kind == "grpo"
@@ -132,12 +132,12 @@ def test_gae_adds_a_value_head() -> None:
 
 
 def test_groups_with_mean_rewards_out_of_bounds_are_dropped() -> None:
-    found = config(
+    reward_filter = config(
         "algorithm.filter_rewards=true",
         "algorithm.rewards_lower_bound=0.1",
         "algorithm.rewards_upper_bound=4.9",
     ).rollout.filter
-    assert (found.min_mean, found.max_mean) == (0.1, 4.9)
+    assert (reward_filter.min_mean, reward_filter.max_mean) == (0.1, 4.9)
     assert (
         notes("algorithm.rewards_lower_bound=0.1")["algorithm.rewards_lower_bound"]
         == "algorithm.filter_rewards is not set"
@@ -203,9 +203,9 @@ def test_settings_that_differ_from_training_or_are_missing_are_refused(
 )
 def test_evaluations_that_differ_without_an_effect_on_success_say_how(override: str, words: str) -> None:
     key = override.partition("=")[0]
-    found = {entry.path: entry for entry in read(override).ledger}[key]
-    assert found.disposition == "no effect"
-    assert words in found.note
+    entry = {entry.path: entry for entry in read(override).ledger}[key]
+    assert entry.disposition == "no effect"
+    assert words in entry.note
 
 
 @pytest.mark.parametrize(
@@ -231,10 +231,10 @@ def test_evaluations_have_a_temperature_of_their_own_or_the_likeliest_actions(
 
 
 def test_sampling_params_of_the_rollout_come_before_those_of_the_algorithm() -> None:
-    given = ("rollout.sampling_params.temperature_train=1.6", "rollout.sampling_params.do_sample=true")
-    assert config(*given).rollout.sampling.temperature == 1.6
-    found = notes(*given)
-    assert found["algorithm.sampling_params.temperature"] == "sampling_params are those of rollout"
+    overrides = ("rollout.sampling_params.temperature_train=1.6", "rollout.sampling_params.do_sample=true")
+    assert config(*overrides).rollout.sampling.temperature == 1.6
+    note_of = notes(*overrides)
+    assert note_of["algorithm.sampling_params.temperature"] == "sampling_params are those of rollout"
     assert notes("rollout.sampling_params.max_new_tokens=null")["rollout.sampling_params.max_new_tokens"] == (
         "null: what the actions need, or runner.seq_length leaves"
     )
@@ -267,23 +267,23 @@ def test_sampling_params_of_the_rollout_come_before_those_of_the_algorithm() -> 
     ],
 )
 def test_keys_that_change_nothing_are_accepted_and_others_are_not(override: str, disposition: str) -> None:
-    found = {entry.path: entry for entry in read_config(SEED, [override], allowed=["*"]).ledger}
-    entry = found[override.partition("=")[0]]
+    entries = {entry.path: entry for entry in read_config(SEED, [override], allowed=["*"]).ledger}
+    entry = entries[override.partition("=")[0]]
     assert (entry.disposition, bool(entry.note)) == (disposition, True)
 
 
 def test_training_at_temperature_0_is_refused_unless_nothing_is_trained() -> None:
-    given = "rollout.sampling_params.temperature_train=0.0"
+    override = "rollout.sampling_params.temperature_train=0.0"
     with pytest.raises(ConfigError, match="training samples actions; use a number above 0"):
-        read(given)
-    assert notes(given, "runner.only_eval=true")["rollout.sampling_params.temperature_train"] == (
+        read(override)
+    assert notes(override, "runner.only_eval=true")["rollout.sampling_params.temperature_train"] == (
         "nothing is trained"
     )
 
 
 def test_counts_of_steps_and_decisions_become_those_of_braid() -> None:
     """640 chunks of a round are 4 optimizer steps, times 2 passes."""
-    found = config(
+    run_config = config(
         "algorithm.adv_type=gae",
         "algorithm.loss_type=actor_critic",
         "env.train.total_num_envs=64",
@@ -294,11 +294,11 @@ def test_counts_of_steps_and_decisions_become_those_of_braid() -> None:
         "actor.optim.total_training_steps=100",
         *LONG,
     )
-    assert (found.train.steps_per_pass, found.train.passes_per_round) == (4, 2)
-    assert found.critic.warmup_rounds == 3
-    schedule = found.train.optimizer.schedule
+    assert (run_config.train.steps_per_pass, run_config.train.passes_per_round) == (4, 2)
+    assert run_config.critic.warmup_rounds == 3
+    schedule = run_config.train.optimizer.schedule
     assert (schedule.warmup_steps, schedule.decay_steps) == (24, 800), "RLinf counts rounds"
-    assert found.train.micro_batch_tokens == 8 * 8 * 7, "micro-batches are counted in log-probs"
+    assert run_config.train.micro_batch_tokens == 8 * 8 * 7, "micro-batches are counted in log-probs"
     for level, positions in (("action_level", 8), ("chunk_level", 1)):
         assert config(f"algorithm.logprob_type={level}").train.micro_batch_tokens == 8 * positions
     longer = config(*LONG, "env.train.total_num_envs=64", "env.train.max_steps_per_rollout_epoch=160")
@@ -306,23 +306,23 @@ def test_counts_of_steps_and_decisions_become_those_of_braid() -> None:
 
 
 def test_pytorch_s_own_schedules() -> None:
-    given = (
+    overrides = (
         "actor.optim.min_lr=1e-5",
         "actor.optim.lr_warmup_steps=3",
         "actor.optim.lr_scheduler=torch_cosine",
     )
-    schedule = config(*given).train.optimizer.schedule
+    schedule = config(*overrides).train.optimizer.schedule
     assert (schedule.decay, schedule.warmup_steps) == ("cosine", 0)
     assert schedule.min_ratio == pytest.approx(1e-6 / 1e-4)
-    assert "neither a warm-up" in notes(*given)["actor.optim.min_lr"]
+    assert "neither a warm-up" in notes(*overrides)["actor.optim.min_lr"]
     assert config("actor.optim.lr_scheduler=torch_constant").train.optimizer.schedule.decay == "constant"
 
 
 def test_libero_s_own_keys() -> None:
     def env(*overrides: str) -> LiberoEnv:
-        found = config(*LIBERO, *overrides).env
-        assert isinstance(found, LiberoEnv)
-        return found
+        libero = config(*LIBERO, *overrides).env
+        assert isinstance(libero, LiberoEnv)
+        return libero
 
     penalised = [
         f"env.{use}.{key}"
@@ -344,14 +344,14 @@ def test_libero_s_own_keys() -> None:
 
 
 def test_a_task_of_metaworld_or_a_set() -> None:
-    of = [*LIBERO, *(f"env.{use}.env_type=metaworld" for use in ("train", "eval"))]
+    metaworld = [*LIBERO, *(f"env.{use}.env_type=metaworld" for use in ("train", "eval"))]
     for key, task in (("task_name=reach-v3", "reach-v3"), ("task_suite_name=metaworld_45_ind", "ML45-train")):
-        found = config(*of, *(f"env.{use}.{key}" for use in ("train", "eval"))).env
-        assert isinstance(found, MetaworldEnv)
-        assert found.task == task
+        env = config(*metaworld, *(f"env.{use}.{key}" for use in ("train", "eval"))).env
+        assert isinstance(env, MetaworldEnv)
+        assert env.task == task
     both = [f"env.{use}.task_suite_name=metaworld_50" for use in ("train", "eval")]
     named = [f"env.{use}.task_name=reach-v3" for use in ("train", "eval")]
-    assert notes(*of, *both, *named)["env.train.task_suite_name"] == "overridden by task_name"
+    assert notes(*metaworld, *both, *named)["env.train.task_suite_name"] == "overridden by task_name"
 
 
 def test_a_policy_needs_a_folder_unless_it_is_built() -> None:
@@ -362,8 +362,8 @@ def test_a_policy_needs_a_folder_unless_it_is_built() -> None:
 
 
 def test_precisions_of_fsdp_have_the_names_of_the_model_s() -> None:
-    found = config("actor.fsdp_config.mixed_precision.param_dtype=32").train.backend
-    assert found.parameter_dtype() == "fp32"
+    backend = config("actor.fsdp_config.mixed_precision.param_dtype=32").train.backend
+    assert backend.parameter_dtype() == "fp32"
 
 
 def test_keys_of_maniskill_s_scene() -> None:
@@ -384,43 +384,43 @@ def test_keys_of_maniskill_s_scene() -> None:
 
 
 def test_openpi_s_keys_are_those_of_pi0() -> None:
-    of = "actor.model.openpi."
+    prefix = "actor.model.openpi."
     overrides = [
         "actor.model.model_type=openpi",
         "actor.model.num_action_chunks=5",
-        f"{of}config_name=pi0_libero",
-        f"{of}num_steps=3",
-        f"{of}noise_method=flow_noise",
-        f"{of}joint_logprob=true",
-        f"{of}train_expert_only=true",
-        f"{of}detach_critic_input=true",
-        f"{of}use_dsrl=false",
-        f"{of}value_after_vlm=true",
-        f"{of}value_vlm_mode=mean_token",
+        f"{prefix}config_name=pi0_libero",
+        f"{prefix}num_steps=3",
+        f"{prefix}noise_method=flow_noise",
+        f"{prefix}joint_logprob=true",
+        f"{prefix}train_expert_only=true",
+        f"{prefix}detach_critic_input=true",
+        f"{prefix}use_dsrl=false",
+        f"{prefix}value_after_vlm=true",
+        f"{prefix}value_vlm_mode=mean_token",
     ]
     vla = config(*overrides).model.vla
     assert vla is not None
     assert (vla.kind, vla.denoise_steps, vla.noise, vla.train_expert_only) == ("pi0", 3, "flow_noise", True)
     for override, words in (
-        (f"{of}config_name=pi05_libero", "pi0.5 is not supported"),
-        (f"{of}joint_logprob=false", "set it to true for noise_method=flow_noise"),
-        (f"{of}noise_method=reinflow", "use flow_sde or flow_noise"),
-        (f"{of}value_vlm_mode=last_token", "use mean_token"),
+        (f"{prefix}config_name=pi05_libero", "pi0.5 is not supported"),
+        (f"{prefix}joint_logprob=false", "set it to true for noise_method=flow_noise"),
+        (f"{prefix}noise_method=reinflow", "use flow_sde or flow_noise"),
+        (f"{prefix}value_vlm_mode=last_token", "use mean_token"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
             read(*overrides, override)
 
 
 def test_small_policies_are_built_from_sizes() -> None:
-    found = config(
+    model = config(
         "actor.model.model_type=mlp_policy",
         "actor.model.is_lora=false",
         "env.train.init_params.obs_mode=state",
     ).model
-    assert (found.path, found.vla) == (None, None)
-    assert found.mlp is not None
-    assert (found.mlp.hidden_sizes, found.mlp.num_action_chunks) == ((256, 256, 256), 8)
-    assert found.mlp.initial_std == 0.6065  # exp(-0.5)
+    assert (model.path, model.vla) == (None, None)
+    assert model.mlp is not None
+    assert (model.mlp.hidden_sizes, model.mlp.num_action_chunks) == ((256, 256, 256), 8)
+    assert model.mlp.initial_std == 0.6065  # exp(-0.5)
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_what_is_out_of_scope_is_unsupported_with_a_sentence(override: str, word
 
 
 def test_syncing_and_the_rollout_s_own_model_change_nothing() -> None:
-    found = {
+    dispositions = {
         entry.path: entry.disposition
         for entry in read(
             "weight_syncer.type=patch",
@@ -449,7 +449,11 @@ def test_syncing_and_the_rollout_s_own_model_change_nothing() -> None:
             "env.train.is_eval=false",
         ).ledger
     }
-    assert found["weight_syncer.type"] == found["weight_syncer.patch.init_sync.enabled"] == "no effect"
-    assert found["rollout.model.action_dim"] == "no effect"
-    assert found["env.train.is_eval"] == "implied"
+    assert (
+        dispositions["weight_syncer.type"]
+        == dispositions["weight_syncer.patch.init_sync.enabled"]
+        == "no effect"
+    )
+    assert dispositions["rollout.model.action_dim"] == "no effect"
+    assert dispositions["env.train.is_eval"] == "implied"
     assert read("rollout.generation_backend=huggingface").loaded.config.rollout.engine.kind == "native"

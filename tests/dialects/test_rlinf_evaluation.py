@@ -24,8 +24,8 @@ def read(folder: Path, flat: Flat, **chosen: Any) -> Read:
     return read_config(path, dialect="rlinf", **chosen)
 
 
-def dispositions(found: Read) -> dict[str, str]:
-    return {entry.path: entry.disposition for entry in found.ledger}
+def dispositions(result: Read) -> dict[str, str]:
+    return {entry.path: entry.disposition for entry in result.ledger}
 
 
 def _mixed() -> Flat:
@@ -36,9 +36,9 @@ def _mixed() -> Flat:
         if key not in ("defaults", "model")
     }
     flat |= {f"actor.model.{key}": value for key, value in PRESETS["model/pi0"].items()}
-    for of in ("train", "eval"):
+    for use in ("train", "eval"):
         flat |= {
-            f"env.{of}.{key}": value for key, value in PRESETS["env/libero_10"].items() if key not in flat
+            f"env.{use}.{key}": value for key, value in PRESETS["env/libero_10"].items() if key not in flat
         }
     return flat | {key: value for key, value in EVALUATION.items() if key.startswith(("env.eval.", "rollout.model."))} | {
         "runner.only_eval": True, "env.train.ignore_terminations": False,
@@ -47,8 +47,8 @@ def _mixed() -> Flat:
 
 @pytest.mark.parametrize("flat", [EVALUATION, _mixed()], ids=["evaluation", "training file"])
 def test_the_policy_is_rollout_model_and_the_simulator_env_eval(tmp_path: Path, flat: Flat) -> None:
-    found = read(tmp_path, flat)
-    config = found.loaded.config
+    result = read(tmp_path, flat)
+    config = result.loaded.config
     assert config.run.eval_only
     assert isinstance(config.env, LiberoEnv)
     assert (config.env.suite, config.env.max_episode_steps, config.env.ignore_terminations) == (
@@ -62,23 +62,27 @@ def test_the_policy_is_rollout_model_and_the_simulator_env_eval(tmp_path: Path, 
     assert isinstance(vla, VlaConfig)
     assert (config.model.path, vla.num_action_chunks, vla.denoise_steps) == ("/path/to/model/goal", 5, 7)
     resolve(config, verb="eval", num_gpus=0)
-    rows = dispositions(found)
+    rows = dispositions(result)
     for key in ("rollout.model.num_steps", "rollout.model.model_type", "env.eval.task_suite_name"):
         assert rows[key] == "applied", key
-    training = {key: of for key, of in rows.items() if key.startswith(("actor.model.", "env.train."))}
+    training = {
+        key: disposition
+        for key, disposition in rows.items()
+        if key.startswith(("actor.model.", "env.train."))
+    }
     assert set(training.values()) <= {"no effect"}
     assert bool(training) == ("actor.model.num_steps" in flat)
 
 
 def test_rollout_model_with_a_path_alone_leaves_the_rest_to_actor_model(tmp_path: Path) -> None:
     flat = {key: value for key, value in _mixed().items() if not key.startswith("rollout.model.")}
-    found = read(
+    result = read(
         tmp_path, flat | {"rollout.model.model_path": "/path/to/model/goal", "rollout.model.precision": None}
     )
-    config = found.loaded.config
+    config = result.loaded.config
     assert isinstance(config.model.vla, VlaConfig)
     assert (config.model.path, config.model.vla.num_action_chunks) == ("/path/to/model/goal", 10)
-    rows = dispositions(found)
+    rows = dispositions(result)
     assert (rows["actor.model.model_path"], rows["actor.model.num_action_chunks"]) == ("no effect", "applied")
 
 

@@ -24,8 +24,8 @@ def test_a_file_is_planned(examples: Examples, name: str) -> None:
 
 
 def test_pi0_in_libero_with_values(examples: Examples) -> None:
-    found = examples.read("libero_10_ppo_openpi").loaded.config
-    env, vla = found.env, found.model.vla
+    config = examples.read("libero_10_ppo_openpi").loaded.config
+    env, vla = config.env, config.model.vla
     assert isinstance(env, LiberoEnv)
     assert (env.suite, env.max_episode_steps, env.reward_scale, env.step_penalty) == (
         "libero_10",
@@ -36,10 +36,10 @@ def test_pi0_in_libero_with_values(examples: Examples) -> None:
     assert (env.gripper, env.open_gripper, env.eval_reset_seeds) == ("signed", True, 500)
     assert vla is not None
     assert (vla.kind, vla.num_action_chunks, vla.denoise_steps, vla.num_images) == ("pi0", 10, 4, 2)
-    assert (found.train.steps_per_pass, found.train.passes_per_round) == (64 * 8 * 48 // 2048, 4)
-    assert (found.rollout.prompts_per_round, found.critic.network) == (512, "shared_detached")
-    assert found.train.micro_batch_tokens == 128, "a decision of pi0 has one log-prob"
-    assert found.eval_sampling.greedy
+    assert (config.train.steps_per_pass, config.train.passes_per_round) == (64 * 8 * 48 // 2048, 4)
+    assert (config.rollout.prompts_per_round, config.critic.network) == (512, "shared_detached")
+    assert config.train.micro_batch_tokens == 128, "a decision of pi0 has one log-prob"
+    assert config.eval_sampling.greedy
 
 
 def test_metaworld_s_rewards_are_its_successes_seen_by_rlinf_s_camera(examples: Examples) -> None:
@@ -50,33 +50,33 @@ def test_metaworld_s_rewards_are_its_successes_seen_by_rlinf_s_camera(examples: 
 
 
 def test_openvla_oft_in_libero_by_groups(examples: Examples) -> None:
-    found = examples.read("libero_10_grpo_openvlaoft").loaded.config
-    env = found.env
+    config = examples.read("libero_10_grpo_openvlaoft").loaded.config
+    env = config.env
     assert isinstance(env, LiberoEnv)
     assert (env.gripper, env.open_gripper, env.fixed_reset_states) == ("open_is_one", False, True)
-    assert (found.rollout.prompts_per_round, found.rollout.group_size) == (64 * 16 // 8, 8)
-    assert (found.rollout.filter.min_mean, found.rollout.filter.max_mean) == (0.5, 4.5)
-    assert found.rollout.sampling.temperature == 1.6
-    assert found.eval.sampling is not None
-    assert (found.eval.sampling.temperature, found.eval.sampling.greedy) == (1.6, False)
-    assert found.train.steps_per_pass == 64 * 16 * 64 // 16384
-    assert found.train.micro_batch_tokens == 32 * 56
-    assert found.model.vla is not None
-    assert (found.model.vla.form, found.model.vla.max_prompt_tokens) == ("rlinf", 128)
+    assert (config.rollout.prompts_per_round, config.rollout.group_size) == (64 * 16 // 8, 8)
+    assert (config.rollout.filter.min_mean, config.rollout.filter.max_mean) == (0.5, 4.5)
+    assert config.rollout.sampling.temperature == 1.6
+    assert config.eval.sampling is not None
+    assert (config.eval.sampling.temperature, config.eval.sampling.greedy) == (1.6, False)
+    assert config.train.steps_per_pass == 64 * 16 * 64 // 16384
+    assert config.train.micro_batch_tokens == 32 * 56
+    assert config.model.vla is not None
+    assert (config.model.vla.form, config.model.vla.max_prompt_tokens) == ("rlinf", 128)
 
 
 def test_openvla_oft_in_a_scene_with_simulators_apart(examples: Examples) -> None:
-    found = examples.read("maniskill_ppo_openvlaoft").loaded.config
-    env = found.env
+    config = examples.read("maniskill_ppo_openvlaoft").loaded.config
+    env = config.env
     assert isinstance(env, ManiskillEnv)
     assert (env.gripper, env.reward_mode, env.auto_reset) == ("open_is_one", "put_on", True)
     assert env.control_mode == "arm_pd_ee_target_delta_pose_align2_gripper_pd_joint_pos"
     assert env.kwargs["sensor_configs"] == {"shader_pack": "minimal"}
     assert (env.num_envs, env.max_steps_per_rollout) == (32, 160), "128 on four devices"
-    assert found.train.steps_per_pass == 128 * 20 // 640
-    plan = resolve(found, num_gpus=8)
+    assert config.train.steps_per_pass == 128 * 20 // 640
+    plan = resolve(config, num_gpus=8)
     assert plan.layout.mode == "hybrid"
-    assert [(of.role, len(of.workers)) for of in plan.layout.roles] == [
+    assert [(role.role, len(role.workers)) for role in plan.layout.roles] == [
         ("policy", 8),
         ("rollout", 4),
         ("env", 4),
@@ -84,8 +84,8 @@ def test_openvla_oft_in_a_scene_with_simulators_apart(examples: Examples) -> Non
 
 
 def test_a_perceptron_in_a_scene(examples: Examples) -> None:
-    found = examples.read("maniskill_ppo_mlp").loaded.config
-    env = found.env
+    config = examples.read("maniskill_ppo_mlp").loaded.config
+    env = config.env
     assert isinstance(env, ManiskillEnv)
     assert (env.task, env.control_mode, env.gripper, env.reward_mode) == (
         "PickCube-v1",
@@ -93,10 +93,14 @@ def test_a_perceptron_in_a_scene(examples: Examples) -> None:
         "signed",
         None,
     )
-    assert (found.model.path, found.train.autocast, found.train.backend.param_dtype) == (None, "none", "fp32")
-    assert (found.train.steps_per_pass, found.train.micro_batch_tokens) == (1024 * 50 // 6400, 6400)
-    assert found.eval.sampling is not None
-    assert found.eval.sampling.greedy, "RLinf evaluates with the mean action, whatever temperature_eval is"
+    assert (config.model.path, config.train.autocast, config.train.backend.param_dtype) == (
+        None,
+        "none",
+        "fp32",
+    )
+    assert (config.train.steps_per_pass, config.train.micro_batch_tokens) == (1024 * 50 // 6400, 6400)
+    assert config.eval.sampling is not None
+    assert config.eval.sampling.greedy, "RLinf evaluates with the mean action, whatever temperature_eval is"
 
 
 @pytest.mark.parametrize("name", ["libero_10_grpo_openvlaoft", "maniskill_ppo_mlp"])
@@ -133,8 +137,8 @@ def test_simulators_are_placed_as_the_file_says(
     examples: Examples, placement: dict[str, str], mode: str, workers: dict[str, int], num_envs: int | None
 ) -> None:
     flat = COMMON | FILES["libero_10_grpo_openvlaoft"] | {"cluster.component_placement": placement}
-    found = examples.read("libero_10_grpo_openvlaoft", flat=flat).loaded.config
-    layout = resolve(found, num_gpus=8).layout
-    assert (layout.mode, {of.role: len(of.workers) for of in layout.roles}) == (mode, workers)
-    assert isinstance(found.env, LiberoEnv)
-    assert num_envs in (None, found.env.num_envs), "64 in all"
+    config = examples.read("libero_10_grpo_openvlaoft", flat=flat).loaded.config
+    layout = resolve(config, num_gpus=8).layout
+    assert (layout.mode, {role.role: len(role.workers) for role in layout.roles}) == (mode, workers)
+    assert isinstance(config.env, LiberoEnv)
+    assert num_envs in (None, config.env.num_envs), "64 in all"

@@ -68,15 +68,15 @@ def problems(tmp_path: Path, changes: dict[str, Any], **chosen: Any) -> str:
 
 
 def test_in_one_process_keys_of_devices_engines_and_megatron_have_no_effect() -> None:
-    found = read_config(SEED, dialect="roll", **IN_ONE_PROCESS)
-    config = found.loaded.config
+    result = read_config(SEED, dialect="roll", **IN_ONE_PROCESS)
+    config = result.loaded.config
     assert (config.train.backend.kind, config.rollout.engine.kind, config.cluster.placement) == (
         "single",
         "native",
         {},
     )
     assert config.train.gradient_checkpointing
-    why = {entry.path: entry for entry in found.ledger}
+    why = {entry.path: entry for entry in result.ledger}
     placed = why["actor_infer.device_mapping"]
     assert (placed.disposition, placed.note) == (
         "no effect",
@@ -489,10 +489,10 @@ def test_variants_of_the_policy_gradient_worker_are_policy_losses(
 
 
 def test_a_variant_without_its_worker_has_no_effect(tmp_path: Path) -> None:
-    found = read(tmp_path, {"actor_train": {"pg_variant": "cispo"}})
-    row = next(entry for entry in found.ledger if entry.path == "actor_train.pg_variant")
+    result = read(tmp_path, {"actor_train": {"pg_variant": "cispo"}})
+    row = next(entry for entry in result.ledger if entry.path == "actor_train.pg_variant")
     assert row.disposition == "no effect"
-    loss = found.loaded.config.algorithm.policy_loss
+    loss = result.loaded.config.algorithm.policy_loss
     assert isinstance(loss, PpoClip)
     assert "kind" not in loss.model_fields_set
 
@@ -539,7 +539,7 @@ def test_a_filter_masks_by_ratio_by_difference_or_by_both(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("query_filter", "expected"),
     [
         ({"type": "std_filter", "filter_args": {"std_threshold": 0.0}}, (0.0, None, None, "resample")),
         (
@@ -550,10 +550,10 @@ def test_a_filter_masks_by_ratio_by_difference_or_by_both(tmp_path: Path) -> Non
     ],
 )
 def test_a_query_filter_draws_until_the_round_is_full(
-    tmp_path: Path, given: dict[str, Any], expected: tuple[Any, ...]
+    tmp_path: Path, query_filter: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
     chosen = read(
-        tmp_path, {"rewards": {"math_rule": {"query_filter_config": given}}}
+        tmp_path, {"rewards": {"math_rule": {"query_filter_config": query_filter}}}
     ).loaded.config.rollout.filter
     assert (chosen.min_std, chosen.min_mean, chosen.max_mean, chosen.then) == expected
 
@@ -579,8 +579,11 @@ def test_a_difficulty_mask_changes_nothing_below_a_stricter_query_filter(tmp_pat
     result = read(tmp_path, changes)
     chosen = result.loaded.config.rollout.filter
     assert (chosen.min_mean, chosen.max_mean, chosen.then) == (0.1, 0.9, "resample")
-    found = {entry.path: entry.disposition for entry in result.ledger}
-    assert (found["difficulty_mask"], found["difficulty_low_threshold"]) == ("implied", "no effect")
+    dispositions = {entry.path: entry.disposition for entry in result.ledger}
+    assert (dispositions["difficulty_mask"], dispositions["difficulty_low_threshold"]) == (
+        "implied",
+        "no effect",
+    )
 
 
 # Rewards, data, evaluation
@@ -635,7 +638,7 @@ def test_rows_of_domains_without_a_reward_or_a_share_are_dropped(tmp_path: Path)
     }
     shares = {"actor_train": {"data_args": {"domain_interleave_probs": {"math_rule": 0.6, "ifeval": 0.4}}}}
     result = read(tmp_path, {"rewards": rewards, **shares}, allowed=["rewards.ifeval"])
-    mix = {of.sources: of.share for of in result.loaded.config.data.mix}
+    mix = {entry.sources: entry.share for entry in result.loaded.config.data.mix}
     assert mix == {("aime", "*"): 0.6, ("ifeval",): 0.0, ("mmlu",): 0.0}
     assert [part.name for part in result.loaded.config.reward.parts] == ["multiple_choice_boxed", "math_rule"]
 
@@ -763,9 +766,9 @@ def test_the_longest_response_is_the_smallest_of_its_limits(tmp_path: Path) -> N
 
 
 def test_other_spellings_of_a_key_work(tmp_path: Path) -> None:
-    found = read(tmp_path, {"global_template": "native", "router_args": {"max_running_requests": 64}})
-    assert found.loaded.config.rollout.engine.max_running == 64
-    row = next(entry for entry in found.ledger if entry.path == "global_template")
+    result = read(tmp_path, {"global_template": "native", "router_args": {"max_running_requests": 64}})
+    assert result.loaded.config.rollout.engine.max_running == 64
+    row = next(entry for entry in result.ledger if entry.path == "global_template")
     assert row.note.startswith("alias of actor_train.data_args.template")
 
 

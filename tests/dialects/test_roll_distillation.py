@@ -96,8 +96,8 @@ def _rows(made: dict[str, np.ndarray]) -> list[Row]:
 )
 @pytest.mark.parametrize("coef", [None, 0.25])
 def test_advantages_are_those_of_roll(tmp_path: Path, changes: dict[str, Any], coef: float | None) -> None:
-    own = {} if coef is None else {"opd_kl_coef": coef}
-    roll = {**TEACHER, **changes, "teacher": {**TEACHER["teacher"], **own}}
+    kl_coef = {} if coef is None else {"opd_kl_coef": coef}
+    roll = {**TEACHER, **changes, "teacher": {**TEACHER["teacher"], **kl_coef}}
     config = read(tmp_path, roll).loaded.config
     assert (config.reference.path, config.algorithm.old_logprobs) == ("teacher", "recompute")
     recipe, made = merge_recipe(config, has_gpus=False), _logprobs()

@@ -123,8 +123,8 @@ def read_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReadSame:
     ]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
 
-    def read(name: str, **own: Any) -> Read:
-        tree = FILES[name] | {"braid": laid_over(COMMON, own)}
+    def read(name: str, **sections: Any) -> Read:
+        tree = FILES[name] | {"braid": laid_over(COMMON, sections)}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
         return read_config(Path(f"{name}.yaml"), dialect=name, **IN_ONE_PROCESS)  # pyright: ignore[reportArgumentType]
 

@@ -52,16 +52,16 @@ def read(path: Path, *overrides: str, **options: Any) -> Read:
     return read_config(path, overrides, dialect="skyrl@0.0", **options)
 
 
-def native(found: Read, path: str) -> Any:
+def native(result: Read, path: str) -> Any:
     """The native value at a dotted path."""
-    value: Any = found.loaded.config
+    value: Any = result.loaded.config
     for name in path.split("."):
         value = getattr(value, name)
     return value
 
 
-def row(found: Read, path: str) -> Any:
-    (entry,) = [entry for entry in found.ledger if entry.path == path]
+def row(result: Read, path: str) -> Any:
+    (entry,) = [entry for entry in result.ledger if entry.path == path]
     return entry
 
 
@@ -95,8 +95,8 @@ def test_a_file_without_keys_means_the_pages_defaults(file: Path, seed: Read) ->
 
 
 def test_in_one_process_devices_and_engines_have_no_effect(file: Path) -> None:
-    found = read(SEED, **SINGLE)
-    config = found.loaded.config
+    result = read(SEED, **SINGLE)
+    config = result.loaded.config
     assert (config.train.backend.kind, config.rollout.engine.kind, config.cluster.placement) == (
         "single",
         "native",
@@ -111,8 +111,8 @@ def test_in_one_process_devices_and_engines_have_no_effect(file: Path) -> None:
         "generator.weight_sync_backend",
         "trainer.strategy",
     ):
-        assert row(found, path).disposition == "no effect", path
-        assert row(found, path).note
+        assert row(result, path).disposition == "no effect", path
+        assert row(result, path).note
 
 
 # --- batch arithmetic
@@ -127,7 +127,7 @@ def test_mini_batches_are_counted_in_prompts(
     file: Path, batch: int, mini: int, num: int, gpus: int, steps: int
 ) -> None:
     """SkyRL: a rank steps after mini * num // ranks samples, so train_batch_size / mini times a batch."""
-    found = read(
+    result = read(
         file,
         f"trainer.train_batch_size={batch}",
         f"trainer.policy_mini_batch_size={mini}",
@@ -136,8 +136,8 @@ def test_mini_batches_are_counted_in_prompts(
         *(f"trainer.placement.{role}_num_gpus_per_node={gpus}" for role in ("policy", "ref")),
         f"generator.inference_engine_tensor_parallel_size={gpus}",
     )
-    assert found.loaded.config.train.steps_per_pass == steps
-    assert found.loaded.config.rollout.prompts_per_round * num == batch * num
+    assert result.loaded.config.train.steps_per_pass == steps
+    assert result.loaded.config.rollout.prompts_per_round * num == batch * num
 
 
 def test_the_critic_has_its_own_mini_batches(file: Path) -> None:
@@ -229,11 +229,11 @@ def test_algorithms_become(file: Path, overrides: tuple[str, ...], values: dict[
 def test_off_policy_corrections_become(
     file: Path, overrides: tuple[str, ...], corrections: list[tuple[Any, ...]]
 ) -> None:
-    found = read(file, *(f"{_A}.off_policy_correction.{override}" for override in overrides))
-    made = found.loaded.config.algorithm.corrections
+    result = read(file, *(f"{_A}.off_policy_correction.{override}" for override in overrides))
+    made = result.loaded.config.algorithm.corrections
     assert made is not None
     assert [(c.level, c.mode, c.low, c.high, c.tokens) for c in made] == corrections
-    assert found.loaded.config.algorithm.old_logprobs == "recompute"
+    assert result.loaded.config.algorithm.old_logprobs == "recompute"
 
 
 def test_the_older_spelling_of_truncated_importance_sampling_works(file: Path) -> None:
@@ -256,9 +256,9 @@ def test_dynamic_sampling_is_a_filter(file: Path, overrides: tuple[str, ...], va
 
 
 def test_values_not_rewards_are_normalised(file: Path) -> None:
-    found = read(file, *GAE)
-    assert found.loaded.config.critic.normalize_values
-    assert found.loaded.config.critic.head_name == "value_head"
+    result = read(file, *GAE)
+    assert result.loaded.config.critic.normalize_values
+    assert result.loaded.config.critic.head_name == "value_head"
     assert not read(file, *GAE, f"{_A}.normalize_reward=false").loaded.config.critic.normalize_values
 
 
@@ -278,13 +278,13 @@ def test_another_environment_is_refused_with_the_supported_ones(file: Path) -> N
         "environment.env_class: 'mine' is not supported: use gsm8k, aime, gsm8k_multi_turn, "
     )
     assert "the module that registers it (module:name), or its class (package.module.Class)" in problem
-    found = read(
+    result = read(
         file,
         "environment.env_class=mine",
         "braid.reward.parts=[{kind: function, path: rewards.py:score}]",
         allowed=["environment.env_class"],
     )
-    assert found.loaded.config.reward.parts[0].kind == "function"
+    assert result.loaded.config.reward.parts[0].kind == "function"
 
 
 def test_tools_read_turns_and_lengths(file: Path) -> None:
@@ -296,20 +296,20 @@ def test_tools_read_turns_and_lengths(file: Path) -> None:
 
 
 def test_a_temperature_of_zero_is_greedy(file: Path) -> None:
-    found = read(file, "generator.eval_sampling_params.temperature=0.0")
-    assert found.loaded.config.eval.sampling is not None
-    assert found.loaded.config.eval.sampling.greedy
+    result = read(file, "generator.eval_sampling_params.temperature=0.0")
+    assert result.loaded.config.eval.sampling is not None
+    assert result.loaded.config.eval.sampling.greedy
 
 
 def test_without_evaluation_its_data_is_not_read(file: Path) -> None:
-    found = read(file, "trainer.eval_interval=-1", "data.val_data=[x.parquet]")
-    assert found.loaded.config.data.eval == ()
-    assert not found.loaded.config.eval.before
-    assert row(found, "data.val_data").disposition == "no effect"
+    result = read(file, "trainer.eval_interval=-1", "data.val_data=[x.parquet]")
+    assert result.loaded.config.data.eval == ()
+    assert not result.loaded.config.eval.before
+    assert row(result, "data.val_data").disposition == "no effect"
 
 
 def test_remote_servers_replace_engines(file: Path) -> None:
-    found = read(
+    result = read(
         file,
         "trainer.placement.colocate_all=false",
         "generator.run_engines_locally=false",
@@ -317,14 +317,14 @@ def test_remote_servers_replace_engines(file: Path) -> None:
         "generator.remote_inference_engine_urls=[10.0.0.1:8001, 'https://b']",
         "generator.override_existing_update_group=disable",
     )
-    config = found.loaded.config
+    config = result.loaded.config
     assert config.rollout.engine.servers == ("http://10.0.0.1:8001", "https://b")
     assert config.rollout.weight_sync.existing_group == "refuse"
     assert config.cluster.placement == {"policy,reference": "0-3"}
 
 
 def test_devices_apart_are_numbered_one_after_the_other(file: Path) -> None:
-    found = read(
+    result = read(
         file,
         *GAE,
         "trainer.placement.colocate_all=false",
@@ -332,13 +332,13 @@ def test_devices_apart_are_numbered_one_after_the_other(file: Path) -> None:
         "trainer.placement.ref_num_gpus_per_node=2",
         "generator.num_inference_engines=2",
     )
-    assert found.loaded.config.cluster.placement == {
+    assert result.loaded.config.cluster.placement == {
         "policy": "0-3",
         "reference": "4-5",
         "critic": "6-9",
         "rollout": "10-17",
     }
-    cluster = found.loaded.config.cluster
+    cluster = result.loaded.config.cluster
     assert (cluster.num_nodes, cluster.devices_per_node) == (1, 18)
     nodes = [f"trainer.placement.{role}_num_nodes=2" for role in ("policy", "ref")]
     several = read(file, "trainer.placement.colocate_all=false", *nodes)
@@ -361,17 +361,17 @@ def test_loggers(file: Path, logger: str, *, wandb: bool, swanlab: bool, tensorb
 
 def test_wandb_is_online_where_a_key_is_set(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    found = read(file, "trainer.logger=wandb")
-    assert found.loaded.config.report.wandb is not None
-    assert found.loaded.config.report.wandb.mode == "online"
-    assert "secret" not in str(found)
+    result = read(file, "trainer.logger=wandb")
+    assert result.loaded.config.report.wandb is not None
+    assert result.loaded.config.report.wandb.mode == "online"
+    assert "secret" not in str(result)
 
 
 def test_names_that_are_not_valid_folder_names_are_kept_for_the_tracker(file: Path) -> None:
-    found = read(file, "trainer.run_name=my run/1")
-    assert found.loaded.config.run.name == "my-run-1"
-    assert found.loaded.config.report.wandb is not None
-    assert found.loaded.config.report.wandb.name == "my run/1"
+    result = read(file, "trainer.run_name=my run/1")
+    assert result.loaded.config.run.name == "my-run-1"
+    assert result.loaded.config.report.wandb is not None
+    assert result.loaded.config.report.wandb.name == "my run/1"
 
 
 def test_adapters(file: Path) -> None:
@@ -398,11 +398,11 @@ def test_routing_replay_is_that_of_megatron(file: Path) -> None:
 def test_each_backend_reads_its_own_section(file: Path) -> None:
     sizes = ("trainer.policy.deepspeed_config.zero_optimization.zero_hpz_partition_size=2",
              "trainer.policy.megatron_config.tensor_model_parallel_size=2")  # fmt: skip
-    found = {
+    configs = {
         name: read(file, *sizes, f"trainer.strategy={name}").loaded.config
         for name in ("deepspeed", "megatron", "fsdp2")
     }
-    chosen = {name: config.train.backend for name, config in found.items()}
+    chosen = {name: config.train.backend for name, config in configs.items()}
     assert chosen["fsdp2"].kind == "fsdp2"
     assert isinstance(chosen["deepspeed"], DeepSpeed)
     assert chosen["deepspeed"].hpz_partition_size == 2
@@ -596,11 +596,11 @@ def test_fully_asynchronous_training_is_the_pipelined_loop(file: Path) -> None:
     off = read(file, "trainer.fully_async.max_staleness_steps=2")
     assert native(off, "pipeline") is None
     at = "trainer.fully_async"
-    found = read(
+    result = read(
         file, f"{at}.enabled=true", f"{at}.max_staleness_steps=2", f"{at}.num_parallel_generation_workers=9"
     )
     expected = {"max_lag": 2, "groups_in_flight": 9, "on_new_weights": "interrupt", "over_lag": "keep"}
-    assert native(found, "pipeline").model_dump() == expected
+    assert native(result, "pipeline").model_dump() == expected
 
 
 @pytest.mark.parametrize(

@@ -48,11 +48,11 @@ def read(folder: Path, flat: dict[str, Any], dialect: str = "skyrl") -> Read:
     ],
 )
 def test_the_keys_of_a_file_tell_its_version(tmp_path: Path, flat: dict[str, Any], version: str) -> None:
-    found = read(tmp_path, flat)
-    assert found.title == f"SkyRL {version}"
-    origins = found.loaded.origins
+    result = read(tmp_path, flat)
+    assert result.title == f"SkyRL {version}"
+    origins = result.loaded.origins
     assert origins["algorithm.aggregation"] == f"SkyRL {version} default of trainer.algorithm.loss_reduction"
-    assert found.loaded.config == read(tmp_path, flat, f"skyrl@{version}").loaded.config
+    assert result.loaded.config == read(tmp_path, flat, f"skyrl@{version}").loaded.config
 
 
 def test_each_version_has_its_own_defaults(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_each_version_has_its_own_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("version", "backend"), [("0.1", "fsdp"), ("0.4", "fsdp"), ("0.5", "fsdp2")])
 def test_fsdp_is_fsdp2_from_0_5_on(tmp_path: Path, version: str, backend: str) -> None:
     flat = {"trainer.strategy": "fsdp", "trainer.policy.fsdp_config.reshard_after_forward": False}
-    found = read(tmp_path, flat, f"skyrl@{version}")
-    assert found.loaded.config.train.backend.kind == backend
-    disposition = {entry.path: entry.disposition for entry in found.ledger}
+    result = read(tmp_path, flat, f"skyrl@{version}")
+    assert result.loaded.config.train.backend.kind == backend
+    disposition = {entry.path: entry.disposition for entry in result.ledger}
     expected = "applied" if backend == "fsdp2" else "no effect"
     assert disposition["trainer.policy.fsdp_config.reshard_after_forward"] == expected
 

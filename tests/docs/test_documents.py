@@ -86,8 +86,8 @@ def native_keys() -> set[str]:
             keys.add(section)
         elif line.startswith("### kind"):  # after the sections of the kind before
             section = with_kinds = with_kinds if section.startswith(f"{with_kinds}.") else section
-        elif found := re.match(r"\| `([\w.]+)` \|", line):
-            keys.add(f"{section}.{found[1]}")
+        elif match := re.match(r"\| `([\w.]+)` \|", line):
+            keys.add(f"{section}.{match[1]}")
     return keys
 
 
@@ -112,6 +112,9 @@ def test_every_dependency_has_a_reason() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     reasons = (ROOT / "docs" / "dependencies.md").read_text()
-    wanted = [*project["dependencies"], *(d for of in project["optional-dependencies"].values() for d in of)]
+    wanted = [
+        *project["dependencies"],
+        *(d for extra in project["optional-dependencies"].values() for d in extra),
+    ]
     names = [re.split(r"[<>=!\[ ]", dependency)[0] for dependency in wanted]
     assert [name for name in names if name not in reasons] == []

@@ -86,8 +86,8 @@ METRICS: dict[str, Any] = {"none": None, "list": [1.0], "text": {"a": "1"}, "num
 RECORDS: dict[str, Any] = {"none": None, "tuple": ("x", 1.0, True, {}), "text": "x", "dict": {"reward": 1.0}, "class": Step,
                            "unreadable": Unreadable(), "module": asyncio}  # fmt: skip
 RAISED: dict[str, type[BaseException]] = {
-    of.__name__: of
-    for of in (ValueError, StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, asyncio.CancelledError, TimeoutError,
+    error.__name__: error
+    for error in (ValueError, StopIteration, StopAsyncIteration, GeneratorExit, SystemExit, asyncio.CancelledError, TimeoutError,
                RecursionError, MemoryError, UnreadableError, OwnBase)
 }  # fmt: skip
 

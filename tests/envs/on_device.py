@@ -58,5 +58,9 @@ class Drifting(gymnasium.vector.VectorEnv[Any, Any, Any]):
 
     def _seen(self) -> Any:
         image = (self._state.sum(1) * 10 % 256).byte().view(-1, 1, 1, 1).repeat(1, 8, 8, 3)
-        seen = {"image": image, "state": self._state.clone()}
-        return {name: of.as_subclass(OnDevice) for name, of in seen.items()} if self._is_guarded else seen
+        observations = {"image": image, "state": self._state.clone()}
+        return (
+            {name: tensor.as_subclass(OnDevice) for name, tensor in observations.items()}
+            if self._is_guarded
+            else observations
+        )

@@ -68,14 +68,14 @@ async def play(
     """The episode, until it ends or the policy has said everything."""
     env = make()
     try:
-        seen: list[Opening | Step] = [await env.start(task, seed)]
+        episode: list[Opening | Step] = [await env.start(task, seed)]
         for text in says:
-            seen.append(step := await env.step(Action(text)))
+            episode.append(step := await env.step(Action(text)))
             if step.is_done or step.is_truncated:
                 break
     finally:
         await env.close()
-    return seen
+    return episode
 
 
 def played(make: AgentEnvs, *says: str, seed: int = 3, task: Prompt = TASK) -> list[Any]:
@@ -107,7 +107,7 @@ def test_a_seed_decides_the_episode_whatever_runs_beside_it(
     assert episodes[1::2] == [episodes[1]] * 4
     assert (episodes[1] == alone) == (name == "skyrl_gym"), "its task has no seed"
     assert all(
-        message["role"] == "user" and message["content"] for seen in alone for message in seen.messages
+        message["role"] == "user" and message["content"] for reply in alone for message in reply.messages
     )
 
 
@@ -146,7 +146,7 @@ def test_the_best_policy_on_slippery_ice_reaches_the_exact_optimum(maker: Callab
     model: Any = gymnasium.make("FrozenLake-v1", success_rate=0.8).unwrapped
     values, best = np.zeros(16), []
     for _ in range(moves):
-        of = np.array(
+        action_values = np.array(
             [
                 [
                     sum(p * (reward + (not done) * values[to]) for p, to, reward, done in model.P[state][a])
@@ -155,20 +155,20 @@ def test_the_best_policy_on_slippery_ice_reaches_the_exact_optimum(maker: Callab
                 for state in range(16)
             ]
         )
-        best.insert(0, of.argmax(1))
-        values = of.max(1)
+        best.insert(0, action_values.argmax(1))
+        values = action_values.max(1)
     assert values[0] == pytest.approx(0.75, abs=5e-4)
 
     async def reward(seed: int) -> float:
         env = make()
-        seen: Opening | Step = await env.start(TASK, seed)
+        reply: Opening | Step = await env.start(TASK, seed)
         for of_state in best:
-            row, column = (int(word.strip(",")) for word in said(seen).splitlines()[-1].split()[1::2])
+            row, column = (int(word.strip(",")) for word in said(reply).splitlines()[-1].split()[1::2])
             word = ("left", "down", "right", "up")[of_state[4 * row + column]]
-            if (seen := await env.step(Action(word))).is_done or seen.is_truncated:
+            if (reply := await env.step(Action(word))).is_done or reply.is_truncated:
                 break
         await env.close()
-        return seen.reward
+        return reply.reward
 
     async def rewards() -> list[float]:
         return [await reward(seed) for seed in range(num)]
@@ -318,7 +318,7 @@ def test_aime_of_skyrl_gym_has_its_answer_in_another_field(maker: Callable[..., 
 @needs("gem")
 def test_the_board_of_gem_is_in_its_suffix(maker: Callable[..., AgentEnvs]) -> None:
     opening, step = played(maker("gem", run_in="inline", id="game:Sokoban-v0-easy"), r"\boxed{up}")
-    assert all("# # #" in said(seen) and "Enter your move" in said(seen) for seen in (opening, step))
+    assert all("# # #" in said(reply) and "Enter your move" in said(reply) for reply in (opening, step))
 
 
 @needs("gem")

@@ -158,18 +158,18 @@ def test_calls_of_a_turn_run_concurrently() -> None:
 
 
 def test_calls_that_share_a_lock_run_in_order_each_with_its_own_deadline() -> None:
-    seen: list[str] = []
+    events: list[str] = []
 
     async def visit(arguments: Mapping[str, Any]) -> object:
-        seen.append(f"enter {arguments['value']}")
+        events.append(f"enter {arguments['value']}")
         await asyncio.sleep(0)
-        seen.append(f"leave {arguments['value']}")
+        events.append(f"leave {arguments['value']}")
         return ""
 
     said(
         _env(_tool("visit", visit, lock=asyncio.Lock())), *(call("visit", str(n), value=n) for n in range(3))
     )
-    assert seen == [f"{verb} {n}" for n in range(3) for verb in ("enter", "leave")]
+    assert events == [f"{verb} {n}" for n in range(3) for verb in ("enter", "leave")]
 
 
 def test_a_cancelled_episode_leaves_no_call_running() -> None:

@@ -119,11 +119,11 @@ class Wrong(gymnasium.Env):
     )
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, reset: Any = None, step: Any = None, seen: Any = None) -> None:
-        self._reset, self._step, self._seen = reset, step, {} if seen is None else seen
+    def __init__(self, reset: Any = None, step: Any = None, observation: Any = None) -> None:
+        self._reset, self._step, self._observation = reset, step, {} if observation is None else observation
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
-        return self._observed(self._seen) if self._reset is None else self._reset
+        return self._observed(self._observation) if self._reset is None else self._reset
 
     def step(self, action: int) -> Any:
         return (self._observed({})[0], 0.0, False, False, {}) if self._step is None else self._step
@@ -139,16 +139,16 @@ _SEEN = "{camera: uint8 (4, 4, 3), joints: float64 (3,), instruction: str}"
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"seen": {"joints": np.zeros(1)}}, _SEEN.replace("(3,)", "(1,)")),
-        ({"seen": {"joints": 0.5}}, _SEEN.replace("float64 (3,)", "float")),
-        ({"seen": {"joints": np.zeros((1, 3))}}, _SEEN.replace("(3,)", "(1, 3)")),
-        ({"seen": {"joints": "abc"}}, _SEEN.replace("float64 (3,)", "str")),
-        ({"seen": {"camera": np.zeros((4, 5, 3), np.uint8)}}, _SEEN.replace("(4, 4, 3)", "(4, 5, 3)")),
-        ({"seen": {"camera": np.zeros((4, 4, 3))}}, _SEEN.replace("uint8", "float64")),
-        ({"seen": {"camera": None}}, _SEEN.replace("uint8 (4, 4, 3)", "NoneType")),
-        ({"seen": {"instruction": None}}, _SEEN.replace(": str", ": NoneType")),
-        ({"seen": np.zeros(3)}, "the observation float64 (3,) does not fit its space {camera: uint8 (4, 4, 3),"),
-        ({"seen": {"joints": np.full(3, np.inf)}}, "the observation [inf inf inf] is not finite"),
+        ({"observation": {"joints": np.zeros(1)}}, _SEEN.replace("(3,)", "(1,)")),
+        ({"observation": {"joints": 0.5}}, _SEEN.replace("float64 (3,)", "float")),
+        ({"observation": {"joints": np.zeros((1, 3))}}, _SEEN.replace("(3,)", "(1, 3)")),
+        ({"observation": {"joints": "abc"}}, _SEEN.replace("float64 (3,)", "str")),
+        ({"observation": {"camera": np.zeros((4, 5, 3), np.uint8)}}, _SEEN.replace("(4, 4, 3)", "(4, 5, 3)")),
+        ({"observation": {"camera": np.zeros((4, 4, 3))}}, _SEEN.replace("uint8", "float64")),
+        ({"observation": {"camera": None}}, _SEEN.replace("uint8 (4, 4, 3)", "NoneType")),
+        ({"observation": {"instruction": None}}, _SEEN.replace(": str", ": NoneType")),
+        ({"observation": np.zeros(3)}, "the observation float64 (3,) does not fit its space {camera: uint8 (4, 4, 3),"),
+        ({"observation": {"joints": np.full(3, np.inf)}}, "the observation [inf inf inf] is not finite"),
         ({"reset": np.zeros(3)}, "reset returned float64 (3,), not (observation, info)"),
         ({"step": (np.zeros(3), 0.0, False, {})}, "step returned (float64 (3,), float, bool, {}), not (obs"),
         ({"step": (0, np.zeros(2), False, False, {})}, "step returned (int, float64 (2,), bool, bool, {}), not"),

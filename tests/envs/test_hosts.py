@@ -50,11 +50,11 @@ def maker(
 async def play(env: HostedEnv, says: Sequence[str], seed: int = 3) -> list[Opening | Step]:
     """The whole episode."""
     try:
-        seen: list[Opening | Step] = [await env.start(TASK, seed)]
-        seen += [await env.step(Action(text)) for text in says]
+        episode: list[Opening | Step] = [await env.start(TASK, seed)]
+        episode += [await env.step(Action(text)) for text in says]
     finally:
         await env.close()
-    return seen
+    return episode
 
 
 def said(step: Opening | Step) -> str:
@@ -101,13 +101,13 @@ def test_a_call_that_hangs_costs_its_deadline_and_no_other_episode(run_in: RunIn
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await bad.step(Action("hang"))
-        seen = await play(good, ["", "end"])
+        episode = await play(good, ["", "end"])
         await bad.close()  # does not wait for the call
         again = await play(make(), ["pid"])
-        return seen, said(again[-1])
+        return episode, said(again[-1])
 
-    seen, _ = asyncio.run(episodes())
-    assert seen == asyncio.run(play(maker("inline")(), ["", "end"]))
+    episode, _ = asyncio.run(episodes())
+    assert episode == asyncio.run(play(maker("inline")(), ["", "end"]))
 
 
 def test_a_process_that_hangs_is_killed_with_what_it_started() -> None:
@@ -323,11 +323,11 @@ def test_an_environment_can_be_in_a_file_also_in_a_process(tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text(
         "from tests.envs.scripted import Scripted\nclass Mine(Scripted):\n    pass\n"
     )
-    seen = [
+    episodes = [
         asyncio.run(play(maker(run_in, name="mine.py:Mine", base_dir=tmp_path, word="w")(), [""]))
         for run_in in ALL
     ]
-    assert seen == seen[:1] * 3
+    assert episodes == episodes[:1] * 3
 
 
 @pytest.mark.parametrize(

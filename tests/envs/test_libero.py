@@ -30,9 +30,9 @@ with_libero = needs("libero")
 def test_a_suite_has_its_tasks_with_an_instruction_a_file_and_fifty_initial_states(
     suite: str, count: int
 ) -> None:
-    found = tasks(suite)
-    assert len(found) == count
-    for task in found:
+    suite_tasks = tasks(suite)
+    assert len(suite_tasks) == count
+    for task in suite_tasks:
         assert task.bddl.is_file()
         assert task.instruction.replace(" ", "_") in task.name
         assert "SCENE" not in task.instruction

@@ -40,11 +40,11 @@ def pick_cube(physics: None) -> Iterator[ManiSkill]:
 
 
 def played(env: Any, seed: int) -> list[Any]:
-    seen = [env.reset(seed=seed)[0]["state"].tobytes()]
+    history = [env.reset(seed=seed)[0]["state"].tobytes()]
     for number in range(20):
         observation, reward, *_ = env.step(np.full(8, np.sin(number), np.float32))
-        seen += [observation["state"].tobytes(), reward]
-    return seen
+        history += [observation["state"].tobytes(), reward]
+    return history
 
 
 def test_a_seed_and_actions_decide_an_episode(pick_cube: ManiSkill, physics: None) -> None:

@@ -176,9 +176,9 @@ def test_a_function_reads_the_same_through_a_server(ended: list[Run]) -> None:
     }
     served = Run(server)
     ended += [direct, served]
-    found = served.play(*turns)
-    assert found == (opening, steps)
-    assert json.dumps(found[0].tools) == json.dumps(opening.tools), "also in the order of keys"
+    episode = served.play(*turns)
+    assert episode == (opening, steps)
+    assert json.dumps(episode[0].tools) == json.dumps(opening.tools), "also in the order of keys"
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,11 @@ def test_rewards_may_be_successes_alone() -> None:
 def test_the_seed_decides_which_task_of_a_set_is_played() -> None:
     with closing(MetaWorld("ML10-test")) as env:
         said = [env.reset(seed=seed)[0] for seed in (0, 1, 5)]
-        assert [of["instruction"] for of in said] == ["drawer open", "door close", "drawer open"]
+        assert [observations["instruction"] for observations in said] == [
+            "drawer open",
+            "door close",
+            "drawer open",
+        ]
         again = env.reset(seed=0)[0]["state"]
         np.testing.assert_array_equal(again, said[0]["state"])
         assert not np.array_equal(again, said[2]["state"]), "the same task, another place"
@@ -198,7 +202,7 @@ def _said_with(gl: str, options: str) -> str:
         "from braid.errors import ConfigError\n"
         f"try:\n    MetaWorld('reach-v3', {options})\nexcept ConfigError as error:\n    print(error)"
     )
-    env = {name: of for name, of in os.environ.items() if name not in ("DISPLAY", "PYOPENGL_PLATFORM")}
+    env = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "PYOPENGL_PLATFORM")}
     env["MUJOCO_GL"] = gl
     return subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True

@@ -81,12 +81,12 @@ Make = Callable[[str, str], GymnasiumSimulator]
 def make() -> Iterator[Make]:
     made: list[GymnasiumSimulator] = []
 
-    def of(at: str, what: str) -> GymnasiumSimulator:
+    def build(at: str, what: str) -> GymnasiumSimulator:
         OddSimulator.made = 0
         made.append(GymnasiumSimulator(f"{__name__}.OddSimulator", 2, {"at": at, "what": what}))
         return made[-1]
 
-    yield of
+    yield build
     for one in made:
         one.close()
 
@@ -126,10 +126,10 @@ class OddVector(gymnasium.vector.VectorEnv):
     def step(self, actions: Any) -> Any:
         if self._what in RAISED:
             raise RAISED[self._what]("from the user")
-        odd, of = VECTORS[self._what], [np.ones(2), np.zeros(2, bool), np.zeros(2, bool)]
+        odd, outcome = VECTORS[self._what], [np.ones(2), np.zeros(2, bool), np.zeros(2, bool)]
         place = ["rewards", "is_terminated", "is_truncated"].index(self._what.split()[0])
-        of[place] = odd
-        return np.zeros((2, 1), np.float32), *of, {}
+        outcome[place] = odd
+        return np.zeros((2, 1), np.float32), *outcome, {}
 
 
 VECTORS: dict[str, Any] = {

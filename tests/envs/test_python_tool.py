@@ -30,8 +30,8 @@ Play = Callable[..., list[str]]
 def envs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ToolEnvs]:
     if request.param != "process":
         need_sandbox(request.param)
-    with _envs(request.param, tmp_path) as found:
-        yield found
+    with _envs(request.param, tmp_path) as tool_envs:
+        yield tool_envs
 
 
 class _envs:
@@ -50,8 +50,8 @@ class _envs:
 def quick(tmp_path: Path) -> Iterator[ToolEnvs]:
     """In any sandbox, with a short deadline and short results."""
     need_sandbox()
-    with _envs("auto", tmp_path, tool_timeout_s=1.0, max_result_characters=300) as found:
-        yield found
+    with _envs("auto", tmp_path, tool_timeout_s=1.0, max_result_characters=300) as tool_envs:
+        yield tool_envs
 
 
 def _said(envs: ToolEnvs, *codes: str) -> list[str]:

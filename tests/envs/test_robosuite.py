@@ -23,11 +23,11 @@ def lift() -> Iterator[Robosuite]:
 
 
 def played(env: Any, seed: int) -> list[Any]:
-    seen = [env.reset(seed=seed)[0]["state"].tobytes()]
+    history = [env.reset(seed=seed)[0]["state"].tobytes()]
     for number in range(15):
         observation, reward, *_ = env.step(np.full(env.action_space.shape, np.sin(number), np.float32))
-        seen += [observation["state"].tobytes(), reward]
-    return seen
+        history += [observation["state"].tobytes(), reward]
+    return history
 
 
 def test_the_seed_of_a_reset_decides_an_episode_and_leaves_numpy_s_generator_alone(lift: Robosuite) -> None:

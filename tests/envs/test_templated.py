@@ -32,7 +32,7 @@ def path(board: str) -> list[str]:
     rows = board.split("\n")
     moves = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
     queue: deque[tuple[tuple[int, int], list[str]]] = deque([((0, 0), [])])
-    seen = {(0, 0)}
+    visited = {(0, 0)}
     while queue:
         (row, column), taken = queue.popleft()
         if rows[row][column] == "G":
@@ -40,12 +40,12 @@ def path(board: str) -> list[str]:
         for name, (down, right) in moves.items():
             at = (row + down, column + right)
             if (
-                at not in seen
+                at not in visited
                 and 0 <= at[0] < len(rows)
                 and 0 <= at[1] < len(rows)
                 and rows[at[0]][at[1]] != "O"
             ):
-                seen.add(at)
+                visited.add(at)
                 queue.append((at, [*taken, name]))
     raise AssertionError("no path")
 
@@ -81,7 +81,7 @@ def solution(game: Sokoban) -> list[str]:
 
     start = state()
     queue: deque[tuple[Any, list[int]]] = deque([(start, [])])
-    seen = {start}
+    visited = {start}
     while queue:
         (player, boxes), taken = queue.popleft()
         for move in (1, 2, 3, 4):
@@ -90,8 +90,8 @@ def solution(game: Sokoban) -> list[str]:
             if game._is_won():
                 game._player, game._boxes = start[0], set(start[1])
                 return [game.actions[i] for i in (*taken, move)]
-            if state() not in seen:
-                seen.add(state())
+            if state() not in visited:
+                visited.add(state())
                 queue.append((state(), [*taken, move]))
     raise AssertionError("no solution")
 
@@ -181,7 +181,7 @@ def test_the_kind_of_a_mixture_follows_from_the_source_or_a_column(tmp_path: Any
         return AgentEnvs("guess", {"highest": highest}, tmp_path)
 
     async def play() -> list[str]:
-        seen = []
+        texts = []
         for key, task in ((None, Prompt("b", "b", (), ())), ("env", Prompt("a", "a", (), (), {"env": "b"}))):
             config = AgentEnvConfig(kind="agent", mix={"b": MixedEnvConfig(name="guess")}, mix_key=key)
             mixed = MixedEnvs({"a": (envs(3), None), "b": (envs(7), 1)}, config.kind_of_task)
@@ -191,7 +191,7 @@ def test_the_kind_of_a_mixture_follows_from_the_source_or_a_column(tmp_path: Any
             assert step.is_truncated, "after one turn"
             await env.close()
             await mixed.close()
-            seen.append(text_of(opening))
-        return seen
+            texts.append(text_of(opening))
+        return texts
 
     assert asyncio.run(play()) == ["Guess a number from 1 to 7 in 4 tries."] * 2

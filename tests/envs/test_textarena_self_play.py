@@ -50,8 +50,8 @@ class Players(dict[str, Any]):
         raise AssertionError(agent)
 
 
-def first_free(seen: str) -> str:
-    return seen.splitlines()[-1].split("'")[1]
+def first_free(observation: str) -> str:
+    return observation.splitlines()[-1].split("'")[1]
 
 
 Make = Callable[..., AgentEnvs]
@@ -109,8 +109,8 @@ def test_the_player_that_moves_twice_where_it_may_not_loses(make: Make) -> None:
 def test_games_side_by_side_are_those_of_their_seeds(make: Make) -> None:
     envs = make("KuhnPoker-v0", max_rounds=3)
 
-    def check(seen: str) -> str:
-        return "[check]" if "'[check]'" in seen.splitlines()[-1] else "[call]"
+    def check(observation: str) -> str:
+        return "[check]" if "'[check]'" in observation.splitlines()[-1] else "[call]"
 
     async def beside() -> list[Any]:
         return await asyncio.gather(*(play(envs, (3, 17)[i % 2], check, check) for i in range(6)))
@@ -168,8 +168,8 @@ ACTIONS = ("[check]", "[bet]", "[call]", "[fold]")
 def sentences() -> list[str]:
     """The lines of a game of Kuhn poker, which are then one token each, but for the cards."""
     said = [text for seed in range(4) for seat in _heard(seed).values() for text in seat]
-    found = {part for text in said for line in text.splitlines() for part in re.split(r"'[JQK]'", line)}
-    return sorted(part.strip() for part in found if len(part) > 20)
+    parts = {part for text in said for line in text.splitlines() for part in re.split(r"'[JQK]'", line)}
+    return sorted(part.strip() for part in parts if len(part) > 20)
 
 
 def _heard(seed: int) -> dict[str, list[str]]:
@@ -179,8 +179,8 @@ def _heard(seed: int) -> dict[str, list[str]]:
     game.reset(num_players=2, seed=seed)
     heard: dict[str, list[str]] = {"0": [], "1": []}
     for action in ("[check]", "[bet]", "[call]"):
-        player, seen = game.get_observation()
-        heard[str(player)].append(seen)
+        player, observation = game.get_observation()
+        heard[str(player)].append(observation)
         if game.step(action)[0]:
             break
     return heard
@@ -194,9 +194,9 @@ def test_the_policy_trains_on_the_seats_that_it_plays(
     turn by then has no row, and the sum of rewards is that of the loser. Against an opponent that loses
     before the first turn of the player there is nothing to learn: such episodes are invalid."""
     kwargs = {"id": "KuhnPoker-v0", "earlier_opponents": earlier, "seat": 0 if earlier else None}
-    of = {"kind": "agent", "name": "textarena_self_play", "kwargs": kwargs, "max_turns": 4, "tasks": 64}
+    game = {"kind": "agent", "name": "textarena_self_play", "kwargs": kwargs, "max_turns": 4, "tasks": 64}
     env = {
-        **of,
+        **game,
         "max_context_tokens": 600,
         "cut_turns": "continue",
         "opponents": {"every_rounds": 2} if earlier else None,

@@ -122,8 +122,8 @@ def test_in_processes_too() -> None:
         )
     ) as simulator:
         assert simulator.resets_together
-        seen = simulator.reset({slot: slot for slot in range(4)}).observations["state"]
-        assert seen.tolist() == [[slot, 0] for slot in range(4)]
+        states = simulator.reset({slot: slot for slot in range(4)}).observations["state"]
+        assert states.tolist() == [[slot, 0] for slot in range(4)]
         tick = simulator.step({slot: chunk(0.5, 0.5, 0.5, 0.5) for slot in range(4)})
         assert tick.observations["state"].tolist() == [[slot, 3] for slot in range(4)]
 
@@ -144,9 +144,12 @@ class Watched(MlpPolicy):
     """Records the types of the observations by which it acts."""
 
     def act(self, observations: dict[str, Any], uniforms: Any, temperature: Any = None) -> Any:
-        self.seen = {name: type(of) for name, of in observations.items()}
+        self.types = {name: type(tensor) for name, tensor in observations.items()}
         return super().act(
-            {name: torch.as_tensor(of).as_subclass(torch.Tensor) for name, of in observations.items()},
+            {
+                name: torch.as_tensor(tensor).as_subclass(torch.Tensor)
+                for name, tensor in observations.items()
+            },
             uniforms,
             temperature,
         )
@@ -163,24 +166,24 @@ def drifted(*, is_guarded: bool, num_processes: int = 0) -> tuple[Any, Any]:
         driver = SimulatorDriver(SimulatorEngine(simulator, policy, retries=0), seed=1)
         (prompt,) = reset_prompts("drifting", 1)
         group = asyncio.run(driver.group(prompt, 4, (0,)))
-    return [(t.reward, t.env_steps) for t in group.trajectories], policy.seen
+    return [(t.reward, t.env_steps) for t in group.trajectories], policy.types
 
 
 def test_tensors_stay_on_their_device_until_an_episode_has_ended() -> None:
     before = OnDevice.moved
-    guarded, seen = drifted(is_guarded=True)
-    assert seen == {"image": OnDevice, "state": OnDevice}
+    guarded, types = drifted(is_guarded=True)
+    assert types == {"image": OnDevice, "state": OnDevice}
     assert OnDevice.moved - before == 2 * 4, "the image and the state of each episode, once"
     in_processes, of_processes = drifted(is_guarded=True, num_processes=1)
     assert of_processes == {"image": np.ndarray, "state": np.ndarray}
     for other in (drifted(is_guarded=False)[0], in_processes):
-        for (reward, steps), (expected, of) in zip(other, guarded, strict=True):
+        for (reward, steps), (expected, expected_steps) in zip(other, guarded, strict=True):
             assert reward == expected
-            for name, values in of.observations.items():
+            for name, values in expected_steps.observations.items():
                 assert type(values) is np.ndarray
                 np.testing.assert_array_equal(steps.observations[name], values)
-            assert of.observations["image"].dtype == np.uint8
-            np.testing.assert_array_equal(steps.logprobs, of.logprobs)
+            assert expected_steps.observations["image"].dtype == np.uint8
+            np.testing.assert_array_equal(steps.logprobs, expected_steps.logprobs)
 
 
 def test_a_tensor_that_is_not_finite_is_a_failure_of_its_slot_alone() -> None:

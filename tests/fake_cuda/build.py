@@ -26,9 +26,9 @@ class BuildError(Exception):
 
 def built() -> Path:
     """The library's path, with the names of the operators without a CUDA kernel beside it (.json)."""
-    found = version("torch")
-    if not found.startswith(f"{TORCH}."):
-        raise BuildError(f"it is made for torch {TORCH}, not {found}")
+    torch_version = version("torch")
+    if not torch_version.startswith(f"{TORCH}."):
+        raise BuildError(f"it is made for torch {TORCH}, not {torch_version}")
     if (compiler := shutil.which("g++")) is None:
         raise BuildError("there is no g++")
     spec = importlib.util.find_spec("torch")
@@ -38,7 +38,7 @@ def built() -> Path:
     if (torch_folder / "lib/libtorch_cuda.so").exists():
         raise BuildError("this torch is built for real ones")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braid/tests"
-    folder = cache / f"fake_cuda-{found}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
+    folder = cache / f"fake_cuda-{torch_version}-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / "device.so"
     with (folder / "lock").open("w") as lock:

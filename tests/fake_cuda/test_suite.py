@@ -71,6 +71,6 @@ def test_steps_of_make_gpu_run_on_the_device(step: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(output.read_text())
-    assert "error" not in found, found["error"]
-    assert isinstance(found["result"], dict)
+    report = json.loads(output.read_text())
+    assert "error" not in report, report["error"]
+    assert isinstance(report["result"], dict)

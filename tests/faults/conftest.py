@@ -8,7 +8,7 @@ from tests.faults.test_worker_deaths import ROUNDS, Unbroken, driven, run_config
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Unbroken:
-    """See Unbroken."""
+    """Weights of an uninterrupted run of ROUNDS rounds, made once per session."""
     folder = tmp_path_factory.mktemp("unbroken")
     with driven(run_config(folder, run={"max_rounds": 1000}), ROUNDS) as (driver, processes):
         driver.kill()

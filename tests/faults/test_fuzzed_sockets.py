@@ -52,14 +52,14 @@ def _frame(numbers: random.Random) -> bytes:
 
 def _listening() -> set[Address]:
     """The addresses that this process and all that it has started listen at."""
-    found: set[Address] = set()
-    own = psutil.Process()
-    for process in (own, *own.children(recursive=True)):
+    addresses: set[Address] = set()
+    parent = psutil.Process()
+    for process in (parent, *parent.children(recursive=True)):
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
-                    found.add((connection.laddr.ip, connection.laddr.port))
-    return found
+                    addresses.add((connection.laddr.ip, connection.laddr.port))
+    return addresses
 
 
 class _Fuzz:
@@ -141,8 +141,8 @@ def test_a_run_whose_sockets_are_fuzzed_ends_with_the_same_weights(
     with contextlib.closing(_Fuzz()) as fuzz:
         commands.train(load_config(run_config(tmp_path, **sections)))
 
-    own = {address for address in sent if address[0] == "127.0.0.1"}  # Ray's are at all addresses
-    assert len(own) > 5
-    for address in own | (listening & sent.keys()):
+    loopback = {address for address in sent if address[0] == "127.0.0.1"}  # Ray's are at all addresses
+    assert len(loopback) > 5
+    for address in loopback | (listening & sent.keys()):
         assert sent[address] == NUM_FRAMES, address
     assert_equal(weights(tmp_path), unbroken.weights[1])

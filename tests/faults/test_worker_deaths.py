@@ -102,18 +102,18 @@ def run_config(folder: Path, **sections: dict[str, Any]) -> Path:
     return path
 
 
-def _workers(of: int, role: str) -> list[psutil.Process]:
-    """The processes of a role, or of vLLM, in the run that process `of` drives, and in no other."""
-    found: list[psutil.Process] = []
-    for process in psutil.Process(of).children(recursive=True):
+def _workers(driver_pid: int, role: str) -> list[psutil.Process]:
+    """The processes of a role, or of vLLM, in the run that process `driver_pid` drives, and in no other."""
+    workers: list[psutil.Process] = []
+    for process in psutil.Process(driver_pid).children(recursive=True):
         try:
             command = process.cmdline()
             is_engine = "braid.rollout.engines.vllm.process" in command
             if is_engine if role == "engine" else command[0].startswith(f"ray::{role}"):
-                found.append(process)
+                workers.append(process)
         except (psutil.Error, IndexError):
             continue
-    return found
+    return workers
 
 
 class _Signals:
@@ -128,11 +128,11 @@ class _Signals:
     def attach(self, monkeypatch: pytest.MonkeyPatch) -> None:
         phase = Reporter.phase
 
-        def told(reporter: Reporter, verb: str) -> AbstractContextManager[None]:
+        def phased(reporter: Reporter, verb: str) -> AbstractContextManager[None]:
             self._begins(verb)
             return phase(reporter, verb)
 
-        monkeypatch.setattr(Reporter, "phase", told)
+        monkeypatch.setattr(Reporter, "phase", phased)
 
     def _begins(self, verb: str) -> None:
         if not self._left or self._left[0][0] != verb:
@@ -147,13 +147,13 @@ class _Signals:
 
     def _send(self, role: str, earlier: Sequence[psutil.Process] = ()) -> None:
         deadline = time.monotonic() + LIMIT_S
-        found = [psutil.Process()] if role == "driver" else []
-        while not found:
+        workers = [psutil.Process()] if role == "driver" else []
+        while not workers:
             assert time.monotonic() < deadline, f"there is no {role}"
             time.sleep(0.02)
-            found = [worker for worker in _workers(os.getpid(), role) if worker not in earlier]
+            workers = [worker for worker in _workers(os.getpid(), role) if worker not in earlier]
         self.sent_s.append(time.monotonic())
-        found[-1].send_signal(self.number)
+        workers[-1].send_signal(self.number)
 
 
 @contextmanager
@@ -210,8 +210,8 @@ def test_a_run_that_is_interrupted_and_whose_workers_are_killed_names_each_and_g
         commands.train(
             load_config(run_config(tmp_path, run={"max_restarts": len(_KILLS), "resume": "latest"}))
         )
-    told = [record.getMessage() for record in caplog.records if "the run failed" in record.getMessage()]
-    for (phase, _, role), text in zip(_KILLS, told, strict=True):
+    failures = [record.getMessage() for record in caplog.records if "the run failed" in record.getMessage()]
+    for (phase, _, role), text in zip(_KILLS, failures, strict=True):
         assert re.search(rf"WorkerError: {role} worker \d of \d died while ({_WHERE}): ", text), (phase, text)
 
     assert_equal(weights(tmp_path), unbroken.weights[-1])
@@ -240,8 +240,8 @@ def test_an_engine_killed_while_idle_ends_the_run_and_is_named(
         ),
     ):
         commands.train(load_config(path))
-    told = [record.getMessage() for record in caplog.records if "the run failed" in record.getMessage()]
-    assert ["vLLM engine 0 exited" in text for text in told] == [True] * len(_ENGINE_KILLS)
+    failures = [record.getMessage() for record in caplog.records if "the run failed" in record.getMessage()]
+    assert ["vLLM engine 0 exited" in text for text in failures] == [True] * len(_ENGINE_KILLS)
 
 
 def test_a_run_whose_worker_is_stopped_restarts_within_ten_seconds_of_the_deadline(
@@ -267,8 +267,8 @@ def test_a_run_whose_worker_is_stopped_restarts_within_ten_seconds_of_the_deadli
     with caplog.at_level(logging.WARNING):
         commands.train(load_config(path))
 
-    (told,) = (text for text in caplog.messages if "the run failed" in text)
-    assert re.search(r"policy workers .*1 of 2 did not answer in time while in \w+\(\)", told), told
+    (failure,) = (text for text in caplog.messages if "the run failed" in text)
+    assert re.search(r"policy workers .*1 of 2 did not answer in time while in \w+\(\)", failure), failure
     passed_s = builds_s[1] - signals.sent_s[0]
     logging.getLogger(__name__).warning(
         "%.1f s from SIGSTOP to the restart, deadline %g s", passed_s, timeout_s

@@ -118,8 +118,8 @@ TURNS = [[1, 3], [2], [2], [3], []]
 )
 def test_rows_of_several_agents_share_the_weight_of_their_trajectory(mode, counts_turns, expected):
     counts = [len(turns) if counts_turns else sum(turns) for turns in TURNS]
-    found = row_weights(counts, [0] * 5, mode=mode, constant=10.0, agents=OF_AGENTS)
-    assert found == pytest.approx(expected, rel=1e-15)
+    weights = row_weights(counts, [0] * 5, mode=mode, constant=10.0, agents=OF_AGENTS)
+    assert weights == pytest.approx(expected, rel=1e-15)
 
 
 @pytest.mark.parametrize(

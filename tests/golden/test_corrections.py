@@ -41,9 +41,9 @@ def test_the_proximal_policy_lies_between_sampler_and_policy_by_the_age_of_the_w
     logprobs, behavior = torch.full((5,), -1.0, requires_grad=True), torch.full((5,), -2.0)
     # in training: version 5, so before the update: 4; a = (4 - v) / (5 - v), and 0 where v is 4 or later
     versions = torch.tensor([2.0, 3.0, 4.0, 5.0, 1.0])
-    found = proximal_logprobs(logprobs, behavior, versions, version=5)
-    torch.testing.assert_close(found, torch.tensor([-1.333333, -1.5, -2.0, -2.0, -1.25]), **CLOSE)
-    assert not found.requires_grad
+    proximal = proximal_logprobs(logprobs, behavior, versions, version=5)
+    torch.testing.assert_close(proximal, torch.tensor([-1.333333, -1.5, -2.0, -2.0, -1.25]), **CLOSE)
+    assert not proximal.requires_grad
 
 
 def test_truncation_bounds_the_weight():

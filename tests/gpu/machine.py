@@ -104,10 +104,10 @@ class Machine:
     is_tiny: bool
     output: Path | None = None
 
-    def keep(self, found: dict[str, Any]) -> None:
+    def keep(self, result: dict[str, Any]) -> None:
         """Store what a step has found so far: an error or its time limit may end it."""
         if self.output is not None:
-            self.output.write_text(json.dumps({"result": found}))
+            self.output.write_text(json.dumps({"result": result}))
 
     @property
     def is_cuda(self) -> bool:
@@ -138,13 +138,14 @@ class Machine:
             call()
             self.synchronize()
             seconds = time.perf_counter() - start
-        kernels = [of for of in profiler.key_averages() if of.self_device_time_total]
-        kernels.sort(key=lambda of: -of.self_device_time_total)
-        busy = sum(of.self_device_time_total for of in kernels)
+        kernels = [event for event in profiler.key_averages() if event.self_device_time_total]
+        kernels.sort(key=lambda kernel: -kernel.self_device_time_total)
+        busy = sum(kernel.self_device_time_total for kernel in kernels)
         return {
             "busy_share": round(busy / 1e6 / seconds, 3),
             "kernels": {
-                of.key[:90]: [round(of.self_device_time_total / busy, 4), of.count] for of in kernels[:14]
+                kernel.key[:90]: [round(kernel.self_device_time_total / busy, 4), kernel.count]
+                for kernel in kernels[:14]
             },
         }
 
@@ -330,7 +331,7 @@ FSDP: dict[str, dict[str, Any]] = {
 def fsdp(machine: Machine) -> dict[str, Any]:
     """Both versions of FSDP on one rank: train, offload and back, save and restore; losses against one
     process."""
-    shape, found = "tiny", {}
+    shape, results = "tiny", {}
     rows = ragged_rows(SHAPES[shape]["vocab_size"], 600, 80)
     weights, loss = token_weights(rows), policy_loss(RECIPES["grpo"])
     offload = {"weights": True, "optimizer": True}
@@ -377,9 +378,9 @@ def fsdp(machine: Machine) -> dict[str, Any]:
                 after = backend.train(rows, weights, loss, rows[0]).loss
                 backend.restore(saved.state, place)
                 assert backend.train(rows, weights, loss, rows[0]).loss == after or machine.is_cuda
-                found[f"{kind} {name}"] = norms
-                machine.keep(found)
-    return {"single": expected, **found}
+                results[f"{kind} {name}"] = norms
+                machine.keep(results)
+    return {"single": expected, **results}
 
 
 def learning(machine: Machine) -> dict[str, Any]:
@@ -426,7 +427,7 @@ def _train(machine: Machine, changes: dict[str, dict[str, Any]], rounds: int) ->
 def updates(machine: Machine) -> dict[str, Any]:
     """Rate of an update as a share of a matrix product's, and its peak memory, with each attention kernel."""
     num_tokens, longest = (600, 80) if machine.is_tiny else (65_536, 4096)
-    dtype, found = torch.bfloat16, dict[str, Any]()
+    dtype, results = torch.bfloat16, dict[str, Any]()
     side = 256 if machine.is_tiny else 8192
     left, right = (torch.randn(side, side, dtype=dtype, device=machine.device) for _ in range(2))
     ceiling = 2 * side**3 / machine.seconds(lambda: left @ right)
@@ -449,17 +450,17 @@ def updates(machine: Machine) -> dict[str, Any]:
                 return b.train(r, w, policy_loss(RECIPES["grpo"]))
 
             seconds = machine.seconds(step)
-            found[f"{shape} {kernel} {size}"] = {
+            results[f"{shape} {kernel} {size}"] = {
                 "seconds": seconds,
                 "tokens": sum(map(len, rows)),
                 "share_of_product": flops / seconds / ceiling,
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if machine.is_cuda else None,
                 **(machine.profile(step) if kernel == "auto" else {}),
             }
-            machine.keep({"product_tflops": ceiling / 1e12, **found})
+            machine.keep({"product_tflops": ceiling / 1e12, **results})
             del step, backend
         del lm
-    return {"product_tflops": ceiling / 1e12, **found}
+    return {"product_tflops": ceiling / 1e12, **results}
 
 
 ARITHMETICS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -476,7 +477,7 @@ def decoding(machine: Machine) -> dict[str, Any]:
     size = 2**20 if machine.is_tiny else 2**31
     source, target = (torch.empty(size, dtype=torch.uint8, device=machine.device) for _ in range(2))
     bandwidth = 2 * size / machine.seconds(lambda: target.copy_(source))
-    found: dict[str, Any] = {"bandwidth_gb_per_s": bandwidth / 1e9}
+    results: dict[str, Any] = {"bandwidth_gb_per_s": bandwidth / 1e9}
     for shape in ("tiny",) if machine.is_tiny else ("0.5B", "1.5B"):
         for kind, (dtype, autocast) in ARITHMETICS.items():
             lm, width = language_model(machine, shape, dtype), (autocast or dtype).itemsize
@@ -489,12 +490,12 @@ def decoding(machine: Machine) -> dict[str, Any]:
                 for graphs in (True, False) if machine.is_cuda and kind == "bfloat16" else (machine.is_cuda,):
                     rate = _decode(machine, lm, num, lengths, graphs=graphs, autocast=autocast)
                     name = f"{shape} {kind} {num}{' graphs' if graphs else ''}"
-                    found[name] = {"tokens_per_s": rate, "share_of_bound": rate / bound}
-                    machine.keep(found)
+                    results[name] = {"tokens_per_s": rate, "share_of_bound": rate / bound}
+                    machine.keep(results)
                 if machine.is_cuda and kind == "bfloat16":
-                    found[f"{shape} {kind} {num} profile"] = _profile(machine, lm, num, lengths)
-                    machine.keep(found)
-    return found
+                    results[f"{shape} {kind} {num} profile"] = _profile(machine, lm, num, lengths)
+                    machine.keep(results)
+    return results
 
 
 def _decode(
@@ -570,10 +571,10 @@ def offloading(machine: Machine) -> dict[str, Any]:
 
 def engines(machine: Machine) -> dict[str, Any]:
     """Two rounds with each installed engine beside the trainer on its device: weight sync, sleep and wake."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for engine in ("vllm", "sglang"):
         if find_spec(engine) is None:
-            found[engine] = "not installed"
+            results[engine] = "not installed"
             continue
         rollout = {
             "engine": engine,
@@ -581,10 +582,10 @@ def engines(machine: Machine) -> dict[str, Any]:
             "group_size": 4,
             "sampling": {"max_new_tokens": 2},
         }
-        found[engine] = _train(
+        results[engine] = _train(
             machine, {"rollout": rollout, "train": {"offload": {"weights": True}}}, rounds=2
         )
-    return found
+    return results
 
 
 def simulators(machine: Machine) -> dict[str, Any]:
@@ -684,13 +685,13 @@ def main() -> int:
     num_together = max(1, min(len(together), (os.cpu_count() or 1) // 2))
     for steps, num in ((alone, 1), (together, num_together)):
         with ThreadPoolExecutor(num) as pool:
-            for step, found in zip(steps, pool.map(lambda s: run_step(s, arguments), steps), strict=True):
-                report["steps"][step.__name__] = found
+            for step, outcome in zip(steps, pool.map(lambda s: run_step(s, arguments), steps), strict=True):
+                report["steps"][step.__name__] = outcome
                 args.output.write_text(json.dumps(report, indent=1))
-                last = found["error"].strip().splitlines()[-1] if "error" in found else "ok"
-                sys.stdout.write(f"{step.__name__:12} {found['seconds']:6.1f} s  {last}\n")
+                last = outcome["error"].strip().splitlines()[-1] if "error" in outcome else "ok"
+                sys.stdout.write(f"{step.__name__:12} {outcome['seconds']:6.1f} s  {last}\n")
                 sys.stdout.flush()
-    return int(any("error" in found for found in report["steps"].values()))
+    return int(any("error" in outcome for outcome in report["steps"].values()))
 
 
 if __name__ == "__main__":

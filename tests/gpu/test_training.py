@@ -68,7 +68,7 @@ def test_offloaded_states_leave_the_device_and_return_bit_exactly() -> None:
     assert torch.cuda.memory_allocated() <= allocated - backend.held_bytes().weights
     assert not backend.held_bytes().is_on_device
     optimizer = backend.state()["optimizer"]
-    assert all(tensor.device.type == "cpu" for of in optimizer.values() for tensor in of.values())
+    assert all(tensor.device.type == "cpu" for state in optimizer.values() for tensor in state.values())
     backend.to_device()
     for name, tensor in backend.named_weights():
         assert tensor.is_cuda

@@ -43,8 +43,10 @@ def degenerate_groups(num: int) -> list[Group]:
     groups = []
     for tenths in (rng.randint(0, 40) for _ in range(num)):
         cuts = [sorted(rng.choices(range(tenths + 1), k=5)) for _ in range(8)]
-        splits = [[b - a for a, b in itertools.pairwise([0, *of, tenths])] for of in cuts]
-        groups.append(Group(PROMPT, [played(*(n / 10 for n in of), sample=i) for i, of in enumerate(splits)]))
+        splits = [[b - a for a, b in itertools.pairwise([0, *points, tenths])] for points in cuts]
+        groups.append(
+            Group(PROMPT, [played(*(n / 10 for n in split), sample=i) for i, split in enumerate(splits)])
+        )
     return groups
 
 

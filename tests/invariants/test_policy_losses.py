@@ -169,8 +169,8 @@ def test_batching_order_and_shared_prompts_do_not_change_an_update(
     recipe = CASES[case]
     whole, grads = whole_of(case)
     shuffled = [rows[i] for i in np.random.default_rng(1).permutation(len(rows))]
-    for given, micro_batch_tokens in ((rows, 1), (shuffled, 40)):
-        report, others = _update(policy, given, recipe, micro_batch_tokens)
+    for batch, micro_batch_tokens in ((rows, 1), (shuffled, 40)):
+        report, others = _update(policy, batch, recipe, micro_batch_tokens)
         assert _close(report.loss, whole.loss)
         assert report.metrics.keys() == whole.metrics.keys()
         for name, (total, count) in report.metrics.items():

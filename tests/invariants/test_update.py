@@ -265,11 +265,11 @@ def test_a_simulators_update_depends_on_neither_cut_nor_order(
         _update(policy, rows[::-1], with_value_loss(parts[0], CRITIC), mode, micro_batch_tokens), together
     )
     apart = [_update(policy, rows, loss, mode) for loss in parts]
-    assert together.report.loss == pytest.approx(sum(of.report.loss for of in apart), rel=1e-5)
+    assert together.report.loss == pytest.approx(sum(update.report.loss for update in apart), rel=1e-5)
     loss, _ = together.report.metrics["critic/loss"]
     assert loss == pytest.approx(apart[1].report.loss, rel=1e-5)
     for name, gradient in together.grads.items():
-        expected = sum(of.grads[name] for of in apart if name in of.grads)
+        expected = sum(update.grads[name] for update in apart if name in update.grads)
         assert_near(gradient, expected, TOLERANCE, name)
 
 

@@ -48,24 +48,24 @@ class Outside:
         return PRELUDE + "".join(f"{name} = {value!r}\n" for name, value in names.items()) + code
 
     def state(self) -> dict[str, object]:
-        pid, found = self.victim.pid, {}
+        pid, state = self.victim.pid, {}
         for path in (self.file, self.file.parent):
             stat = path.stat()
-            found[str(path)] = (stat.st_mode, stat.st_uid, stat.st_gid, stat.st_mtime_ns)
-            found[f"{path}: attributes"] = os.listxattr(path)
-        found["ended"] = self.victim.poll()
-        if found["ended"] is None:
+            state[str(path)] = (stat.st_mode, stat.st_uid, stat.st_gid, stat.st_mtime_ns)
+            state[f"{path}: attributes"] = os.listxattr(path)
+        state["ended"] = self.victim.poll()
+        if state["ended"] is None:
             limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_CPU)
-            found["limits"] = [resource.prlimit(pid, kind) for kind in limits]
-            found["affinity"] = os.sched_getaffinity(pid)
-            found["priority"] = os.getpriority(os.PRIO_PROCESS, pid)
-            found["policy"] = os.sched_getscheduler(pid)
-            found["I/O"] = _LIBC.syscall(252 if platform.machine() == "x86_64" else 31, 1, pid)
-            found["out of memory"] = Path(f"/proc/{pid}/oom_score_adj").read_text()
+            state["limits"] = [resource.prlimit(pid, kind) for kind in limits]
+            state["affinity"] = os.sched_getaffinity(pid)
+            state["priority"] = os.getpriority(os.PRIO_PROCESS, pid)
+            state["policy"] = os.sched_getscheduler(pid)
+            state["I/O"] = _LIBC.syscall(252 if platform.machine() == "x86_64" else 31, 1, pid)
+            state["out of memory"] = Path(f"/proc/{pid}/oom_score_adj").read_text()
         for name in (self.queue, f"{self.queue}-new"):
-            found[name] = _has_queue(name)
-        found["System V"] = _LIBC.msgget(self.key, 0) >= 0
-        return found
+            state[name] = _has_queue(name)
+        state["System V"] = _LIBC.msgget(self.key, 0) >= 0
+        return state
 
     def remove_queues(self) -> None:
         for name in (self.queue, f"{self.queue}-new"):
@@ -90,13 +90,13 @@ def outside(tmp_path: Path) -> Iterator[Outside]:
     queue = f"/braid-test-{secrets.token_hex(8)}"
     os.close(_LIBC.mq_open(queue.encode(), os.O_RDWR | os.O_CREAT, 0o600, None))
     victim = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-    found = Outside(file, victim, queue, 1 + secrets.randbelow(2**31 - 2))
+    resources = Outside(file, victim, queue, 1 + secrets.randbelow(2**31 - 2))
     try:
-        yield found
+        yield resources
     finally:
         victim.kill()
         victim.wait()
-        found.remove_queues()
+        resources.remove_queues()
 
 
 @pytest.fixture(

@@ -41,17 +41,17 @@ def test_it_equals_pytorchs_for_every_number_of_threads(
     shape: tuple[int, int, int, int, int], window: int | None
 ) -> None:
     inputs, call = _inputs(*shape), LayerCall(0, 0.3, window, None)
-    found = _results(compiled_attention, call, inputs)
+    compiled = _results(compiled_attention, call, inputs)
     exact = _results(causal_attention, call, [x.double() for x in inputs])
     scale = max(float(torch.linalg.vector_norm(x)) for x in exact)
     for ours, plain in zip(
-        found, exact, strict=True
+        compiled, exact, strict=True
     ):  # of one key, gradients of queries are 0 up to rounding
         assert torch.linalg.vector_norm(ours - plain) <= 2e-6 * scale
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert all(map(torch.equal, _results(compiled_attention, call, inputs), found))
+        assert all(map(torch.equal, _results(compiled_attention, call, inputs), compiled))
     finally:
         torch.set_num_threads(threads)
 
@@ -76,11 +76,11 @@ def test_rows_may_be_apart_in_memory_and_in_half_precision() -> None:
 )
 def test_other_layers_are_left_to_pytorch(call: LayerCall) -> None:
     inputs = _inputs(2, 40, 4, 2, 32)
-    found, plain = (_results(kernel, call, inputs) for kernel in (compiled_attention, causal_attention))
-    assert all(map(torch.equal, found, plain))
+    compiled, plain = (_results(kernel, call, inputs) for kernel in (compiled_attention, causal_attention))
+    assert all(map(torch.equal, compiled, plain))
     odd, call = _inputs(2, 40, 4, 2, 24), LayerCall(0, 0.3, None, None)
-    found, plain = (_results(kernel, call, odd) for kernel in (compiled_attention, causal_attention))
-    assert all(map(torch.equal, found, plain))
+    compiled, plain = (_results(kernel, call, odd) for kernel in (compiled_attention, causal_attention))
+    assert all(map(torch.equal, compiled, plain))
 
 
 def test_it_is_chosen_where_a_round_is_long_enough(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

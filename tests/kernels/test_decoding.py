@@ -52,16 +52,16 @@ def test_it_equals_pytorchs_for_every_number_of_threads(
     def attended(kind: type[DecodeAttention]) -> torch.Tensor:
         return kind(positions, blocks).attend(call, query, key, value)[: len(LENGTHS)]
 
-    found = attended(CompiledAttention)
+    compiled = attended(CompiledAttention)
     assert torch.equal(short.layers[0][0][3, :, 16], key[3])
     assert torch.equal(long.layers[0][1][0, :, 599], value[5])
     assert_near(
-        found, attended(DecodeAttention), 1e-6
+        compiled, attended(DecodeAttention), 1e-6
     )  # eight roundings: sums of up to 600 terms in another order
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        assert torch.equal(attended(CompiledAttention), found)
+        assert torch.equal(attended(CompiledAttention), compiled)
     finally:
         torch.set_num_threads(threads)
 
@@ -69,7 +69,7 @@ def test_it_equals_pytorchs_for_every_number_of_threads(
 @pytest.mark.parametrize("window", [None, 1, 3, 30, 45])
 def test_a_prompt_elsewhere_that_rows_share_gives_the_same_bits(window: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
-    of_prompt, own = (33, 20, 33, 1), (1, 40, 7, 12)
+    of_prompt, after_prompt = (33, 20, 33, 1), (1, 40, 7, 12)
     prompts = Bucket(2, 36)
     prompts.write(0, 0, *(torch.randn(2, HEADS, 36, SIZE, generator=generator) for _ in range(2)))
     places = [Prompt(prompts, 0, 33), Prompt(prompts, 1, 20), Prompt(prompts, 0, 33), Prompt(prompts, 1, 1)]
@@ -82,20 +82,20 @@ def test_a_prompt_elsewhere_that_rows_share_gives_the_same_bits(window: int | No
     (bucket,), (rest,) = whole.buckets(), parts.buckets()
     bucket.write(0, 0, *(torch.randn(4, HEADS, 64, SIZE, generator=generator) for _ in range(2)))
     rest.write(0, 0, *(torch.zeros(4, HEADS, 40, SIZE) for _ in range(2)))
-    for row, (prompt, num) in enumerate(zip(places, own, strict=True)):
-        for store, of, first in zip(rest.layers[0], bucket.layers[0], prompts.layers[0], strict=True):
-            of[row, :, : prompt.length] = first[prompt.row, :, : prompt.length]
-            store[row, :, :num] = of[row, :, prompt.length : prompt.length + num]
-    positions = torch.tensor([a + b - 1 for a, b in zip(of_prompt, own, strict=True)])
+    for row, (prompt, num) in enumerate(zip(places, after_prompt, strict=True)):
+        for store, full, first in zip(rest.layers[0], bucket.layers[0], prompts.layers[0], strict=True):
+            full[row, :, : prompt.length] = first[prompt.row, :, : prompt.length]
+            store[row, :, :num] = full[row, :, prompt.length : prompt.length + num]
+    positions = torch.tensor([a + b - 1 for a, b in zip(of_prompt, after_prompt, strict=True)])
     query = torch.randn(4, HEADS * GROUPS, SIZE, generator=generator) * 3
     new = [torch.randn(4, HEADS, SIZE, generator=generator) for _ in range(2)]
-    expected, found = (
-        CompiledAttention(positions, [Block(of, slice(0, 4), of.length, 0)]).attend(
+    expected, shared = (
+        CompiledAttention(positions, [Block(cached, slice(0, 4), cached.length, 0)]).attend(
             LayerCall(0, 0.3, window, None, SINKS), query, *new
         )
-        for of in (bucket, rest)
+        for cached in (bucket, rest)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(shared, expected)
     for slot in range(4):
         alike = zip(
             whole.stored(slot, int(positions[slot])), parts.stored(slot, int(positions[slot])), strict=True
@@ -112,11 +112,11 @@ def test_other_types_and_shapes_are_left_to_pytorch() -> None:
     bucket.write(0, 0, *stores)
     new = torch.randn(1, HEADS, SIZE).bfloat16()
     call, blocks = LayerCall(0, 0.3, None, None), [Block(bucket, slice(0, 1), 32, 0)]
-    found, expected = (
+    compiled, expected = (
         kind(torch.tensor([3]), blocks).attend(call, new, new, new)
         for kind in (CompiledAttention, DecodeAttention)
     )
-    assert torch.equal(found, expected)
+    assert torch.equal(compiled, expected)
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,12 @@ def test_code_is_kept_in_the_first_folder_that_can_be_written_by_this_user_alone
     assert list((beside / "home" / ".cache" / "numba").rglob("*.nbc"))
     without = {"NUMBA_CACHE_DIR": "/dev/null/none", "HOME": "/dev/null/none"}
     assert [_said(package, script, **without) for _ in range(2)] == ["1.0 0", "1.0 1"]
-    (own,) = beside.glob("braid-*")
-    assert own.stat().st_mode & 0o777 == 0o700
-    own.chmod(0o777)
+    (folder,) = beside.glob("braid-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
     assert _said(package, script, **without) == "1.0 0"
-    shutil.rmtree(own)
-    own.symlink_to(numbas)
+    shutil.rmtree(folder)
+    folder.symlink_to(numbas)
     assert _said(package, script, **without) == "1.0 0"
 
 

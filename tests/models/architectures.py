@@ -82,10 +82,10 @@ def verdict(name: str) -> str:
     try:
         return _tried(model, None)
     except ModelError as error:
-        found = re.search(r"for rows longer than its (\w+) of \d+ tokens", str(error))
-        if found is None:
+        limit = re.search(r"for rows longer than its (\w+) of \d+ tokens", str(error))
+        if limit is None:
             return _refusal(str(error))
-    return f"{_tried(tiny_model(kind, config, frozenset()), _LONG)}, rows up to its {found[1]}"
+    return f"{_tried(tiny_model(kind, config, frozenset()), _LONG)}, rows up to its {limit[1]}"
 
 
 def tiny_of(name: str, **settings: Any) -> PreTrainedModel:
@@ -128,8 +128,8 @@ def _refused_at_full_size(name: str) -> str | None:
 
 
 def _refusal(error: str) -> str:
-    if found := re.search(r"has layers of type ([^;]+), which braid does not", error):
-        return f"refused: layers of type {found[1]}"
+    if layers := re.search(r"has layers of type ([^;]+), which braid does not", error):
+        return f"refused: layers of type {layers[1]}"
     if "position_bias" in error:
         return "refused: attention with a position bias"
     if "do not attend through" in error:
@@ -283,8 +283,8 @@ def routers(name: str) -> tuple[str, str] | None:
 
 
 def table_of_routers() -> str:
-    found = ((name, routers(name)) for name in NAMES)
-    rows = (f"| `{name}` | {cells[0]} | {cells[1]} |" for name, cells in found if cells is not None)
+    pairs = ((name, routers(name)) for name in NAMES)
+    rows = (f"| `{name}` | {cells[0]} | {cells[1]} |" for name, cells in pairs if cells is not None)
     return "\n".join(("| mixture | router replay | load balancing |", "|---|---|---|", *rows))
 
 

@@ -15,13 +15,13 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_is_what_the_page_says(name: str) -> None:
-    found = verdict(name)  # which fails where one is let in and computed wrongly
+    cell = verdict(name)  # which fails where one is let in and computed wrongly
     if f"transformers {transformers.__version__}" in PAGE.read_text():
-        assert recorded()[name] == found, "run: python tests/models/architectures.py"
+        assert recorded()[name] == cell, "run: python tests/models/architectures.py"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_are_replayed_where_the_page_says(name: str) -> None:
-    found = routers(name)
+    cells = routers(name)
     if f"transformers {transformers.__version__}" in PAGE.read_text():
-        assert recorded_routers().get(name) == found, "run: python tests/models/architectures.py"
+        assert recorded_routers().get(name) == cells, "run: python tests/models/architectures.py"

@@ -128,10 +128,10 @@ def test_the_gradient_of_a_tied_head_takes_no_memory_beside_itself(
 def test_hooks_on_the_head_see_its_whole_gradient(tiny_model: Make, packed: Pack) -> None:
     lm, batch = CausalLM(tiny_model("qwen2")), packed()
     expected = _gradients(lm.module, _loss(lm.forward(batch, BOTH)))["model.embed_tokens.weight"].clone()
-    seen: list[Tensor] = []
-    lm.head.weight.register_hook(seen.append)
+    gradients: list[Tensor] = []
+    lm.head.weight.register_hook(gradients.append)
     _gradients(lm.module, _loss(lm.forward(batch, BOTH)))
-    (grad,) = seen
+    (grad,) = gradients
     assert_near(grad, expected, TOLERANCE)
 
 

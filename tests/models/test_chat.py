@@ -132,8 +132,8 @@ def _calls(*arguments: Any) -> dict[str, Any]:
         "role": "assistant",
         "content": "",
         "tool_calls": [
-            {"id": f"call0000{i}", "type": "function", "function": {"name": "add", "arguments": of}}
-            for i, of in enumerate(arguments)
+            {"id": f"call0000{i}", "type": "function", "function": {"name": "add", "arguments": value}}
+            for i, value in enumerate(arguments)
         ],
     }
 
@@ -379,19 +379,19 @@ def test_a_conversation_to_imitate_has_the_tokens_of_the_template(name: str) -> 
     if name == "gptoss":  # whose history has another end of a turn
         text = text.replace(f"{end}<|start|>", "<|end|><|start|>")
     assert text.removesuffix(end) == whole.removesuffix(end)
-    own = _no_thinking(_text(chat, [i for i, is_own in zip(ids, mask, strict=True) if is_own]))
-    own = own.replace("<|channel|>final<|message|>", "")
-    assert own.replace("\n", "") == f"Three.{end}Four.{end}Five.{end}"
+    answers = _no_thinking(_text(chat, [i for i, is_own in zip(ids, mask, strict=True) if is_own]))
+    answers = answers.replace("<|channel|>final<|message|>", "")
+    assert answers.replace("\n", "") == f"Three.{end}Four.{end}Five.{end}"
 
 
 def test_earlier_reasoning_is_imitated_as_it_is_sampled() -> None:
     """With thinking=as_template, an example begins where an episode begins a new segment."""
     chat = _thinker()
     said = [
-        {"role": "assistant", "content": of, "reasoning_content": "Hm."}
-        for of in ("Three.", "Four.", "Five.")
+        {"role": "assistant", "content": content, "reasoning_content": "Hm."}
+        for content in ("Three.", "Four.", "Five.")
     ]
-    asked = [{"role": "user", "content": of} for of in ("And now?", "And then?")]
+    asked = [{"role": "user", "content": content} for content in ("And now?", "And then?")]
     examples = chat.examples([ASK, said[0], asked[0], said[1], asked[1], said[2]])
     turns = ["Three.", "Four.", "Five."]
     answers: list[Answer] = []

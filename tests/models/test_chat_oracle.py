@@ -83,7 +83,7 @@ def test_a_conversation_goes_on_with_the_tokens_of_the_oracle(
         said = _THOUGHT + said
     tools = [TOOL] if is_tool else []
     history = chat.opening([{"role": "user", "content": "How much?"}], tools)
-    own = "<|observation|>" if is_tool and name == "glm4moe" else _ENDS[name]
+    end_of_turn = "<|observation|>" if is_tool and name == "glm4moe" else _ENDS[name]
     messages: list[Message] = [{"role": "user", "content": replies[0]}]
     if is_tool:
         messages = [
@@ -91,7 +91,7 @@ def test_a_conversation_goes_on_with_the_tokens_of_the_oracle(
             for i, text in enumerate(replies)
         ]
     for end in ends:
-        token = {"end": own, "other": "<|endoftext|>", "cut": ""}[end]
+        token = {"end": end_of_turn, "other": "<|endoftext|>", "cut": ""}[end]
         sampled = chat.tokenizer.encode(said + token, add_special_tokens=False)
         expected = oracle.bridge_to_next_turn(history, sampled, messages, tools=tools or None)
         assert expected is not None

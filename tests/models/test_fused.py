@@ -49,7 +49,8 @@ def test_the_norms_gradient_is_as_accurate_as_autograds(offset: float, dtype: to
     grad = torch.randn_like(x)
     ours = torch.autograd.grad(norm(x), [x, norm.weight], grad)
     plain, exact = (
-        _norm_gradients(x, norm.weight, offset, grad, of) for of in (torch.float32, torch.float64)
+        _norm_gradients(x, norm.weight, offset, grad, precision)
+        for precision in (torch.float32, torch.float64)
     )
     for name, mine, other, reference in zip(("x", "weight"), ours, plain, exact, strict=True):
         assert_as_accurate(mine, other.to(mine.dtype), reference, name)

@@ -25,7 +25,7 @@ from braid.rewards.isolated import MARKED_NUMBER
 from braid.rewards.judge import fill_template, score_reader
 from braid.rewards.kinds import JudgeReward
 from braid.rewards.scorer import Scorer, build_scorer
-from braid.types import CallStatus, Trajectory
+from braid.types import CallStatus, Message, Trajectory
 
 MAX_CPU_S = 20.0
 """Limit per text, to detect time that grows with the square of its length; a megabyte takes up to two
@@ -83,8 +83,8 @@ def long_text(draw: random.Random) -> str:
 def parse(text: str) -> None:
     """Read the calls of a text in all formats, and check what the environment and the policy get."""
     for name in get_args(ToolFormat):
-        of: ToolFormat = name
-        rest, calls = parse_calls(text, [TOOL], of, lambda: "id")
+        tool_format: ToolFormat = name
+        rest, calls = parse_calls(text, [TOOL], tool_format, lambda: "id")
         assert len(rest) <= len(text)
         for call in calls:
             assert call.status in get_args(CallStatus)

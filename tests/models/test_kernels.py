@@ -61,8 +61,8 @@ def _plain_varlen(  # the arguments of torch.nn.attention.varlen.varlen_attn
     outs = []
     for start, end in pairwise(ends_q.tolist()):
         scores = torch.einsum("qhd,khd->hqk", q[start:end], k[start:end]) * scale
-        seen = visible_keys(end - start, end - start if behind < 0 else behind + 1, q.device)
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        visible = visible_keys(end - start, end - start if behind < 0 else behind + 1, q.device)
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, v[start:end]))
     return torch.cat(outs)
 

@@ -87,6 +87,6 @@ def test_the_choice_depends_on_the_processor_only(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
             chosen[vendor, capability] = module.cpu_products.__wrapped__()
     has_onednn = hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    assert {of for of, name in chosen.items() if name == "onednn"} == (
+    assert {processor for processor, name in chosen.items() if name == "onednn"} == (
         {("AuthenticAMD", "AVX512")} if has_onednn else set()
     )

@@ -216,9 +216,9 @@ def test_weights_are_copied_only_into_the_model_that_they_are_of(tiny_model: Mak
         "2 unknown to the model (a, b)": weights | {"a": weights[name], "b": weights[name]},
         f"1 of another shape ({name} (1,) instead of (32,))": weights | {name: torch.ones(1)},
     }
-    for fault, given in faults.items():
+    for fault, wrong_weights in faults.items():
         with pytest.raises(ModelError) as caught:
-            copy_weights(given, other.named_weights())
+            copy_weights(wrong_weights, other.named_weights())
         assert fault in str(caught.value)
         assert all(torch.equal(tensor, before[n]) for n, tensor in other.named_weights())
     copy_weights(weights, other.named_weights())
@@ -325,8 +325,8 @@ def test_special_tokens_beyond_the_model_are_allowed_unless_they_start_or_end_te
 def test_a_chat_template_is_text_or_a_file(folder: Path, tmp_path: Path) -> None:
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     (tmp_path / "chat.jinja").write_text(template)
-    for given in (template, str(tmp_path / "chat.jinja")):
-        tokenizer = load_tokenizer(ModelConfig(path=str(folder), chat_template=given))
+    for chat_template in (template, str(tmp_path / "chat.jinja")):
+        tokenizer = load_tokenizer(ModelConfig(path=str(folder), chat_template=chat_template))
         messages = [{"role": "user", "content": "hi"}]
         assert tokenizer.apply_chat_template(messages, tokenize=False) == "[hi]"
     with pytest.raises(

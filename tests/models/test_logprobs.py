@@ -51,8 +51,8 @@ def _at_once(
     head: Head, hidden: Tensor, targets: Tensor, temperature: float, reference: tuple[Tensor, Head]
 ) -> tuple[Tensor, Tensor, Tensor]:
     logp, logq = (
-        (_logits(of, states) / temperature).log_softmax(-1)
-        for states, of in ((hidden, head), (reference[0], reference[1]))
+        (_logits(layer, states) / temperature).log_softmax(-1)
+        for states, layer in ((hidden, head), (reference[0], reference[1]))
     )
     kl = torch.nn.functional.kl_div(logq.detach(), logp, reduction="none", log_target=True).sum(-1)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), kl

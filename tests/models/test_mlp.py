@@ -246,14 +246,16 @@ def test_chunks_have_the_same_logprobs_and_entropies_at_every_level(
     spaces = Spaces(2, actions, {"left": (8, 6, 3), "right": (8, 6, 1)})
     policy, rng = MlpPolicy(spec, spaces, seed=0, level=level), np.random.default_rng(0)
     torch.nn.init.normal_(policy.module.get_parameter("head.weight"))
-    seen: dict[str, np.ndarray] = {
+    observations: dict[str, np.ndarray] = {
         name: rng.integers(0, 256, (3, *shape)).astype(np.uint8) for name, shape in spaces.images.items()
     }
-    seen["state"] = rng.normal(size=(3, 2)).astype(np.float32)
-    acted = policy.act({name: of[:2] for name, of in seen.items()}, rng.random((2, policy.num_uniforms)))
+    observations["state"] = rng.normal(size=(3, 2)).astype(np.float32)
+    acted = policy.act(
+        {name: values[:2] for name, values in observations.items()}, rng.random((2, policy.num_uniforms))
+    )
     assert acted.actions.shape == (2, 3, *((2,) if actions.kind == "continuous" else ()))
     steps = EnvSteps(
-        seen, acted.inputs, acted.logprobs, np.ones((2, 3), np.float32), np.array([3, 1], np.int32), 0
+        observations, acted.inputs, acted.logprobs, np.ones((2, 3), np.float32), np.array([3, 1], np.int32), 0
     )
     trajectory = Trajectory(Prompt("a:0", "a", (), ()), 0, env_steps=steps, reward=4.0)
     (row,) = rows_of([Group(trajectory.prompt, [trajectory])])
@@ -286,14 +288,19 @@ def test_entropies_may_be_those_of_another_level_than_log_probs(
     """The mean over positions is that of what entropy_level names: of 3 x 2 components, 3 actions or a
     chunk."""
     spec, spaces = MlpSpec(hidden_sizes=(16,), num_action_chunks=3, num_bins=5), Spaces(2, KINDS[1])
-    seen = {"state": np.random.default_rng(0).normal(size=(2, 2)).astype(np.float32)}
+    observations = {"state": np.random.default_rng(0).normal(size=(2, 2)).astype(np.float32)}
 
     def entropies(level: DecisionLevel, entropy_level: DecisionLevel | None) -> torch.Tensor:
         policy = MlpPolicy(spec, spaces, seed=0, level=level, entropy_level=entropy_level)
         torch.nn.init.normal_(policy.module.get_parameter("head.weight"), generator=_generator())
-        acted = policy.act({"state": seen["state"][:1]}, np.full((1, policy.num_uniforms), 0.5))
+        acted = policy.act({"state": observations["state"][:1]}, np.full((1, policy.num_uniforms), 0.5))
         steps = EnvSteps(
-            seen, acted.inputs, acted.logprobs, np.ones((1, 3), np.float32), np.array([3], np.int32), 0
+            observations,
+            acted.inputs,
+            acted.logprobs,
+            np.ones((1, 3), np.float32),
+            np.array([3], np.int32),
+            0,
         )
         trajectory = Trajectory(Prompt("a:0", "a", (), ()), 0, env_steps=steps, reward=1.0)
         batch = pack(rows_of([Group(trajectory.prompt, [trajectory])]), torch.device("cpu"))

@@ -103,10 +103,10 @@ def _llama(x: Tensor, w: dict[str, Tensor], *, is_causal: bool, heads: int = 4, 
         q, k, v = (_linear(y, w, f"{layer}.self_attn.{name}_proj") for name in "qkv")
         out = []
         for head in range(heads):
-            own = slice(head * size, (head + 1) * size)
+            columns = slice(head * size, (head + 1) * size)
             group = head * kv_heads // heads
             shared = slice(group * size, (group + 1) * size)
-            scores = _rotated(q[:, own]) @ _rotated(k[:, shared]).T / math.sqrt(size)
+            scores = _rotated(q[:, columns]) @ _rotated(k[:, shared]).T / math.sqrt(size)
             out.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[:, shared])
         x = x + _linear(torch.cat(out, dim=-1), w, f"{layer}.self_attn.o_proj")
         y = _rms(x, w[f"{layer}.post_attention_layernorm.weight"])
@@ -167,8 +167,8 @@ def test_forward_pass_is_that_of_the_weights(tmp_path: Path, fused: bool, num_im
             after = embedding[bins[row, :3] + first_id]
         else:
             after = torch.cat([torch.zeros(4, 32), embedding[2:3]])[: 5 if form == "official" else 4]
-        found = _llama(torch.cat([before, after]), w, is_causal=form == "openvla")[len(before) - 1 :][:4]
-        plain = found @ w["language_model.lm_head.weight"][first_id : first_id + 256].T
+        hidden = _llama(torch.cat([before, after]), w, is_causal=form == "openvla")[len(before) - 1 :][:4]
+        plain = hidden @ w["language_model.lm_head.weight"][first_id : first_id + 256].T
         # sums of at most 64 terms in each of about 30 layers of sums
         assert_near(logits[row], plain, rounding(30 * 64), form)
 

@@ -82,12 +82,12 @@ def test_a_score_is_that_of_the_conversation_alone(folder: Path, batch_tokens: i
     classifier = load(folder, batch_tokens=batch_tokens)
     rows = [classifier.encode(messages)[0] for messages in CHATS]
     assert rows[0] == character_tokenizer(LETTERS)("what|a|")["input_ids"]
-    found: dict[int, float] = {}
+    scores: dict[int, float] = {}
     for batch in classifier.batches(rows):
         assert len(batch) == 1 or len(batch) * max(len(rows[i]) for i in batch) <= batch_tokens
-        found |= dict(zip(batch, classifier.scores([rows[i] for i in batch]), strict=True))
+        scores |= dict(zip(batch, classifier.scores([rows[i] for i in batch]), strict=True))
     alone = [by_itself(folder, row)[0].item() for row in rows]
-    assert [found[i] for i in range(len(rows))] == pytest.approx(alone, abs=TOLERANCE)
+    assert [scores[i] for i in range(len(rows))] == pytest.approx(alone, abs=TOLERANCE)
     assert len({round(score, 3) for score in alone}) > 5
 
 

@@ -87,12 +87,12 @@ def test_packed_rows_with_shared_prefixes_are_as_near_to_float64_as_the_models_o
     lm = CausalLM(deepcopy(plain))
     lm.set_gradient_checkpointing(checkpointing)
     ours = lm.forward(packed, frozenset({"logprobs"}))["logprobs"]
-    own, reference = row_logprobs(plain, rows), row_logprobs(exact, rows)
-    error, own_error = (ours - reference).abs(), (own - reference).abs()
+    unpacked, reference = row_logprobs(plain, rows), row_logprobs(exact, rows)
+    error, own_error = (ours - reference).abs(), (unpacked - reference).abs()
     # Rounding of other, equally long sums: the largest of few hundred errors varies by a few times.
     assert error.mean() <= 2 * own_error.mean() + 1e-6
     assert error.max() <= 4 * own_error.max() + 1e-5
-    mine, theirs = gradients(lm.module, ours), gradients(plain, own)
+    mine, theirs = gradients(lm.module, ours), gradients(plain, unpacked)
     exactly = gradients(exact, reference)
     assert mine.keys() == theirs.keys()
     largest = max(g.norm() for g in exactly.values())

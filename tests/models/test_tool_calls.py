@@ -21,13 +21,15 @@ TOOL = {
 }
 
 
-def _calls(text: str, of: ToolFormat = "hermes") -> tuple[str, list[tuple[str, dict[str, Any], str]]]:
-    rest, calls = parse_calls(text, [TOOL], of, lambda: "id")
+def _calls(
+    text: str, tool_format: ToolFormat = "hermes"
+) -> tuple[str, list[tuple[str, dict[str, Any], str]]]:
+    rest, calls = parse_calls(text, [TOOL], tool_format, lambda: "id")
     return rest, [(call.name, dict(call.arguments), call.status) for call in calls]
 
 
 @pytest.mark.parametrize(
-    ("of", "text"),
+    ("tool_format", "text"),
     [
         ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "7"}}\n</tool_call>'),
         (
@@ -62,11 +64,11 @@ def _calls(text: str, of: ToolFormat = "hermes") -> tuple[str, list[tuple[str, d
         ("tag", '<add>{"a": 1, "note": "7"}</add>'),
     ],
 )
-def test_each_format_reads_its_calls(of: ToolFormat, text: str) -> None:
-    if of == "tag":  # one required argument that is no string: a JSON object
-        assert _calls(text, of)[1] == [("add", {"a": 1, "note": "7"}, "ok")]
+def test_each_format_reads_its_calls(tool_format: ToolFormat, text: str) -> None:
+    if tool_format == "tag":  # one required argument that is no string: a JSON object
+        assert _calls(text, tool_format)[1] == [("add", {"a": 1, "note": "7"}, "ok")]
         return
-    rest, calls = _calls(text, of)
+    rest, calls = _calls(text, tool_format)
     assert calls == [("add", {"a": 1, "note": "7"}, "ok")]
     assert "add" not in rest
 
@@ -113,7 +115,7 @@ def test_without_tools_nothing_is_a_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "text"),
+    ("tool_format", "text"),
     [
         (
             "hermes",
@@ -142,13 +144,13 @@ def test_without_tools_nothing_is_a_call() -> None:
         ("harmony", 'to=functions.add <|message|>{"a": 1, "note": "NOTE<|call|>"}<|call|>'),
     ],
 )
-def test_an_end_marker_in_a_string_does_not_cut_the_call(of: ToolFormat, text: str) -> None:
-    rest, calls = _calls(f"{text}after" if of != "mistral" else text, of)
+def test_an_end_marker_in_a_string_does_not_cut_the_call(tool_format: ToolFormat, text: str) -> None:
+    rest, calls = _calls(f"{text}after" if tool_format != "mistral" else text, tool_format)
     (name, arguments, status) = calls[0]
     assert (len(calls), name, arguments["a"], status) == (1, "add", 1, "ok")
     assert arguments["note"].startswith("NOTE")
     assert len(arguments["note"]) > len("NOTE")
-    assert rest == ("" if of == "mistral" else "after")
+    assert rest == ("" if tool_format == "mistral" else "after")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,7 @@ def test_a_python_call_that_cannot_be_used_is_a_status(body: str, status: str) -
 
 @pytest.mark.parametrize("depth", [130, 1_000, 100_000])
 @pytest.mark.parametrize(
-    ("of", "text"),
+    ("tool_format", "text"),
     [
         ("hermes", '<tool_call>{"name": "add", "arguments": DEEP}</tool_call>'),
         ("hermes", '<tool_call>{"name": "add", "arguments": "DEEP"}</tool_call>'),
@@ -201,10 +203,10 @@ def test_a_python_call_that_cannot_be_used_is_a_status(body: str, status: str) -
         ("tag", "<add>DEEP</add>"),
     ],
 )
-def test_deep_nesting_is_bad_json(of: ToolFormat, text: str, depth: int) -> None:
-    assert [status for *_, status in _calls(text.replace("DEEP", "[" * depth + "]" * depth), of)[1]] == [
-        "bad_json"
-    ]
+def test_deep_nesting_is_bad_json(tool_format: ToolFormat, text: str, depth: int) -> None:
+    assert [
+        status for *_, status in _calls(text.replace("DEEP", "[" * depth + "]" * depth), tool_format)[1]
+    ] == ["bad_json"]
 
 
 def test_errors_for_the_policy_stay_short() -> None:

@@ -87,8 +87,8 @@ def observations(policy: VlaPolicy, num: int, seed: int = 0) -> list[dict[str, A
         | {"state": rng.normal(size=2).astype(np.float32)}
         for _ in range(num)
     ]
-    seen = policy.observe(stacked(raw), [tasks[n % 2] for n in range(num)])
-    return [{name: values[n] for name, values in seen.items()} for n in range(num)]
+    observed = policy.observe(stacked(raw), [tasks[n % 2] for n in range(num)])
+    return [{name: values[n] for name, values in observed.items()} for n in range(num)]
 
 
 def stacked(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -97,16 +97,16 @@ def stacked(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 def play(policy: VlaPolicy, num: int = 3, seed: int = 0) -> tuple[Row, np.ndarray]:
     """The row of an episode of `num` decisions, the last of which executes one action only."""
-    seen = observations(policy, num + 1, seed)
+    observed = observations(policy, num + 1, seed)
     uniforms = np.random.default_rng(seed).random((num, policy.num_uniforms))
-    acted = policy.act(stacked(seen[:num]), uniforms)
+    acted = policy.act(stacked(observed[:num]), uniforms)
     chunk = policy.config.num_action_chunks
     assert acted.actions.shape == (num, chunk, 3)
     assert acted.logprobs.shape == (num, policy.width)
     executed = np.full(num, chunk, np.int32)
     executed[-1] = 1
     steps = EnvSteps(
-        stacked(seen),
+        stacked(observed),
         acted.inputs,
         acted.logprobs,
         np.zeros((num, chunk), np.float32),
@@ -162,12 +162,16 @@ def test_adapters_of_all_layers_act_and_train_as_merged_weights(tmp_path: Path, 
 
     row, actions = play(policy)
     batch = pack([row], CPU)
-    found, expected = (of.forward(batch, frozenset({"logprobs", "entropy"})) for of in (policy, merged))
-    assert (found["logprobs"] - batch.fields["behavior_logprobs"]).abs().max() < 1e-5
+    outputs, expected = (
+        model.forward(batch, frozenset({"logprobs", "entropy"})) for model in (policy, merged)
+    )
+    assert (outputs["logprobs"] - batch.fields["behavior_logprobs"]).abs().max() < 1e-5
     for name in ("logprobs", "entropy"):
-        assert_near(found[name], expected[name], rounding(30 * 64), name)
-    found["logprobs"].sum().backward()
-    trained = [name for name, of in policy.named_weights() if of.grad is not None and of.grad.any()]
+        assert_near(outputs[name], expected[name], rounding(30 * 64), name)
+    outputs["logprobs"].sum().backward()
+    trained = [
+        name for name, weight in policy.named_weights() if weight.grad is not None and weight.grad.any()
+    ]
     assert {part for name in trained for part in name.split(".")} >= {*targets} - {"out_proj", "q", "kv"}
 
     plain = merged.module.state_dict()
@@ -207,13 +211,13 @@ def test_recomputation_changes_no_gradient(tmp_path: Path, kind: dict[str, Any])
 @pytest.mark.parametrize("kind", KINDS)
 def test_actions_do_not_depend_on_the_rest_of_the_call(tmp_path: Path, kind: dict[str, Any]) -> None:
     policy = make(tmp_path, kind, "chunk")
-    seen = observations(policy, 3)
+    observed = observations(policy, 3)
     uniforms = np.random.default_rng(1).random((3, policy.num_uniforms))
-    together = policy.act(stacked(seen), uniforms)
+    together = policy.act(stacked(observed), uniforms)
     for n in range(3):
-        alone = policy.act(stacked(seen[n : n + 1]), uniforms[n : n + 1])
+        alone = policy.act(stacked(observed[n : n + 1]), uniforms[n : n + 1])
         np.testing.assert_allclose(alone.actions[0], together.actions[n], atol=1e-4)
-    greedy = [policy.act(stacked(seen), None).actions for _ in range(2)]
+    greedy = [policy.act(stacked(observed), None).actions for _ in range(2)]
     np.testing.assert_array_equal(greedy[0], greedy[1])
 
 
@@ -222,16 +226,16 @@ def test_sampled_tokens_follow_the_distribution(tmp_path: Path, kind: dict[str, 
     """At a high temperature bins are nearly uniform; at a low one sampling is greedy. Evaluation may have its
     own, with the same actions and log-probs as if it were that of training."""
     cold, hot = (make(tmp_path, kind, "token", temperature=t) for t in (1e-4, 1e4))
-    seen = stacked(observations(cold, 2))
+    observed = stacked(observations(cold, 2))
     uniforms = np.random.default_rng(1).random((2, cold.num_uniforms))
     np.testing.assert_array_equal(
-        cold.act(seen, uniforms).inputs["bins"], cold.act(seen, None).inputs["bins"]
+        cold.act(observed, uniforms).inputs["bins"], cold.act(observed, None).inputs["bins"]
     )
     expected = (uniforms * 256).astype(int)
-    assert np.abs(hot.act(seen, uniforms).inputs["bins"][..., 0] - expected).max() <= 1
-    np.testing.assert_allclose(hot.act(seen, uniforms).logprobs, -math.log(256), atol=0.01)
+    assert np.abs(hot.act(observed, uniforms).inputs["bins"][..., 0] - expected).max() <= 1
+    np.testing.assert_allclose(hot.act(observed, uniforms).logprobs, -math.log(256), atol=0.01)
     for policy, another, temperature in ((cold, hot, 1e-4), (hot, cold, 1e4)):
-        one, other = policy.act(seen, uniforms), another.act(seen, uniforms, temperature)
+        one, other = policy.act(observed, uniforms), another.act(observed, uniforms, temperature)
         np.testing.assert_array_equal(one.inputs["bins"], other.inputs["bins"])
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
 
@@ -241,7 +245,7 @@ def test_flow_sde_has_one_stochastic_step(tmp_path: Path) -> None:
     distribution."""
     policy = make(tmp_path, KINDS[3] | {"denoise_steps": 4, "noise_level": 0.7}, "chunk")
     assert isinstance(policy, Pi0Policy)
-    seen = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 1)).items()}
+    observed = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 1)).items()}
     chunk, size = 4, 5
     for step in range(4):
         uniforms = torch.full((1, policy.num_uniforms), 0.5, dtype=torch.float64)
@@ -249,10 +253,10 @@ def test_flow_sde_has_one_stochastic_step(tmp_path: Path) -> None:
         uniforms[0, -1] = (step + 0.5) / 4
         before = after = density = torch.empty(0)
         with torch.no_grad():
-            actions, inputs, logprob = policy.draw(seen, uniforms)
-            prefix, x, t, d = policy._prefix(seen), torch.zeros(1, chunk, size), 1.0, 0.25
+            actions, inputs, logprob = policy.draw(observed, uniforms)
+            prefix, x, t, d = policy._prefix(observed), torch.zeros(1, chunk, size), 1.0, 0.25
             for n in range(4):
-                velocity, *_ = policy._velocity(prefix, seen, x, torch.tensor([n]))
+                velocity, *_ = policy._velocity(prefix, observed, x, torch.tensor([n]))
                 x0, x1 = x - velocity * t, x + velocity * (1 - t)
                 if n == step:
                     sigma = 0.7 * math.sqrt(t / (1 - t if n else d))
@@ -274,32 +278,32 @@ def test_flow_sde_has_one_stochastic_step(tmp_path: Path) -> None:
 def test_the_values_of_pi0_follow_the_robots_state_but_not_its_actions(tmp_path: Path, noise: str) -> None:
     """From the observation alone, and beside log-probs."""
     policy = make(tmp_path, KINDS[3] | {"noise": noise}, "chunk")
-    seen = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 2)).items()}
+    observed = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 2)).items()}
     with torch.no_grad():
-        alone = policy.features(seen)
+        alone = policy.features(observed)
         assert alone.shape == (2, policy.hidden_size)
         for number in (0.2, 0.7):
             uniforms = torch.full((2, policy.num_uniforms), number, dtype=torch.float64)
-            _, inputs, _ = policy.draw(seen, uniforms)
-            torch.testing.assert_close(policy.evaluate(seen, inputs)[2], alone, rtol=1e-4, atol=1e-5)
-        moved = policy.features(seen | {"state": seen["state"] + 1})
+            _, inputs, _ = policy.draw(observed, uniforms)
+            torch.testing.assert_close(policy.evaluate(observed, inputs)[2], alone, rtol=1e-4, atol=1e-5)
+        moved = policy.features(observed | {"state": observed["state"] + 1})
     assert (moved - alone).abs().max() > 1e-2
 
 
 def test_flow_noise_counts_every_step_and_the_initial_noise(tmp_path: Path) -> None:
     policy = make(tmp_path, KINDS[4] | {"denoise_steps": 3}, "chunk")
     assert isinstance(policy, Pi0Policy)
-    seen = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 2)).items()}
+    observed = {name: torch.from_numpy(x) for name, x in stacked(observations(policy, 2)).items()}
     uniforms = torch.rand(
         2, policy.num_uniforms, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
     with torch.no_grad():
-        _, inputs, logprob = policy.draw(seen, uniforms)
-        chain, prefix = inputs["chain"][:, 0], policy._prefix(seen)
+        _, inputs, logprob = policy.draw(observed, uniforms)
+        chain, prefix = inputs["chain"][:, 0], policy._prefix(observed)
         assert chain.shape == (2, 4, 4, 5)
         total = torch.distributions.Normal(0, 1).log_prob(chain[:, 0])
         for n in range(3):
-            velocity, out, _ = policy._velocity(prefix, seen, chain[:, n], torch.full((2,), n))
+            velocity, out, _ = policy._velocity(prefix, observed, chain[:, n], torch.full((2,), n))
             deviation = policy._transition(chain[:, n], velocity, out, torch.full((2,), n))[1]
             assert deviation.min() >= 0.08
             assert deviation.max() <= 0.16
@@ -315,7 +319,7 @@ def test_evaluation_of_pi0_is_that_of_transformers(tmp_path: Path) -> None:
     policy.processor.config = policy.config.model_copy(update={"max_prompt_tokens": 4})
     observed = observations(policy, 1)[0]
     assert (observed["prompt_ids"] >= 0).all()
-    found = policy.act(stacked([observed]), None).actions
+    evaluated = policy.act(stacked([observed]), None).actions
     module: Any = policy.module
     noise = torch.randn(policy.num_uniforms - 1, generator=torch.Generator().manual_seed(0))[:20].view(
         1, 4, 5
@@ -343,7 +347,7 @@ def test_evaluation_of_pi0_is_that_of_transformers(tmp_path: Path) -> None:
         num_steps=4,
     )
     expected = policy.processor.actions.unnormalize(actions[0, :2, :3].numpy())
-    np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(evaluated[0], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("noise", ["flow_sde", "flow_noise"])
@@ -478,9 +482,11 @@ def test_the_value_loss_trains_the_policys_layers_unless_detached(
     batch = pack([play(policy)[0]], CPU)
     policy.forward(batch, frozenset(outputs))["values"].sum().backward()
     trained = {name for name, p in policy.module.named_parameters() if p.grad is not None}
-    own = {name for name in trained if name.startswith(("value_layers.", "value_head."))}
-    assert own
-    assert (trained == own) is (detaches == "always" or (detaches == "alone" and outputs == {"values"}))
+    value_layers = {name for name in trained if name.startswith(("value_layers.", "value_head."))}
+    assert value_layers
+    assert (trained == value_layers) is (
+        detaches == "always" or (detaches == "alone" and outputs == {"values"})
+    )
 
 
 def test_unusable_settings_are_refused(tmp_path: Path) -> None:

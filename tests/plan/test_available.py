@@ -50,17 +50,17 @@ def warnings(*overrides: str) -> dict[str, str]:
 def test_an_unavailable_feature_is_named_with_an_alternative(
     override: str, key: str, part: str, here: str
 ) -> None:
-    found = complaints(override)
-    assert set(found) == {key}
-    assert part in found[key]
-    assert here in found[key]
+    messages = complaints(override)
+    assert set(messages) == {key}
+    assert part in messages[key]
+    assert here in messages[key]
 
 
 def test_all_missing_features_are_reported_together() -> None:
-    found = complaints(
+    messages = complaints(
         "model.attention=flash_attention_2", "train.autocast=none", "train.sequence_parallel=2"
     )
-    assert set(found) == {"model.attention", "train.sequence_parallel"}
+    assert set(messages) == {"model.attention", "train.sequence_parallel"}
 
 
 def test_fsdp_takes_a_policy_on_several_devices() -> None:
@@ -76,27 +76,27 @@ def test_fsdp_takes_a_policy_on_several_devices() -> None:
     ],
 )
 def test_unsupported_fsdp_options_are_reported(overrides: list[str], key: str, words: str) -> None:
-    found = complaints("train.backend=fsdp2", *overrides)
-    assert set(found) == {key}
-    assert words in found[key]
+    messages = complaints("train.backend=fsdp2", *overrides)
+    assert set(messages) == {key}
+    assert words in messages[key]
 
 
 def test_adapters_train_with_fsdp_only_on_sharded_weights() -> None:
     for backend in ("fsdp", "fsdp2"):
         assert "train.backend" not in warnings("model.lora={}", f"train.backend={backend}")
-    found = complaints("model.lora={}", "train.backend=fsdp", "train.backend.sharding=none")
-    assert "kind: fsdp2" in found["train.backend.sharding"]
+    messages = complaints("model.lora={}", "train.backend=fsdp", "train.backend.sharding=none")
+    assert "kind: fsdp2" in messages["train.backend.sharding"]
 
 
 def test_options_of_externally_started_engines_are_unused() -> None:
-    given = [
+    overrides = [
         "rollout.engine=vllm",
         "rollout.engine.servers=[http://localhost:1]",
         "rollout.engine.block_size=8",
     ]
-    assert "their own options" in warnings(*given)["rollout.engine.block_size"]
-    assert "rollout.engine.servers" not in warnings(*given)
-    assert "fingerprints" in warnings(*given, "rollout.check_weights=true")["rollout.check_weights"]
+    assert "their own options" in warnings(*overrides)["rollout.engine.block_size"]
+    assert "rollout.engine.servers" not in warnings(*overrides)
+    assert "fingerprints" in warnings(*overrides, "rollout.check_weights=true")["rollout.check_weights"]
 
 
 def test_a_robot_policy_has_no_megatron_and_no_long_sequences() -> None:
@@ -115,8 +115,8 @@ def test_a_robot_policy_has_no_megatron_and_no_long_sequences() -> None:
 
 def test_reward_models_run_where_rollout_does() -> None:
     reward = "reward.parts=[{kind: model, path: x}]"
-    found = complaints(reward, "cluster.placement={policy: 0, rollout: 1, reward: 2}")
-    assert "devices of rollout (1)" in found["cluster.placement"]
+    messages = complaints(reward, "cluster.placement={policy: 0, rollout: 1, reward: 2}")
+    assert "devices of rollout (1)" in messages["cluster.placement"]
     apart = warnings("cluster.placement={policy: 0, rollout: 1, reward: 2}")
     assert "it runs with rollout, so devices 2 are unused" in apart["cluster.placement"]
 
@@ -174,14 +174,14 @@ def test_what_needs_a_gpu_is_refused_on_a_machine_without_one(
 ) -> None:
     config = load_config(None, [*TEXT, *overrides]).config
 
-    def found(num_gpus: int) -> list[tuple[str, str]]:
+    def refused(num_gpus: int) -> list[tuple[str, str]]:
         monkeypatch.setattr(available, "count_gpus", lambda: num_gpus)
         plan = resolve(config, num_gpus=num_gpus)
         absent = set(missing_packages(config, plan))
         return [problem for problem in machine_problems(config, plan) if problem not in absent]
 
-    assert [of for of, message in found(0) if re.search(why, message)] == [key]
-    assert found(1) == []
+    assert [name for name, message in refused(0) if re.search(why, message)] == [key]
+    assert refused(1) == []
 
 
 def test_the_machines_of_a_cluster_that_a_run_joins_may_have_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,15 +209,15 @@ def test_a_round_that_does_not_fit_into_memory_is_refused_and_a_large_one_warned
             monkeypatch.setattr(module, "memory_bytes", lambda gib=gib: gib * 2**30)
         plan = resolve(huge, num_gpus=0)
         assert plan.round_bytes is not None
-        found = [f"{key}: {why}" for key, why in machine_problems(huge, plan)]
-        assert len(found) == is_refused
+        refusals = [f"{key}: {why}" for key, why in machine_problems(huge, plan)]
+        assert len(refusals) == is_refused
         assert all(
             text.startswith(
                 "rollout.prompts_per_round: a round of 6,400,000 trajectories takes at least 34 GiB, but "
-                "this machine has 16 GiB of memory; lower it") for text in found
+                "this machine has 16 GiB of memory; lower it") for text in refusals
         )  # fmt: skip
-        told = [w.message for w in plan.warnings if "GiB of memory" in w.message]
-        assert len(told) == warns
+        warned = [w.message for w in plan.warnings if "GiB of memory" in w.message]
+        assert len(warned) == warns
         assert list(machine_problems(usual, resolve(usual, num_gpus=0))) == []
         assert not any("GiB" in w.message for w in resolve(usual, num_gpus=0).warnings)
 
@@ -241,8 +241,8 @@ def test_a_head_size_that_vllm_lacks_is_refused(
     monkeypatch.setattr(kind, "missing_system_library", lambda: None)
     monkeypatch.setattr(available, "count_gpus", lambda: 0)
     config = load_config(None, [*TEXT, "rollout.engine=vllm", f"model.build.head_dim={head_dim}"]).config
-    found = [f"{key}: {why}" for key, why in machine_problems(config, resolve(config, num_gpus=0))]
-    assert [re.sub(r", and .*", "", text) for text in found] == (
+    refusals = [f"{key}: {why}" for key, why in machine_problems(config, resolve(config, num_gpus=0))]
+    assert [re.sub(r", and .*", "", text) for text in refusals] == (
         ["model.build.head_dim: the model's attention heads have size 48"] if is_refused else []
     )
     native = load_config(None, [*TEXT, f"model.build.head_dim={head_dim}"]).config
@@ -274,11 +274,11 @@ def test_the_head_sizes_are_those_of_the_installed_vllm() -> None:
 
 
 def test_sglang_options_for_weights_and_text_are_unused() -> None:
-    found = warnings(
+    messages = warnings(
         "rollout.engine=sglang", "rollout.engine.detokenize=true", "rollout.weight_sync.transport=gloo"
     )
-    assert "always detokenizes" in found["rollout.engine.detokenize"]
-    assert "from files" in found["rollout.weight_sync.transport"]
+    assert "always detokenizes" in messages["rollout.engine.detokenize"]
+    assert "from files" in messages["rollout.weight_sync.transport"]
 
 
 def test_ranks_without_rows_and_groups_across_machines_are_suspicious() -> None:
@@ -382,10 +382,10 @@ def test_flash_attention_needs_half_precision() -> None:
 def test_an_option_of_a_part_that_is_not_used_has_no_effect_with_a_reason(
     overrides: list[str], key: str, why: str
 ) -> None:
-    found = warnings(*overrides)
-    assert set(found) == {key}
-    assert found[key].startswith("has no effect: ")
-    assert why in found[key]
+    messages = warnings(*overrides)
+    assert set(messages) == {key}
+    assert messages[key].startswith("has no effect: ")
+    assert why in messages[key]
 
 
 @pytest.mark.parametrize(
@@ -411,8 +411,8 @@ def test_what_decides_how_robot_policies_are_evaluated(
     folder = "null" if policy.startswith("mlp") else "some_folder"
     base = [f"model.path={folder}", f"model.{policy}", "env={kind: gymnasium, id: Pendulum-v1}"]
     config = load_config(None, [*base, "run.max_rounds=1", "algorithm.kl_coef=0", *overrides]).config
-    found = {warning.key for warning in resolve(config).warnings}
-    assert sorted(key.partition(".")[2] for key in found) == unused
+    keys = {warning.key for warning in resolve(config).warnings}
+    assert sorted(key.partition(".")[2] for key in keys) == unused
 
 
 @pytest.mark.parametrize(

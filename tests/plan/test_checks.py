@@ -255,8 +255,8 @@ def test_keys_that_a_simulator_does_not_support_are_refused(overrides: list[str]
 
 
 def test_problems_of_several_keys_are_reported_together() -> None:
-    found = complaints(TEXT, "data.train=[]", "run.max_rounds=null", "train.steps_per_pass=64")
-    assert [complaint.split(":")[0] for complaint in found] == [
+    problems = complaints(TEXT, "data.train=[]", "run.max_rounds=null", "train.steps_per_pass=64")
+    assert [complaint.split(":")[0] for complaint in problems] == [
         "run.max_rounds",
         "data.train",
         "train.steps_per_pass",
@@ -463,8 +463,8 @@ _LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 def test_rows_beyond_the_length_of_a_models_rotary_frequencies_are_refused_before_it_is_loaded(
     tmp_path: Path, kind: str, key: str, model: dict[str, Any]
 ) -> None:
-    of = {"model_type": "llama"} | model
-    for nested in (of, {"model_type": "outer", "text_config": of}):
+    llama = {"model_type": "llama"} | model
+    for nested in (llama, {"model_type": "outer", "text_config": llama}):
         (tmp_path / "config.json").write_text(json.dumps(nested))
         base = [*TEXT, "model.build=null", f"model.path={tmp_path}", "data.max_prompt_tokens=60"]
         assert complaints(base, "rollout.sampling.max_new_tokens=5") == [
@@ -477,8 +477,8 @@ def test_rows_beyond_the_length_of_a_models_rotary_frequencies_are_refused_befor
     served = ["rollout.engine=vllm", "rollout.engine.servers=[http://localhost:1]"]
     resolve(load_config(None, [*base, "rollout.sampling.max_new_tokens=5", *served]).config, verb="eval")
     reference = [f"reference.path={tmp_path}", "algorithm.kl_coef=0.1", "data.max_prompt_tokens=64"]
-    (found,) = complaints([*TEXT, *reference])
-    assert found.startswith("reference.path: llama with")
+    (complaint,) = complaints([*TEXT, *reference])
+    assert complaint.startswith("reference.path: llama with")
 
 
 @pytest.mark.parametrize("backend", ["single", "fsdp", "fsdp2"])

@@ -38,9 +38,9 @@ def laid_out(*overrides: str, num_gpus: int = 0, roles: tuple[Any, ...] = ("poli
 
 
 def ranks_of(layout: Layout, role: str) -> list[tuple[int, int, tuple[int, ...]]]:
-    found = layout.role(role)
-    assert found is not None
-    return [(of.rank, of.node, of.devices) for of in found.workers]
+    placed = layout.role(role)
+    assert placed is not None
+    return [(worker.rank, worker.node, worker.devices) for worker in placed.workers]
 
 
 def test_without_a_placement_everything_is_in_one_process() -> None:
@@ -126,7 +126,11 @@ def test_simulators_have_workers_if_they_are_placed_apart_from_rollout(
     layout = laid_out(
         f"cluster.placement={{policy: 6, rollout: {rollout}{named}}}", roles=("policy", "rollout", "env")
     )
-    assert [of for _, _, (of,) in ranks_of(layout, "env")] == devices if devices else not layout.role("env")
+    assert (
+        [device for _, _, (device,) in ranks_of(layout, "env")] == devices
+        if devices
+        else not layout.role("env")
+    )
 
 
 def test_processes_of_simulators_that_cannot_be_divided_among_rollout_workers_are_refused() -> None:
@@ -269,17 +273,17 @@ REFUSED = [
 
 def suggested(message: str) -> list[str]:
     """The overrides that a message ends with."""
-    _, found, text = message.partition(". This works: ")
-    assert found, message
+    _, separator, text = message.partition(". This works: ")
+    assert separator, message
     return re.split(r" (?=[a-z_.]+=)", text)
 
 
 @pytest.mark.parametrize(("overrides", "key", "words"), REFUSED)
 def test_a_refusal_names_the_rule_and_values_that_fit(overrides: list[str], key: str, words: str) -> None:
     layout = laid_out(*overrides)
-    told = {refusal.key: refusal for refusal in layout.refusals}
-    assert words in told[key].message
-    repaired = laid_out(*overrides, *suggested(told[key].message))
+    refusals = {refusal.key: refusal for refusal in layout.refusals}
+    assert words in refusals[key].message
+    repaired = laid_out(*overrides, *suggested(refusals[key].message))
     assert repaired.refusals == ()
     assert repaired.roles
 

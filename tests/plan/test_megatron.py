@@ -32,8 +32,8 @@ def test_unsupported_options_are_refused_with_an_alternative(override: str, key:
     config = load_config(None, [*RUN, override]).config
     with pytest.raises(ConfigError) as error:
         resolve(config)
-    found = {problem.key: problem.message for problem in error.value.problems}
-    assert words in found[key]
+    messages = {problem.key: problem.message for problem in error.value.problems}
+    assert words in messages[key]
 
 
 @pytest.mark.parametrize(

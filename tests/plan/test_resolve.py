@@ -34,17 +34,17 @@ def plan(*overrides: str) -> Plan:
 
 
 def test_counts_of_a_round_and_its_steps() -> None:
-    found = plan(
+    planned = plan(
         "rollout.prompts_per_round=12",
         "rollout.group_size=4",
         "train.steps_per_pass=3",
         "train.passes_per_round=2",
     )
-    assert found.trajectories_per_round == 48  # 12 x 4
-    assert found.steps_per_round == 6  # 3 x 2
-    assert found.rows_per_step == 16  # 12 / 3 prompts x 4
-    assert found.num_rounds == 10
-    assert found.num_steps == 60
+    assert planned.trajectories_per_round == 48  # 12 x 4
+    assert planned.steps_per_round == 6  # 3 x 2
+    assert planned.rows_per_step == 16  # 12 / 3 prompts x 4
+    assert planned.num_rounds == 10
+    assert planned.num_steps == 60
 
 
 def test_rows_per_step_are_those_of_the_largest_mini_batch() -> None:
@@ -52,12 +52,12 @@ def test_rows_per_step_are_those_of_the_largest_mini_batch() -> None:
 
 
 def test_token_bounds_of_a_single_turn() -> None:
-    found = plan(
+    planned = plan(
         "data.max_prompt_tokens=100", "rollout.sampling.max_new_tokens=20", "rollout.prompts_per_round=4"
     )
-    assert (found.max_output_tokens, found.max_trajectory_tokens) == (20, 120)
-    assert found.max_tokens_per_round == 32 * 120
-    assert found.eval_max_trajectory_tokens == 120
+    assert (planned.max_output_tokens, planned.max_trajectory_tokens) == (20, 120)
+    assert planned.max_tokens_per_round == 32 * 120
+    assert planned.eval_max_trajectory_tokens == 120
     longer = plan("data.max_prompt_tokens=100", "eval.sampling.max_new_tokens=50")
     assert longer.eval_max_trajectory_tokens == 150
 
@@ -75,19 +75,19 @@ def test_supervised_rows_are_bounded_by_the_models_positions_alone() -> None:
 
 
 def test_token_bounds_of_a_conversation_are_its_context() -> None:
-    found = plan(
+    planned = plan(
         "env={kind: tools, max_turns: 3, max_context_tokens: 500}",
         "data.max_prompt_tokens=100",
         "rollout.sampling.max_new_tokens=50",
     )
-    assert (found.max_output_tokens, found.max_trajectory_tokens) == (150, 500)
+    assert (planned.max_output_tokens, planned.max_trajectory_tokens) == (150, 500)
 
 
 def test_a_simulator_has_no_token_counts() -> None:
-    found = resolve(load_config(None, SIMULATOR).config)
-    assert found.max_trajectory_tokens is None
-    assert found.memory == ()
-    assert found.trajectories_per_round == 32 * 8
+    planned = resolve(load_config(None, SIMULATOR).config)
+    assert planned.max_trajectory_tokens is None
+    assert planned.memory == ()
+    assert planned.trajectories_per_round == 32 * 8
 
 
 SIMULATOR = [
@@ -111,10 +111,10 @@ def test_the_smaller_of_rounds_and_epochs_applies() -> None:
 
 def test_rounds_of_unread_files_are_not_known_yet() -> None:
     files = config("run.max_rounds=null", "run.max_epochs=1", "data.train=[{kind: file, path: x.jsonl}]")
-    found = resolve(files)
-    assert (found.planned_rounds, found.planned_steps) == (None, None)
+    planned = resolve(files)
+    assert (planned.planned_rounds, planned.planned_steps) == (None, None)
     with pytest.raises(AssertionError, match="num_prompts"):
-        _ = found.num_rounds
+        _ = planned.num_rounds
     assert resolve(files, 64).num_rounds == 2
 
 
@@ -138,9 +138,9 @@ def test_critic_and_reference_follow_from_the_recipe() -> None:
 
 
 def test_the_policy_takes_no_steps_while_the_critic_warms_up() -> None:
-    found = plan("algorithm.recipe=ppo", "critic.warmup_rounds=4", "train.passes_per_round=2")
-    assert found.num_steps == found.num_schedule_steps == (10 - 4) * 2
-    assert found.num_critic_steps == 10 * 2
+    planned = plan("algorithm.recipe=ppo", "critic.warmup_rounds=4", "train.passes_per_round=2")
+    assert planned.num_steps == planned.num_schedule_steps == (10 - 4) * 2
+    assert planned.num_critic_steps == 10 * 2
 
 
 def test_warm_up_of_a_value_head_is_part_of_the_policys_schedule() -> None:
@@ -150,9 +150,9 @@ def test_warm_up_of_a_value_head_is_part_of_the_policys_schedule() -> None:
         "critic={network: shared, warmup_rounds: 4, train: {passes_per_round: 3}}",
         "train.passes_per_round=2",
     )
-    found = derive(shared, None, "train")
-    assert found.num_steps == (10 - 4) * 2
-    assert found.num_schedule_steps == (10 - 4) * 2 + 4 * 3
+    planned = derive(shared, None, "train")
+    assert planned.num_steps == (10 - 4) * 2
+    assert planned.num_schedule_steps == (10 - 4) * 2 + 4 * 3
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_memory_has_a_row_for_each_role() -> None:
 
 def test_compiled_steps_have_a_packed_copy_of_the_weights_in_the_plan() -> None:
     def packed(num_gpus: int, *overrides: str) -> list[int]:
-        found = resolve(config("rollout.prompts_per_round=1000000", *overrides), num_gpus=num_gpus)
-        return [of.total_bytes for of in found.memory if of.role == "engine's packed weights"]
+        planned = resolve(config("rollout.prompts_per_round=1000000", *overrides), num_gpus=num_gpus)
+        return [part.total_bytes for part in planned.memory if part.role == "engine's packed weights"]
 
     (policy, *_) = plan().memory
     assert packed(0) == [4 * policy.parameters]
@@ -274,16 +274,16 @@ def test_compiled_steps_have_a_packed_copy_of_the_weights_in_the_plan() -> None:
 
 
 def test_the_cache_counts_keys_and_values_of_all_layers() -> None:
-    found = plan("rollout.engine.kv_budget_tokens=4000", "rollout.engine.dtype=bf16")
-    assert found.kv_bytes_per_token == 2 * 4 * 2 * 64 * 2  # K and V, 4 layers, 2 heads of 64, 2 bytes
-    assert found.kv_budget_bytes == 4000 * 2048
-    assert found.max_concurrent == 4000 // (1024 + 256)
+    planned = plan("rollout.engine.kv_budget_tokens=4000", "rollout.engine.dtype=bf16")
+    assert planned.kv_bytes_per_token == 2 * 4 * 2 * 64 * 2  # K and V, 4 layers, 2 heads of 64, 2 bytes
+    assert planned.kv_budget_bytes == 4000 * 2048
+    assert planned.max_concurrent == 4000 // (1024 + 256)
 
 
 def test_the_native_engine_computes_as_training_does() -> None:
     def of_engine(num_gpus: int, *overrides: str) -> tuple[int | None, bool]:
-        found = resolve(config(*overrides), num_gpus=num_gpus)
-        return found.kv_bytes_per_token, any(of.role == "engine's copy" for of in found.memory)
+        planned = resolve(config(*overrides), num_gpus=num_gpus)
+        return planned.kv_bytes_per_token, any(part.role == "engine's copy" for part in planned.memory)
 
     half = 2 * 4 * 2 * 64 * 2
     assert of_engine(0) == (2 * half, False)
@@ -303,10 +303,10 @@ def test_the_cache_of_a_gpu_has_no_fixed_size() -> None:
 
 
 def test_a_plan_is_plain_data() -> None:
-    found = json.loads(json.dumps(plan("algorithm.recipe=ppo").to_json()))
-    assert found["trajectories_per_round"] == 256
-    assert found["recipe"]["advantage"]["kind"] == "gae"
-    assert found["total_bytes"] == sum(role.total_bytes for role in plan("algorithm.recipe=ppo").memory)
+    data = json.loads(json.dumps(plan("algorithm.recipe=ppo").to_json()))
+    assert data["trajectories_per_round"] == 256
+    assert data["recipe"]["advantage"]["kind"] == "gae"
+    assert data["total_bytes"] == sum(role.total_bytes for role in plan("algorithm.recipe=ppo").memory)
 
 
 def test_problems_carry_the_origin_of_their_key(tmp_path: Path) -> None:

@@ -105,12 +105,12 @@ def test_a_finished_run_shows_what_was_learned(tmp_path: Path) -> None:
     reporter = reporter_of(tmp_path)
     run(reporter, range(5))
     reporter.finish("finished")
-    told = summary(reporter)
-    assert told["status"] == "finished"
-    assert (told["round"], told["num_rounds"], told["steps"], told["error"]) == (4, 4, 8, None)
-    assert told["eval"]["first"] == {"all": {"mean@1": 0.0}, "sums": {"mean@1": 0.0}}
-    assert told["eval"]["last"] == {"all": {"mean@1": 0.8}, "sums": {"mean@1": 0.8}}
-    assert told["wall_s"] >= 0
+    stored = summary(reporter)
+    assert stored["status"] == "finished"
+    assert (stored["round"], stored["num_rounds"], stored["steps"], stored["error"]) == (4, 4, 8, None)
+    assert stored["eval"]["first"] == {"all": {"mean@1": 0.0}, "sums": {"mean@1": 0.0}}
+    assert stored["eval"]["last"] == {"all": {"mean@1": 0.8}, "sums": {"mean@1": 0.8}}
+    assert stored["wall_s"] >= 0
     end = printed(reporter)
     assert re.search(r"finished after 0:\d\d\b", end)
     for part in (
@@ -162,9 +162,9 @@ def test_a_run_that_cannot_restart_keeps_the_results_of_before(tmp_path: Path) -
     for _ in range(2):
         reporter.restart()
     reporter.finish("failed", TrainingError("no worker answers"))
-    told = summary(reporter)
-    assert (told["status"], told["round"], told["steps"], told["restarts"]) == ("failed", 2, 4, 2)
-    assert told["eval"]["last"]["all"] == {"mean@1": 0.4}
+    stored = summary(reporter)
+    assert (stored["status"], stored["round"], stored["steps"], stored["restarts"]) == ("failed", 2, 4, 2)
+    assert stored["eval"]["last"]["all"] == {"mean@1": 0.4}
 
 
 def test_a_resumed_run_is_running_before_its_first_round_ends(tmp_path: Path) -> None:

@@ -62,12 +62,12 @@ def test_tensorboard_has_a_point_for_each_round(tmp_path: Path) -> None:
 
 def test_tensorboard_queues_the_configured_number_of_values(tmp_path: Path) -> None:
     sink = TensorboardSink(tmp_path, queue=6)
-    seen = []
+    num_written = []
     for i in range(4):
         sink.log(i, i, {"reward/mean": 0.0})  # two values with the step
-        seen.append(len(scalars(tmp_path, "step")) if any(tmp_path.iterdir()) else 0)
+        num_written.append(len(scalars(tmp_path, "step")) if any(tmp_path.iterdir()) else 0)
     sink.close()
-    assert [*seen, len(scalars(tmp_path, "step"))] == [0, 0, 3, 3, 4]
+    assert [*num_written, len(scalars(tmp_path, "step"))] == [0, 0, 3, 3, 4]
 
 
 def test_tensorboard_drops_rounds_that_the_same_process_does_again(tmp_path: Path) -> None:
@@ -154,9 +154,9 @@ def test_an_offline_tracker_writes_files_and_sends_no_requests(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = list((tmp_path / "run").glob(files))
-    assert len(found) == 1
-    content = found[0].read_bytes()
+    written = list((tmp_path / "run").glob(files))
+    assert len(written) == 1
+    content = written[0].read_bytes()
     assert b"reward/mean" in content
     assert b"a-name" in content
     assert asked == []
@@ -188,9 +188,9 @@ def test_a_copied_folder_gets_an_id_of_its_own_in_a_tracker_and_a_moved_one_keep
     name = run_id(first / ".wandb_id")
     assert run_id(first / ".wandb_id") == name, "a resumed run goes on under it"
     shutil.copytree(first, copy)
-    own = run_id(copy / ".wandb_id")
-    assert own != name
+    copy_id = run_id(copy / ".wandb_id")
+    assert copy_id != name
     assert f"{copy} is a copy of {first}: it gets a run of its own" in caplog.text
-    assert (run_id(copy / ".wandb_id"), run_id(first / ".wandb_id")) == (own, name)
+    assert (run_id(copy / ".wandb_id"), run_id(first / ".wandb_id")) == (copy_id, name)
     shutil.move(first, moved)
     assert [run_id(moved / ".wandb_id") for _ in range(2)] == [name, name]

@@ -32,9 +32,9 @@ def test_episodes_are_a_grid_of_the_longest_ones_length(tmp_path: Path) -> None:
     frames = _read(path)
     assert frames.shape == (5, 2 * 192, 2 * 192, 3), "64 pixels are enlarged to 192"
     places = [frames[:, y, x].mean(-1) for y, x in ((96, 96), (96, 288), (288, 96), (288, 288))]
-    for seen, brightness in zip(places, (60, 120, 240, 0), strict=True):
+    for area, brightness in zip(places, (60, 120, 240, 0), strict=True):
         # H.264 is lossy: a plain area may be off by a few of 255
-        np.testing.assert_allclose(seen, brightness, atol=8)
+        np.testing.assert_allclose(area, brightness, atol=8)
     assert [p.name for p in path.parent.iterdir()] == ["episodes.mp4"]
 
 

@@ -107,7 +107,7 @@ def _folder(path: Path) -> Path:
 
 def _samples(run: Path) -> list[dict[str, Any]]:
     """Every sample without its times."""
-    found = []
+    samples = []
     for file in sorted((run / "samples").glob("*.jsonl")):
         for sample in read_samples(file):
             trajectory = sample.trajectory
@@ -116,11 +116,11 @@ def _samples(run: Path) -> list[dict[str, Any]]:
                 for turn in trajectory.turns
             ]
             metrics = {k: v for k, v in trajectory.metrics.items() if not k.endswith("_s")}
-            found.append(
+            samples.append(
                 {"file": file.name, "uid": trajectory.prompt.uid, "sample": trajectory.sample, "turns": turns,
                  "reward": trajectory.reward, "status": trajectory.status, "metrics": metrics}
             )  # fmt: skip
-    return found
+    return samples
 
 
 @pytest.mark.slow
@@ -148,6 +148,6 @@ def test_a_run_killed_in_the_middle_of_episodes_equals_the_uninterrupted_run(
     assert last.exitcode == 0
     runs = [folder / "runs" / "tiny" for folder in (broken, unbroken)]
     for equal in (numbers, weight_hashes, _samples):
-        found, expected = map(equal, runs)
-        assert found == expected
-        assert found
+        resumed, expected = map(equal, runs)
+        assert resumed == expected
+        assert resumed

@@ -198,9 +198,9 @@ def test_a_killed_run_of_a_vision_language_action_policy_equals_the_uninterrupte
 def _demonstrate(folder: Path) -> None:
     """Two frames of the tabletop's expert."""
     env = Tabletop()
-    seen, action = env.reset(seed=0)[0], expert(env)
+    before, action = env.reset(seed=0)[0], expert(env)
     after = env.step(action)[0]
-    observations = {name: np.stack([seen[name], after[name]]) for name in ("image", "state")}
+    observations = {name: np.stack([before[name], after[name]]) for name in ("image", "state")}
     actions = np.stack([action, expert(env)])
     write_demonstrations(folder, [Demonstration(observations, actions, env.instruction)])
 

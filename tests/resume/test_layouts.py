@@ -146,9 +146,9 @@ def _assert_loss_scale_goes_on(name: str, build: str, folder: Path) -> None:
     while (report := _step(backend)).is_overflow:
         assert report.loss_scale is not None
         assert report.loss_scale > 1.0
-    told: list[Any] = [None, None]
-    dist.all_gather_object(told, (report.loss, report.grad_norm, report.loss_scale))
-    assert told[0] == told[1]
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, (report.loss, report.grad_norm, report.loss_scale))
+    assert gathered[0] == gathered[1]
     counters = _save(backend, folder)
     assert counters["loss_scale"] == {"value": report.loss_scale, "num_finite": 1}
     last = [_step(backend), _step(backend)]

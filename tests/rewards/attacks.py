@@ -270,11 +270,11 @@ def attacks(values: dict[str, Any]) -> dict[str, tuple[str, Any]]:
     def expected(code: str) -> str:
         return "allowed" if "SECRET_IF_ALLOWED" in code else secret
 
-    found: dict[str, tuple[str, Any]] = {
+    cases: dict[str, tuple[str, Any]] = {
         name: (SHOW + filled(code), [{"input": "3\n", "output": expected(code)}])
         for name, code in PRINTS.items()
     }
-    found |= {name: (code, tests.replace("EXPECTED", repr(secret))) for name, (code, tests) in CALLS.items()}
+    cases |= {name: (code, tests.replace("EXPECTED", repr(secret))) for name, (code, tests) in CALLS.items()}
     for path in FILES:
-        found[path] = (f"print(open({path!r}).read())", [{"input": "", "output": values["OF_FILES"][path]}])
-    return found
+        cases[path] = (f"print(open({path!r}).read())", [{"input": "", "output": values["OF_FILES"][path]}])
+    return cases

@@ -55,17 +55,17 @@ def serving(answer: Callable[[int, dict[str, Any]], Answer]) -> Iterator[JudgeSe
             with lock:
                 number = len(served.requests)
                 served.requests.append((self.path, {k.lower(): v for k, v in self.headers.items()}, body))
-            given = answer(number, body)
-            if given.wait is not None:
-                while not given.wait.wait(0.05) and not released.is_set():
+            reply = answer(number, body)
+            if reply.wait is not None:
+                while not reply.wait.wait(0.05) and not released.is_set():
                     pass
-            data = given.body.encode()
-            self.send_response(given.status)
-            for name, value in {"content-length": str(len(data)), **given.headers}.items():
+            data = reply.body.encode()
+            self.send_response(reply.status)
+            for name, value in {"content-length": str(len(data)), **reply.headers}.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(data[: len(data) // 2] if given.cut else data)
-            self.close_connection = given.cut
+            self.wfile.write(data[: len(data) // 2] if reply.cut else data)
+            self.close_connection = reply.cut
 
         def log_message(self, *args: Any) -> None: ...
 

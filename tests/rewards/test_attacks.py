@@ -125,17 +125,17 @@ def _score(
 def _processes(mark: str) -> list[str]:
     """The processes with the mark, after killed ones have exited."""
     for _ in range(100):
-        found = []
+        paths = []
         for file in Path("/proc").glob("[0-9]*/cmdline"):
             try:
                 if mark.encode() in file.read_bytes():
-                    found.append(str(file))
+                    paths.append(str(file))
             except OSError:
                 continue
-        if not found:
+        if not paths:
             return []
         time.sleep(0.05)
-    return found
+    return paths
 
 
 @pytest.mark.slow

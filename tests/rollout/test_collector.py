@@ -194,18 +194,20 @@ def test_in_the_background_sampling_goes_on_and_calls_run_beside_one_that_waits(
         collector.submit("train", [0, 1], 2, keys(0, 1))
         assert scored.wait(60), "nobody has asked for it"
         assert numbers(collector) == [1]
-        told: list[int] = []
-        waiting = threading.Thread(target=lambda: told.extend(numbers(collector)))
+        finished: list[int] = []
+        waiting = threading.Thread(target=lambda: finished.extend(numbers(collector)))
         waiting.start()
         collector.set_weights(1)
         collector.submit("train", [2], 2, keys(2))
         waiting.join(60)
-        assert told == [2]
+        assert finished == [2]
 
 
 def _on_workers(gates: Sequence[Gates]) -> Rollouts:
     """Rollouts on two workers in this process."""
-    workers = Several("rollout", [lambda _, of=of: make(of) for of in gates])
+    workers = Several(
+        "rollout", [lambda _, worker_gates=worker_gates: make(worker_gates) for worker_gates in gates]
+    )
     return Rollouts(workers, {"train": PROMPTS, "eval": PROMPTS})
 
 
@@ -215,13 +217,17 @@ def test_groups_go_to_the_least_loaded_worker_and_its_load_ends_with_them() -> N
         rollouts.submit("train", [5, 1, 2, 0], 2, keys(0, 1, 2, 3))  # loads of 6, 2, 3 and 1
         done = {g.key[-1]: g for _ in range(2) for g in rollouts.finished("train")[0]}
         assert [done[n].prompt for n in range(4)] == [PROMPTS[i] for i in (5, 1, 2, 0)]
-        begun = [[number for what, number in of.events if what == "begun"] for of in gates]
+        begun = [
+            [number for what, number in worker_gates.events if what == "begun"] for worker_gates in gates
+        ]
         assert begun == [[0], [1, 2, 3]]
         rollouts.submit("train", [3, 7], 2, keys(8, 9, round_=2))
         groups, cost = rollouts.gather("train", keys(8, 9, round_=2))
         assert [group.key[-1] for group in groups] == [8, 9]
         assert cost.value("time/score_s") > 0
-        assert [of.events[-3][1] for of in gates] == [8, 9], "none of them had a load left"
+        assert [worker_gates.events[-3][1] for worker_gates in gates] == [8, 9], (
+            "none of them had a load left"
+        )
         whole = rollouts.whole("train", [groups[1], done[2]])
         assert [g.trajectories[0].turns[0].output_ids for g in whole] == [[9], [2]]
         rollouts.forget("train")

@@ -201,7 +201,7 @@ def test_the_prompt_of_a_group_is_stored_once(tiny_lm: TinyLM, run_all: Run) -> 
             prefill(admitted)
 
         engine._prefill = recorded  # type: ignore[method-assign]
-        return [facts(of) for of in run_all(engine, requests)]
+        return [facts(completion) for completion in run_all(engine, requests)]
 
     most_running: list[int] = []
     together = run(group, compile="always", kv_budget_tokens=400)
@@ -340,17 +340,19 @@ def gap(lm: CausalLM, engine: NativeEngine, run_all: Run) -> float:
     completions = run_all(engine, work)
     rows = [
         Row(
-            {"input_ids": np.array([*of.prompt_ids, *done.token_ids])},
-            np.arange(len(of.prompt_ids) + 30) >= len(of.prompt_ids),
+            {"input_ids": np.array([*request.prompt_ids, *done.token_ids])},
+            np.arange(len(request.prompt_ids) + 30) >= len(request.prompt_ids),
             group=0,
             trajectory=i,
         )
-        for i, (of, done) in enumerate(zip(work, completions, strict=True))
+        for i, (request, done) in enumerate(zip(work, completions, strict=True))
     ]
     trainer = SingleBackend(lm, TrainConfig(autocast="bf16"), total_steps=1, device=lm.device)
-    found = trainer.infer(rows, frozenset({"logprobs"}))
+    inferred = trainer.infer(rows, frozenset({"logprobs"}))
     sampled = np.concatenate([done.logprobs for done in completions])
-    trained = np.concatenate([of["logprobs"][row.mask] for of, row in zip(found, rows, strict=True)])
+    trained = np.concatenate(
+        [outputs["logprobs"][row.mask] for outputs, row in zip(inferred, rows, strict=True)]
+    )
     return float(np.abs(sampled - trained).mean())
 
 
@@ -414,7 +416,7 @@ def test_a_long_sequence_reserves_its_length_for_itself_only() -> None:
     assert cache.num_fitting([Need(512)]) == 0, "all short ones would be as long"
     assert cache.num_fitting([Need(600)]) == 1, "1,024 of 4,608 + 20 x 128 are left"
     cache.reserve([Need(600)])
-    assert [(of.rows, of.length) for of in cache.buckets()] == [(23, 128), (1, 4608)], (
+    assert [(bucket.rows, bucket.length) for bucket in cache.buckets()] == [(23, 128), (1, 4608)], (
         "others give back their spare rows"
     )
 
@@ -825,7 +827,7 @@ def test_the_oldest_conversations_are_forgotten_above_the_budget(compile: str, t
     done, counting, engine = _talk(
         lm, 12, prefix_caching=True, kv_budget_tokens=320, max_running=2, compile=compile
     )
-    assert 0 < sum(len(of.ids) for of in engine._prefixes.values()) == engine._prefix_tokens <= 320
+    assert 0 < sum(len(prefix.ids) for prefix in engine._prefixes.values()) == engine._prefix_tokens <= 320
     everything, all_tokens, _ = _talk(lm, 12, prefix_caching=False)
     assert counting.num_prefilled < all_tokens.num_prefilled
     assert {i: [t.token_ids for t in turns] for i, turns in done.items()} == {
@@ -848,13 +850,13 @@ def test_conversations_are_kept_while_the_weights_stay_and_the_engine_is_awake(
         engine.wake()
     lm = engine._lm = engine._decoder._lm = Counting(engine._lm.model)
     later = [
-        replace(of, prompt_ids=(*of.prompt_ids, *answer.token_ids, 7, 8), key=(of.key[0], 1))
-        for of, answer in zip(first, done, strict=True)
+        replace(request, prompt_ids=(*request.prompt_ids, *answer.token_ids, 7, 8), key=(request.key[0], 1))
+        for request, answer in zip(first, done, strict=True)
     ]
     turns = run_all(engine, later)
     assert lm.num_prefilled == (0 if between == "nothing" else 3 * 11)
     anew = run_all(make_engine(tiny_lm("qwen3")), later)
-    assert [of.token_ids for of in turns] == [of.token_ids for of in anew]
+    assert [completion.token_ids for completion in turns] == [completion.token_ids for completion in anew]
 
 
 @pytest.mark.parametrize("compile", ["never", "always"])
@@ -862,7 +864,7 @@ def test_a_long_sequence_is_read_by_itself_and_changes_no_other(
     compile: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:
     lengths = np.array([40, 33, 1100, 61, 600, 700, 511, 513])
-    blocks = [((of.start, of.stop), width) for of, width in row_blocks(lengths)]
+    blocks = [((rows.start, rows.stop), width) for rows, width in row_blocks(lengths)]
     assert blocks == [((0, 2), 64), ((2, 3), 1120), ((3, 4), 64), ((4, 6), 704), ((6, 7), 512), ((7, 8), 544)]
     lm = tiny_lm("gpt_oss", max_position_embeddings=2048)  # sinks and a window
     words = random.Random(1).choices(range(2, 64), k=1100)
@@ -894,8 +896,8 @@ def test_sequences_of_all_lengths_arrive_and_leave_in_a_small_cache(compile: str
     assert small._cache.generation > large._cache.generation
     assert [facts(c) for c in asyncio.run(staggered(large))] == together
     assert [facts(asyncio.run(large.generate(r))) for r in requests[::5]] == together[::5]
-    assert all(of.num_tokens for of in small._cache._buckets.values())
-    assert sum(of.num_tokens for of in small._cache._buckets.values()) <= 4096
+    assert all(bucket.num_tokens for bucket in small._cache._buckets.values())
+    assert sum(bucket.num_tokens for bucket in small._cache._buckets.values()) <= 4096
 
 
 async def _groups_talk(engine: NativeEngine, seed: int) -> list[list[Completion]]:
@@ -907,7 +909,10 @@ async def _groups_talk(engine: NativeEngine, seed: int) -> list[list[Completion]
         for _ in range(draw.randint(1, 5)):
             said = [tuple(draw.choices(range(2, 64), k=draw.randint(1, 9))) for _ in range(draw.randrange(4))]
             plans.append(
-                [(opening if t == 0 else of, draw.choice((1, 1, 2, 7))) for t, of in enumerate([(), *said])]
+                [
+                    (opening if t == 0 else tokens, draw.choice((1, 1, 2, 7)))
+                    for t, tokens in enumerate([(), *said])
+                ]
             )
 
     async def converse(i: int, turns: list[tuple[tuple[int, ...], int]], wait: int) -> list[Completion]:
@@ -922,7 +927,7 @@ async def _groups_talk(engine: NativeEngine, seed: int) -> list[list[Completion]
         return done
 
     waits = draw.choices(range(4), k=len(plans))
-    return await asyncio.gather(*(converse(i, of, waits[i]) for i, of in enumerate(plans)))
+    return await asyncio.gather(*(converse(i, turns, waits[i]) for i, turns in enumerate(plans)))
 
 
 @pytest.mark.parametrize("compile", ["never", "always"])

@@ -27,10 +27,10 @@ PROMPT = (3, 1, 4)
 NUM_SAMPLES = 6000
 
 
-def reference(logits: np.ndarray, seen: set[int], how: Sampling) -> np.ndarray:
+def reference(logits: np.ndarray, previous_tokens: set[int], how: Sampling) -> np.ndarray:
     """Reference implementation of the distribution of one token, in float64: [V] -> [V]."""
     scores = logits.astype(np.float64).copy()
-    for token in seen:
+    for token in previous_tokens:
         scores[token] *= how.repetition_penalty if scores[token] < 0 else 1 / how.repetition_penalty
     probs = np.exp(scores / how.temperature - (scores / how.temperature).max())
     order = np.argsort(-probs, kind="stable")

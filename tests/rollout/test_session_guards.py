@@ -86,8 +86,8 @@ def test_silent_connections_are_bounded_and_closed(
             writer.close()
 
     _play(played)
-    told = [record for record in caplog.records if record.name == connections.__name__]
-    assert 1 <= len(told) <= 2, "once for each reason"
+    records = [record for record in caplog.records if record.name == connections.__name__]
+    assert 1 <= len(records) <= 2, "once for each reason"
 
 
 def test_a_client_without_a_key_is_sent_away() -> None:

@@ -116,8 +116,8 @@ def _with_client(played: Played, **client: Any) -> Any:
     """A program that plays with OpenAI's client."""
 
     async def program(task: Prompt, base_url: str, api_key: str, seed: int) -> Any:
-        async with _client(base_url, api_key, **client) as own:
-            return await played(own)
+        async with _client(base_url, api_key, **client) as openai_client:
+            return await played(openai_client)
 
     return program
 
@@ -424,11 +424,11 @@ def test_without_the_key_of_an_episode_nothing_is_read() -> None:
                 )
                 assert answer.status_code == 401
                 assert answer.json()["error"]["code"] == "invalid_api_key"
-            own = {"authorization": f"Bearer {api_key}"}
+            headers = {"authorization": f"Bearer {api_key}"}
             assert (
-                await client.post(f"{base_url}/chat/completions", content=b"{", headers=own)
+                await client.post(f"{base_url}/chat/completions", content=b"{", headers=headers)
             ).status_code == 400
-            answer = await client.post(f"{base_url}/completions", json={}, headers=own)
+            answer = await client.post(f"{base_url}/completions", json={}, headers=headers)
             assert answer.status_code == 404
             assert "POST /v1/chat/completions" in answer.json()["error"]["message"]
         return 1.0
@@ -451,8 +451,8 @@ def test_large_bodies_are_refused(monkeypatch: pytest.MonkeyPatch, is_chunked: b
             body: Any = parts() if is_chunked else b" " * 10_000_000
             answer = await client.post(f"{base_url}/chat/completions", content=body)
             assert answer.status_code == 413
-        async with _client(base_url, api_key) as own:
-            await _ask(own, USER)
+        async with _client(base_url, api_key) as openai_client:
+            await _ask(openai_client, USER)
         return 1.0
 
     (group,) = drive(_driver(ScriptedEngine(), program), [TASK])
@@ -680,7 +680,7 @@ def test_an_answer_that_is_cut_truncates_the_trajectory_if_it_is_the_last() -> N
 
 
 @pytest.mark.parametrize(
-    ("given", "posted", "needs", "reward", "reason"),
+    ("returned", "posted", "needs", "reward", "reason"),
     [
         (np.float32(0.5), None, True, 0.5, ""),
         ({"right": 1, "form": 0.25}, None, True, 1.25, ""),
@@ -693,7 +693,7 @@ def test_an_answer_that_is_cut_truncates_the_trajectory_if_it_is_the_last() -> N
     ],
 )  # fmt: skip
 def test_rewards_are_returned_or_posted(
-    given: Any, posted: Any, needs: bool, reward: float, reason: str
+    returned: Any, posted: Any, needs: bool, reward: float, reason: str
 ) -> None:
     async def played(client: AsyncOpenAI) -> Any:
         await _ask(client, USER)
@@ -701,11 +701,11 @@ def test_rewards_are_returned_or_posted(
             with pytest.raises(openai.BadRequestError):
                 await client.post("/reward", body={"reward": "much"}, cast_to=object)
             assert await client.post("/reward", body={"reward": posted}, cast_to=object) == {"reward": posted}
-        return given
+        return returned
 
     trajectory = _play(played, needs_reward=needs)
     assert (sum(turn.reward for turn in trajectory.turns), trajectory.reason) == (reward, reason)
-    if isinstance(given, dict):
+    if isinstance(returned, dict):
         assert trajectory.metrics == {"reward/right": 1.0, "reward/form": 0.25}
 
 

@@ -35,10 +35,10 @@ ELSEWHERE = {
 }  # fmt: skip
 
 
-def command(**given: object) -> str:
-    beside = {"torch_compile": True} if "torch_compile_max_batch" in given else {}
+def command(**options: object) -> str:
+    beside = {"torch_compile": True} if "torch_compile_max_batch" in options else {}
     model = Model("m", tokenizer="t", dtype="fp32", longest=64, trust_remote_code=False, sleeps=False, seed=0)
-    arguments = server_arguments(Sglang.model_validate({**beside, **given}), model)
+    arguments = server_arguments(Sglang.model_validate({**beside, **options}), model)
     return f"{' '.join(arguments)} "
 
 

@@ -312,7 +312,9 @@ def test_an_end_token_added_after_a_stop_string_is_not_trained_on() -> None:
     assert second.context_ids == [EOS, *_ids("ok"), EOS]
     group.trajectories[0].reward = 1.0
     (row,) = group_rows(group, 0, 0)
-    assert [i for i, own in zip(row.inputs["input_ids"].tolist(), row.mask, strict=True) if own] == [
+    assert [
+        i for i, is_trained in zip(row.inputs["input_ids"].tolist(), row.mask, strict=True) if is_trained
+    ] == [
         *first.output_ids,
         *second.output_ids,
     ]
@@ -320,11 +322,11 @@ def test_an_end_token_added_after_a_stop_string_is_not_trained_on() -> None:
 
 def test_seeds_are_those_of_the_group_whatever_is_played_beside_it() -> None:
     def seeds(group_size: int, numbers: Sequence[int], fails: bool = False) -> dict[int, set[int]]:
-        seen: dict[int, set[int]] = {}
+        by_prompt: dict[int, set[int]] = {}
 
         class Seeded(Env):
             async def start(self, task: Prompt, seed: int) -> Opening:
-                seen.setdefault(int(task.uid), set()).add(seed)
+                by_prompt.setdefault(int(task.uid), set()).add(seed)
                 return await super().start(task, seed)
 
         def reply(_: str) -> Step:
@@ -337,10 +339,10 @@ def test_seeds_are_those_of_the_group_whatever_is_played_beside_it() -> None:
             await asyncio.gather(*(driver.group(task, group_size, (0, i)) for task, i in tasks))
 
         asyncio.run(play())
-        return seen
+        return by_prompt
 
     expected = seeds(4, range(8))
-    assert all(len(of) == 1 for of in expected.values()), "equal in a group"
+    assert all(len(group_seeds) == 1 for group_seeds in expected.values()), "equal in a group"
     assert len(set[int]().union(*expected.values())) == 8, "different across groups"
     assert seeds(2, [5, 3], fails=True) == {i: expected[i] for i in (3, 5)}, "also of retries"
 
@@ -403,8 +405,8 @@ def test_an_object_of_tools_is_asked_for_its_reward_also_at_a_limit(
 def test_a_turn_gets_no_more_tokens_than_the_context_has_left() -> None:
     sampling = Sampling(max_new_tokens=64, min_new_tokens=40, stop_token_ids=(EOS,))
     engine, _ = _drive(lambda _: ("A:6", "stop"), max_context_tokens=14, sampling=sampling)
-    given = engine.requests[0].sampling
-    assert (given.max_new_tokens, given.min_new_tokens) == (10, 10)
+    requested = engine.requests[0].sampling
+    assert (requested.max_new_tokens, requested.min_new_tokens) == (10, 10)
 
 
 def test_a_reply_that_fills_the_context_truncates() -> None:
@@ -462,8 +464,8 @@ def test_a_failing_environment_makes_the_trajectory_invalid_with_its_reason(
 ) -> None:
     _, groups = _drive(lambda _: ("hi!", "stop"), env, retries=2)
     trajectory = _one(groups)
-    found = re.sub(r":\d+\)$", ")", trajectory.reason)  # without the line
-    assert (trajectory.status, found, trajectory.attempts) == (Status.INVALID, reason, 3)
+    without_line = re.sub(r":\d+\)$", ")", trajectory.reason)  # without the line
+    assert (trajectory.status, without_line, trajectory.attempts) == (Status.INVALID, reason, 3)
     assert trajectory.reward is None
 
 
@@ -858,8 +860,8 @@ def test_an_agent_may_open_conversations_of_sub_agents() -> None:
         async def run(self, task: Prompt, seed: int, seats: Seats) -> Outcome:
             helpers = [seats.open("helper"), seats.open("helper")]
             asked = [helper.reply([{"role": "user", "content": "h"}]) for helper in helpers]
-            found = await asyncio.gather(*reversed(asked))
-            await seats["lead"].reply([{"role": "user", "content": found[0].text}])
+            answers = await asyncio.gather(*reversed(asked))
+            await seats["lead"].reply([{"role": "user", "content": answers[0].text}])
             return Outcome(1.0)
 
     engine, groups = _drive(_echo, Lead)

@@ -59,7 +59,7 @@ def _steps(groups: Sequence[Group]) -> list[EnvSteps]:
 def _assert_equal(one: Sequence[Group], other: Sequence[Group]) -> None:
     for left, right in zip(_steps(one), _steps(other), strict=True):
         for name in ("state", "actions"):
-            one_of, other_of = (of.observations | of.inputs for of in (left, right))
+            one_of, other_of = (steps.observations | steps.inputs for steps in (left, right))
             np.testing.assert_array_equal(one_of[name], other_of[name])
         for name in ("logprobs", "rewards", "num_executed"):
             np.testing.assert_array_equal(getattr(left, name), getattr(right, name))

@@ -104,7 +104,7 @@ def test_with_auto_reset_a_rollout_has_as_many_episodes_as_fit_and_the_last_one_
     cut = groups[0].trajectories[2].metrics
     assert cut == {"truncated/rollout": 1.0, "success_once": 0.0, "success_at_end": 0.0}, "up to the cut"
     actions = [steps.inputs["actions"].ravel().tolist() for _, steps in _steps(groups[:1])]
-    assert len({tuple(of) for of in actions}) > 1, "each episode draws its own actions"
+    assert len({tuple(episode) for episode in actions}) > 1, "each episode draws its own actions"
 
 
 def test_results_do_not_depend_on_the_number_of_environments() -> None:
@@ -183,9 +183,9 @@ def _seeds(groups: Sequence[Group]) -> list[list[int]]:
 
 def test_groups_begin_in_the_states_that_are_given_or_each_episode_in_its_own() -> None:
     assert _seeds(collect(seeds=[7, 7, 4])) == [[7, 7], [7, 7], [4, 4]]
-    own = _seeds(collect(shares_reset=False, max_decisions=10, auto_reset=True))
-    assert len({seed for group in own for seed in group}) == 2 * 2 * 2
-    assert own == _seeds(collect(shares_reset=False, max_decisions=10, auto_reset=True, num_envs=1))
+    seeds = _seeds(collect(shares_reset=False, max_decisions=10, auto_reset=True))
+    assert len({seed for group in seeds for seed in group}) == 2 * 2 * 2
+    assert seeds == _seeds(collect(shares_reset=False, max_decisions=10, auto_reset=True, num_envs=1))
 
 
 def _env(**settings: Any) -> SimulatorEnv:
@@ -193,11 +193,11 @@ def _env(**settings: Any) -> SimulatorEnv:
 
 
 def test_reset_states_are_those_of_the_config() -> None:
-    def given(env: SimulatorEnv) -> list[list[Any]]:
-        return [[p.fields.get("reset_seed") for p in of] for of in env.reset_states().values()]
+    def reset_seeds(env: SimulatorEnv) -> list[list[Any]]:
+        return [[p.fields.get("reset_seed") for p in prompts] for prompts in env.reset_states().values()]
 
-    assert given(_env(reset_seeds=3, eval_reset_seeds=(5,))) == [[0, 1, 2], [5]]
-    train, evaluated = given(_env(eval_episodes=4))
+    assert reset_seeds(_env(reset_seeds=3, eval_reset_seeds=(5,))) == [[0, 1, 2], [5]]
+    train, evaluated = reset_seeds(_env(eval_episodes=4))
     assert set(train) == {None}
     assert evaluated == [None] * 4
 

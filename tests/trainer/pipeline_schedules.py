@@ -39,15 +39,15 @@ def replay(seed: int) -> None:
 
 def check(seeds: range) -> Counter[str]:
     """Run the schedules of `seeds`. Returns how often what happened in them."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for seed in seeds:
         try:
-            seen.update(Schedule(seed).run())
+            counts.update(Schedule(seed).run())
         except Exception as error:
             raise AssertionError(
                 f"schedule {seed} fails: tests.trainer.pipeline_schedules.replay({seed})"
             ) from error
-    return seen
+    return counts
 
 
 def on_policy(settings: PipelineSettings, verdict: Any) -> list[tuple[list[Draw], dict[Draw, str]]]:
@@ -347,8 +347,10 @@ class Schedule:
             return
         assert self.trained_version == self.engine_version == self.settings.num_rounds == len(self.rounds)
         counts = Counter(what if what == "trained" else f"dropped/{what}" for what in self.what.values())
-        told = self.pipeline.counts
-        assert counts == {name: n for name, n in told.items() if name == "trained" or name[:8] == "dropped/"}
+        counted = self.pipeline.counts
+        assert counts == {
+            name: n for name, n in counted.items() if name == "trained" or name[:8] == "dropped/"
+        }
         assert not self.pipeline.state()["draws"]
         assert not any(what in OPEN for what in self.what.values())
         assert len(self.what) == self.prompts.num_drawn

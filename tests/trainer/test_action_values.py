@@ -68,11 +68,11 @@ def _in_components(row: Row, size: int = 2) -> Row:
     is_last[:-1] = (
         np.repeat(np.arange(len(counts)), counts)[1:] != np.repeat(np.arange(len(counts)), counts)[:-1]
     )
-    fields = {name: np.repeat(of, counts) for name, of in row.fields.items()}
+    fields = {name: np.repeat(values, counts) for name, values in row.fields.items()}
     fields["rewards"] = fields["rewards"] * is_last
     return replace(
         row,
-        inputs={name: np.repeat(of, counts, axis=0) for name, of in row.inputs.items()},
+        inputs={name: np.repeat(values, counts, axis=0) for name, values in row.inputs.items()},
         mask=np.repeat(row.mask, counts),
         decision=np.repeat(row.decision, counts),
         policy_versions=np.repeat(row.policy_versions, counts),
@@ -87,14 +87,14 @@ def test_components_of_an_action_share_its_return_and_its_value_counts_once() ->
     for row in rows:
         row.fields["values"] = np.random.default_rng(0).normal(size=len(row)).astype(np.float32)
     split = [_in_components(row) for row in rows]
-    for of in (rows, split):
-        assert compute_advantages(of, recipe) == pytest.approx(compute_advantages(rows, recipe))
+    for variant in (rows, split):
+        assert compute_advantages(variant, recipe) == pytest.approx(compute_advantages(rows, recipe))
     losses = []
-    for of in (rows, split):
+    for variant in (rows, split):
         weights = row_weights(
-            [row.num_actions for row in of], [0] * len(of), mode="token_mean", constant=None
+            [row.num_actions for row in variant], [0] * len(variant), mode="token_mean", constant=None
         )
-        batch = pack(of, torch.device("cpu"), weights=weights)
+        batch = pack(variant, torch.device("cpu"), weights=weights)
         values = batch.fields["values"] + 1
         loss, diagnostics = value_loss_of(recipe).compute(
             {"values": values, "value_deviation": torch.ones_like(values)}, batch

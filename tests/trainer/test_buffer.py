@@ -89,7 +89,7 @@ def _collected(length: int) -> Iterator[tuple[Collector, list[GroupMetadata]]]:
     metadata: list[GroupMetadata] = []
     while len(metadata) < 3:
         metadata += collector.finished("train")[0]
-    yield collector, sorted(metadata, key=lambda of: of.key)
+    yield collector, sorted(metadata, key=lambda group: group.key)
     collector.close()
 
 
@@ -119,7 +119,7 @@ def test_rows_do_not_depend_on_the_worker() -> None:
         pieces = [collector.rows([((0, 1, 7), 1, 3)]), collector.rows([((0, 1, 9), 0, 0), ((0, 1, 9), 2, 6)])]
     buffer = RolloutBuffer(RECIPES["grpo"], None)
     metadata = buffer.open(pieces)
-    rows = buffer.take([of.index for of in metadata], False)
+    rows = buffer.take([row.index for row in metadata], False)
     assert [(r.group, r.trajectory) for r in rows] == [(r.group, r.trajectory) for r in at_once]
     for one, other in zip(rows, at_once, strict=True):
         np.testing.assert_array_equal(one.inputs["input_ids"], other.inputs["input_ids"])
@@ -137,8 +137,8 @@ def test_segments_of_a_trajectory_stay_in_order_whichever_worker_made_them() -> 
 
     buffer = RolloutBuffer(RECIPES["grpo"], None)
     metadata = buffer.open([group_rows(group(20), 1, 1), group_rows(group(10), 0, 0)])
-    rows = buffer.take([of.index for of in metadata], False)
-    assert [of.trajectory for of in metadata] == [0, 0, 0, 1, 1, 1]
+    rows = buffer.take([row.index for row in metadata], False)
+    assert [row.trajectory for row in metadata] == [0, 0, 0, 1, 1, 1]
     assert [int(row.inputs["input_ids"][0]) for row in rows] == [10, 11, 12, 20, 21, 22]
 
 
@@ -148,8 +148,8 @@ def test_inferred_values_reach_their_rows() -> None:
     buffer.open([rows])
     shares = [[2, 0], [], [1]]
     results = [
-        [{"logprobs": np.full(n, n, np.float32), "experts": np.full((n, 1, 1), n, np.int8)} for n in of]
-        for of in ([3, 1], [], [2])
+        [{"logprobs": np.full(n, n, np.float32), "experts": np.full((n, 1, 1), n, np.int8)} for n in lengths]
+        for lengths in ([3, 1], [], [2])
     ]
     places = [(index, s, i) for s, share in enumerate(shares) for i, index in enumerate(share)]
     fields: dict[Output, str] = {"logprobs": "old_logprobs", "experts": "experts"}
@@ -225,7 +225,7 @@ def _round_of(num_shards: int, recipe: Recipe) -> tuple[list[Row], dict[str, flo
     ranks: Any = Several("policy", [lambda _, n=n: _Model(Place(n, 2)) for n in range(2)])
     model = ModelGroup.of(ranks)
     with _collected(5) as (collector, groups):
-        kept = [(of.key, place, 3 * place) for place, of in enumerate(groups)]
+        kept = [(group.key, place, 3 * place) for place, group in enumerate(groups)]
         rows = buffer.open([collector.rows([one]) for one in reversed(kept)])
     assert [row.trajectory for row in rows] == [0, 1, 3, 4, 6, 7]
     for call in buffer.start_infer(model, rows, {"logprobs": "old_logprobs"}):
@@ -235,7 +235,7 @@ def _round_of(num_shards: int, recipe: Recipe) -> tuple[list[Row], dict[str, flo
     buffer.whole.write_step_fields([(row.shard, row.index) for row in rows[1:]], (3,))
     weights = [0.1 * row.trajectory for row in rows]
     ranks.scatter(_Model.train, buffer.for_ranks(model, rows, weights, value_loss_of(recipe)))
-    trained = {key: value for of in ranks._groups for key, value in of._worker.trained.items()}
+    trained = {key: value for rank in ranks._groups for key, value in rank._worker.trained.items()}
     return buffer.copies(rows), metrics, trained
 
 

@@ -140,8 +140,8 @@ def test_a_machine_with_another_braid_is_named(
 def test_a_cluster_with_another_ray_is_reported_with_both_versions(cluster: Cluster) -> None:
     client = GcsClient(address=cluster.address)
     key, space = b"CLUSTER_METADATA", b"cluster"
-    told = client.internal_kv_get(key, namespace=space)
-    other = json.dumps({**json.loads(told), "ray_version": "2.0.0"}).encode()
+    stored = client.internal_kv_get(key, namespace=space)
+    other = json.dumps({**json.loads(stored), "ray_version": "2.0.0"}).encode()
     client.internal_kv_put(key, other, True, namespace=space)
     try:
         with pytest.raises(
@@ -149,7 +149,7 @@ def test_a_cluster_with_another_ray_is_reported_with_both_versions(cluster: Clus
         ):
             connect(ClusterConfig(address=cluster.address), num_processes=1)
     finally:
-        client.internal_kv_put(key, told, True, namespace=space)
+        client.internal_kv_put(key, stored, True, namespace=space)
 
 
 def test_a_run_on_two_machines_matches_one_process_and_cleans_up_the_cluster(
@@ -234,15 +234,15 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 def _workers() -> list[psutil.Process]:
     """The worker processes of runs on this process's cluster."""
-    found: list[psutil.Process] = []
+    workers: list[psutil.Process] = []
     for process in psutil.Process().children(recursive=True):
         try:
             title = process.cmdline()[0]
         except (psutil.Error, IndexError):
             continue
         if title.startswith(("ray::policy", "ray::rollout", "ray::rows", "ray::Holder")):
-            found.append(process)
-    return found
+            workers.append(process)
+    return workers
 
 
 def _assert_as_before(cluster: Cluster) -> None:

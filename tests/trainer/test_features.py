@@ -201,21 +201,25 @@ PPO = ("algorithm.recipe=ppo", "algorithm.kl_coef=0.01", "train.steps_per_pass=2
 
 
 def test_explicit_critic_settings_equal_to_the_policys_change_nothing(load_tiny: LoadTiny) -> None:
-    own = "critic.train={steps_per_pass: 2, passes_per_round: 2, optimizer: {lr: 3.0e-3}}"
+    critic_train = "critic.train={steps_per_pass: 2, passes_per_round: 2, optimizer: {lr: 3.0e-3}}"
     shared = commands.train(load_tiny("run.name=shared", *PPO)).run_dir
-    apart = commands.train(load_tiny("run.name=apart", own, *PPO)).run_dir
+    apart = commands.train(load_tiny("run.name=apart", critic_train, *PPO)).run_dir
     assert numbers(shared) == numbers(apart)
     assert equal(weights(shared), weights(apart))
 
 
 def test_mini_batches_of_the_critic_do_not_affect_the_policy(load_tiny: LoadTiny) -> None:
-    own = "critic.train={steps_per_pass: 4, passes_per_round: 3, shuffle: false, optimizer: {lr: 3.0e-3}}"
-    run = commands.train(load_tiny(own, "checkpoint.every_rounds=1", *PPO)).run_dir
+    critic_train = (
+        "critic.train={steps_per_pass: 4, passes_per_round: 3, shuffle: false, optimizer: {lr: 3.0e-3}}"
+    )
+    run = commands.train(load_tiny(critic_train, "checkpoint.every_rounds=1", *PPO)).run_dir
     *_, state = CheckpointStore(run / "checkpoints").locate()
     assert (state["critic"]["num_steps"], state["policy"]["num_steps"]) == (3 * 4 * 3, 3 * 2 * 2)
     assert json.loads((run / "plan.json").read_text())["planned_critic_steps"] == 36
-    commands.train(load_tiny("run.name=parts", "run.max_rounds=1", own, "checkpoint.every_rounds=1", *PPO))
-    parts = commands.train(load_tiny("run.name=parts", "run.resume=latest", own, *PPO)).run_dir
+    commands.train(
+        load_tiny("run.name=parts", "run.max_rounds=1", critic_train, "checkpoint.every_rounds=1", *PPO)
+    )
+    parts = commands.train(load_tiny("run.name=parts", "run.resume=latest", critic_train, *PPO)).run_dir
     assert equal(weights(parts), weights(run))
 
 
@@ -251,9 +255,9 @@ def test_the_reference_takes_over_the_policy_after_each_pass_over_the_prompts(
 
 
 def test_batch_settings_of_the_reference_do_not_change_results(load_tiny: LoadTiny) -> None:
-    own = "reference.train={micro_batch_tokens: 5, logprob_chunk_bytes: 64}"
+    reference_train = "reference.train={micro_batch_tokens: 5, logprob_chunk_bytes: 64}"
     plain = commands.train(load_tiny("run.name=plain", "algorithm.kl_coef=0.01")).run_dir
-    small = commands.train(load_tiny("run.name=small", own, "algorithm.kl_coef=0.01")).run_dir
+    small = commands.train(load_tiny("run.name=small", reference_train, "algorithm.kl_coef=0.01")).run_dir
     assert [line["policy/kl"] for line in lines(plain)[1:]] == pytest.approx(
         [line["policy/kl"] for line in lines(small)[1:]],
         abs=1e-7,  # matrix products of other shapes round differently
@@ -264,19 +268,19 @@ FULL_KL = ("algorithm.kl_coef=0.1", "algorithm.kl_estimator=full")
 
 
 def test_the_full_kl_in_the_loss_is_that_of_each_step(load_tiny: LoadTiny) -> None:
-    seen = lines(commands.train(load_tiny(*FULL_KL)).run_dir)[1:]
-    assert seen[0]["policy/kl"] == 0.0
-    assert 0.0 < seen[1]["policy/kl"] < seen[2]["policy/kl"]
-    assert "reward/kl" not in seen[0]
+    rounds = lines(commands.train(load_tiny(*FULL_KL)).run_dir)[1:]
+    assert rounds[0]["policy/kl"] == 0.0
+    assert 0.0 < rounds[1]["policy/kl"] < rounds[2]["policy/kl"]
+    assert "reward/kl" not in rounds[0]
 
 
 @pytest.mark.parametrize("place", ["reward", "advantage"])
 def test_the_full_kl_outside_the_loss_is_that_before_the_update(load_tiny: LoadTiny, place: str) -> None:
     keys = (*FULL_KL, f"algorithm.kl_in={place}", "algorithm.recipe=ppo", "train.steps_per_pass=2")
-    seen = lines(commands.train(load_tiny(*keys)).run_dir)[1:]
-    assert seen[0]["reward/kl"] == 0.0
-    assert 0.0 < seen[1]["reward/kl"] < seen[2]["reward/kl"]
-    assert "policy/kl" not in seen[0]
+    rounds = lines(commands.train(load_tiny(*keys)).run_dir)[1:]
+    assert rounds[0]["reward/kl"] == 0.0
+    assert 0.0 < rounds[1]["reward/kl"] < rounds[2]["reward/kl"]
+    assert "policy/kl" not in rounds[0]
 
 
 def test_a_reference_with_another_vocabulary_is_refused_for_the_full_kl(load_tiny: LoadTiny) -> None:

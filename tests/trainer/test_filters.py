@@ -239,14 +239,14 @@ def test_an_empty_round_trains_nothing_and_is_reported(
     run = commands.train(loaded).run_dir
     assert [line["rollout/empty_rounds"] for line in lines(run)] == [1, 1, 1]
     assert [line["step"] for line in lines(run)] == [0, 0, 0]
-    told = [
+    messages = [
         record.getMessage() for record in caplog.records if "has nothing to train on" in record.getMessage()
     ]
-    assert told[0] == (
+    assert messages[0] == (
         "round 1 has nothing to train on: of 4 groups 4 have a reward standard deviation <= "
         "rollout.filter.min_std=0.0"
     )
-    assert len(told) == 3
+    assert len(messages) == 3
 
 
 def test_many_consecutive_empty_rounds_end_the_run_with_the_reason(load_tiny: LoadTiny) -> None:

@@ -45,15 +45,17 @@ def test_the_example_of_the_documentation_trains_as_the_kind_that_it_derives_fro
     rewards = "def early(response):\n    return sum(letter < 'e' for letter in response)\n"
     part = "reward.parts=[{kind: function, path: 'rewards.py:early'}]"
     with caplog.at_level("INFO"):
-        own = commands.train(load_tiny(override, part, "run.name=own", rewards=rewards)).run_dir
+        custom = commands.train(load_tiny(override, part, "run.name=own", rewards=rewards)).run_dir
     assert [record.message for record in caplog.records if record.name.endswith("_mine")]
     plain = commands.train(load_tiny(part, "run.name=plain", rewards=rewards)).run_dir
     names = ("policy/loss", "policy/grad_norm", "reward/mean")
-    first, second = ([{n: line.get(n) for n in names} for line in lines(run)] for run in (own, plain))
+    first, second = ([{n: line.get(n) for n in names} for line in lines(run)] for run in (custom, plain))
     assert first == second
     assert any(line["policy/grad_norm"] for line in first)
     section, name = key.split(".")
-    stored = getattr(getattr(load_config(own / "config.yaml").config, section), name)  # from another folder
+    stored = getattr(
+        getattr(load_config(custom / "config.yaml").config, section), name
+    )  # from another folder
     assert stored.is_own
     assert pickle.loads(pickle.dumps(stored)) == stored
 

@@ -14,9 +14,9 @@ from braid.types import Group, Prompt, Trajectory
 
 
 def test_no_schedule_deadlocks_loses_or_repeats_a_group_or_exceeds_the_lag() -> None:
-    seen = pipeline_schedules.check(range(2_000))
+    counts = pipeline_schedules.check(range(2_000))
     events = ("crash", "stop", "cancelled", "resampled", "over_lag", "kept_over_lag", "on_policy")
-    assert all(seen[event] > 10 for event in events), f"the schedules are too tame: {seen}"
+    assert all(counts[event] > 10 for event in events), f"the schedules are too tame: {counts}"
 
 
 @pytest.mark.slow

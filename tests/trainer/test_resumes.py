@@ -32,10 +32,12 @@ def test_a_resume_names_its_checkpoint_and_the_settings_that_differ(
         )
     folder = re.escape(str(run / "checkpoints/step_1"))
     assert re.search(rf"resumed from {folder}, after round 1 of 2, step 1\n", caplog.text)
-    (told,) = (record.getMessage() for record in caplog.records if "settings changed" in record.getMessage())
-    assert "run.max_rounds: was 1, is now 2" in told
-    assert "train.optimizer.lr: was 0.003, is now 0.0001" in told
-    assert "model." not in told
+    (message,) = (
+        record.getMessage() for record in caplog.records if "settings changed" in record.getMessage()
+    )
+    assert "run.max_rounds: was 1, is now 2" in message
+    assert "train.optimizer.lr: was 0.003, is now 0.0001" in message
+    assert "model." not in message
 
 
 @pytest.mark.parametrize("verb", ["train", "pipelined", "sft"])

@@ -60,8 +60,8 @@ def _assert_alike(mine: list[dict[str, float]], other: list[dict[str, float]]) -
     """Every metric but those of clock and machine: equal but for the order of sums in float32."""
     for one, two in zip(mine, other, strict=True):
         kept = [
-            {k: v for k, v in of.items() if not k.startswith(("time", "memory/")) and not k.endswith("_s")}
-            for of in (one, two)
+            {k: v for k, v in line.items() if not k.startswith(("time", "memory/")) and not k.endswith("_s")}
+            for line in (one, two)
         ]
         assert kept[0] == pytest.approx(kept[1], rel=1e-3, abs=1e-4, nan_ok=True)
 
@@ -115,13 +115,13 @@ def test_simulators_on_devices_of_their_own_match_one_process(
 def test_a_worker_of_simulators_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
     placement = json.dumps({"policy,critic": "0", "rollout": "1", "env": "2"})
     (first := tmp_path / "first").touch()
-    own = [
+    crashing_env = [
         "env.processes=0",
         f"env.id={Path(unruly.__file__)}:Unruly",
         f"env.kwargs={{act: {unruly.CRASH}, first: {first}}}",
     ]
     with pytest.raises(WorkerError, match=r"env worker 0 of 1 died while rollout was in"):
-        _train(_cartpole(tmp_path), *own, f"cluster.placement={placement}")
+        _train(_cartpole(tmp_path), *crashing_env, f"cluster.placement={placement}")
 
 
 @pytest.mark.parametrize(

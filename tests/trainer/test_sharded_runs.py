@@ -106,8 +106,8 @@ def _run(
     }  # fmt: skip
     for key, value in settings.items():
         section, _, name_ = key.rpartition(".")
-        of = config.setdefault(section, {}) if section else config
-        of[name_] = copy.copy(value)
+        target = config.setdefault(section, {}) if section else config
+        target[name_] = copy.copy(value)
     (folder / "even.py").write_text(_REWARD)
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -127,7 +127,7 @@ def _assert_alike(mine: list[dict[str, float]], other: list[dict[str, float]]) -
     """Every metric but those of clock and machine. Sampled tokens are the same as long as weights agree to
     about float32's rounding; sums of losses and log-probs then differ by their order alone."""
     for one, two in zip(mine, other, strict=True):
-        one, two = ({name: x for name, x in of.items() if not _is_of_machine(name)} for of in (one, two))
+        one, two = ({name: x for name, x in line.items() if not _is_of_machine(name)} for line in (one, two))
         assert one == pytest.approx(two, rel=1e-3, abs=1e-4, nan_ok=True)
 
 
@@ -184,8 +184,8 @@ def test_episodes_have_the_same_tokens_wherever_environments_and_engines_run(tmp
             for s in samples
         }
     assert {len(turns) for turns in played["inline"].values()} == {1, 2}
-    for name, found in played.items():
-        assert found == played["inline"], name
+    for name, episodes in played.items():
+        assert episodes == played["inline"], name
 
 
 def test_supervised_fine_tuning_on_ranks_matches_one_process_which_can_resume_it(tmp_path: Path) -> None:
@@ -193,8 +193,8 @@ def test_supervised_fine_tuning_on_ranks_matches_one_process_which_can_resume_it
     layout = {"train.backend": "fsdp2", "cluster.placement": {"policy": "0-1", "rollout": "1"}}
 
     def run(name: str, settings: Settings, num_steps: int, resume: str = "none") -> Path:
-        given = {**both, **settings, "sft.steps": num_steps}
-        return _run(tmp_path, name, given, rounds=1, resume=resume, verb=commands.sft)
+        merged = {**both, **settings, "sft.steps": num_steps}
+        return _run(tmp_path, name, merged, rounds=1, resume=resume, verb=commands.sft)
 
     alone = run("alone", {}, 4)
     run("group", layout, 2)

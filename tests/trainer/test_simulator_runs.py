@@ -39,7 +39,7 @@ def _metrics(folder: Path, *overrides: str) -> list[dict[str, Any]]:
     (metrics,) = run.glob("*/metrics.jsonl")
     rounds = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [
-        {name: of for name, of in values.items() if not name.startswith(TIMES) and "per_s" not in name}
+        {name: value for name, value in values.items() if not name.startswith(TIMES) and "per_s" not in name}
         for values in rounds
     ]
 
@@ -52,7 +52,7 @@ def test_processes_stages_and_offloading_change_no_number(tmp_path: Path) -> Non
         tmp_path, *of_rollouts, "env.processes=2", "env.pipeline_stages=2", "env.offload=true"
     )
     # 7 decisions: two episodes of 3 (5 env steps), and a third that is cut after one
-    assert {of["env/truncated/rollout"] for of in plain if "env/truncated/rollout" in of} == {1 / 3}
+    assert {line["env/truncated/rollout"] for line in plain if "env/truncated/rollout" in line} == {1 / 3}
 
 
 def test_an_engine_that_sleeps_ends_the_processes_and_starts_them_for_the_next_episode(

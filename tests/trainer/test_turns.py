@@ -37,7 +37,7 @@ def test_the_engine_frees_its_cache_before_models_return_and_wakes_after_they_le
     load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[NativeEngine] = []
-    seen: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
     start = NativeEngine.__init__
 
     def started(engine: NativeEngine, *args: Any, **kwargs: Any) -> None:
@@ -47,12 +47,12 @@ def test_the_engine_frees_its_cache_before_models_return_and_wakes_after_they_le
     def watched(cls: type, name: str) -> None:
         call = getattr(cls, name)
 
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             value = call(*args, **kwargs)
-            seen.append((name, engines[-1].cache_bytes))
+            calls.append((name, engines[-1].cache_bytes))
             return value
 
-        monkeypatch.setattr(cls, name, told)
+        monkeypatch.setattr(cls, name, recorded)
 
     monkeypatch.setattr(NativeEngine, "__init__", started)
     for cls, names in WATCHED.items():
@@ -63,9 +63,9 @@ def test_the_engine_frees_its_cache_before_models_return_and_wakes_after_they_le
     )
     sampling = ["to_host", "wake", "gather", "sleep", "to_device"]
     round_ = [*sampling, "start_infer", "for_ranks", "set_weights", *sampling]  # the last for the evaluation
-    order = [name for name, _ in itertools.groupby(name for name, _ in seen)]
+    order = [name for name, _ in itertools.groupby(name for name, _ in calls)]
     assert order == ["sleep", "set_weights", *round_, *round_]
-    assert {name for name, num_bytes in seen if num_bytes} == {"gather"}
+    assert {name for name, num_bytes in calls if num_bytes} == {"gather"}
 
 
 class _Built(Exception):

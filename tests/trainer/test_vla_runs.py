@@ -124,7 +124,7 @@ def test_training_steps(tmp_path: Path, vla: dict[str, Any], recipe: str) -> Non
     assert first["env/steps"] == 2 * 4 * 5, "whatever a decision's positions are"
 
 
-_LEVELS = [("chunk", *of) for of in itertools.product(("token", "action", "chunk"), repeat=2)]
+_LEVELS = [("chunk", *levels) for levels in itertools.product(("token", "action", "chunk"), repeat=2)]
 _LEVELS += [("action", "token", "token"), ("action", "token", "chunk"), ("action", "action", "token")]
 
 
@@ -147,7 +147,7 @@ def test_ppo_and_grpo_train_at_every_level(tmp_path: Path, reward: str, logprob:
     numbers = {"token": 1, "action": 3, "chunk": 6}
     for algorithm, network in recipes:
         if algorithm["recipe"] == "grpo":
-            algorithm = {key: of for key, of in algorithm.items() if key != "reward_level"}
+            algorithm = {key: value for key, value in algorithm.items() if key != "reward_level"}
         critic = {"network": network} if algorithm["recipe"] == "ppo" else {}
         config = write_config(tmp_path, OFT, algorithm=algorithm, critic=critic)
         outcome = commands.train(
@@ -232,8 +232,8 @@ def write_toy_demonstrations(folder: Path) -> None:
     """One episode of the best action."""
     env = Toy()
     observation, _ = env.reset(seed=0)
-    seen = [observation] + [env.step(np.zeros(3))[0] for _ in range(4)]
-    observations = {name: np.stack([of[name] for of in seen]) for name in ("image", "state")}
+    frames = [observation] + [env.step(np.zeros(3))[0] for _ in range(4)]
+    observations = {name: np.stack([frame[name] for frame in frames]) for name in ("image", "state")}
     actions = np.tile(np.array([0.3, 2.0, 0.5], np.float32), (5, 1))
     write_demonstrations(folder, [Demonstration(observations, actions, "push red cube")])
 
@@ -278,8 +278,8 @@ def test_experts_of_metaworld_succeed_and_are_imitated(
     need_images_of_metaworld()
     env = MetaWorld(**options)
     script = runpy.run_path(str(EXAMPLES / "metaworld_demonstrations.py"))
-    given = ["--tasks", "reach-v3", "--episodes", "2", "--image-size", "24"]
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "data"), *given])
+    arguments = ["--tasks", "reach-v3", "--episodes", "2", "--image-size", "24"]
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "data"), *arguments])
     script["main"]()
     episodes = list(read_demonstrations(tmp_path / "data", "key"))
     assert [episode.instruction for episode in episodes] == ["reach", "reach"]
@@ -371,8 +371,8 @@ def test_unusable_settings_are_refused(tmp_path: Path, override: str, key: str, 
     if key:
         with pytest.raises(ConfigError) as caught:
             resolve(loaded.config)
-        found = {problem.key: problem.message for problem in caught.value.problems}
-        assert words in found[key]
+        messages = {problem.key: problem.message for problem in caught.value.problems}
+        assert words in messages[key]
     else:
         with pytest.raises(Exception, match=words):
             commands.train(loaded)
@@ -385,7 +385,9 @@ def test_an_instruction_that_is_too_long_ends_the_run_with_one_message(
     with pytest.raises(ModelError, match=r"'push red cube' has 16 tokens.*model\.vla\.max_prompt_tokens=4"):
         commands.train(loaded)
     gc.collect()
-    assert not [of for of in caplog.records if of.name == "asyncio"], "the exceptions of other groups"
+    assert not [record for record in caplog.records if record.name == "asyncio"], (
+        "the exceptions of other groups"
+    )
 
 
 @pytest.mark.parametrize(

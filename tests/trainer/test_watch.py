@@ -64,9 +64,9 @@ def test_each_sign_is_reported_once_per_occurrence(
     caplog: pytest.LogCaptureFixture, sign: dict[str, float], advice: str
 ) -> None:
     assert _told(caplog, _watch(), [sign] * (PATIENCE - 1) + [{}]) == []
-    (told,) = _told(caplog, _watch(), [sign] * 3 * PATIENCE)
-    assert advice in told
-    assert told.startswith(f"{PATIENCE} consecutive rounds, up to {PATIENCE}: ")
+    (warning,) = _told(caplog, _watch(), [sign] * 3 * PATIENCE)
+    assert advice in warning
+    assert warning.startswith(f"{PATIENCE} consecutive rounds, up to {PATIENCE}: ")
     assert len(_told(caplog, _watch(), [*[sign] * PATIENCE, {}, *[sign] * PATIENCE])) == 2
 
 
@@ -75,8 +75,8 @@ def test_equal_rewards_are_a_sign_where_rewards_of_a_group_are_compared(
     caplog: pytest.LogCaptureFixture, advantage: str
 ) -> None:
     equal = {"reward/same_in_group_fraction": 1.0}
-    told = _told(caplog, _watch(advantage=advantage), [equal] * PATIENCE)
-    assert bool(told) == (advantage not in ("gae", "reinforce", "remax"))
+    warnings = _told(caplog, _watch(advantage=advantage), [equal] * PATIENCE)
+    assert bool(warnings) == (advantage not in ("gae", "reinforce", "remax"))
 
 
 def test_equal_rewards_are_a_sign_where_the_groups_mean_is_subtracted(
@@ -106,12 +106,12 @@ EQUAL = {"reward/same_in_group_fraction": 1.0, "reward/mean": 0.0, "policy/grad_
 def test_a_policy_that_updates_have_damaged_needs_smaller_ones_and_not_easier_data(
     caplog: pytest.LogCaptureFixture, now: dict[str, float], advice: str
 ) -> None:
-    (told,) = _told(caplog, _watch(), [LEARNED, *[LEARNED | now] * PATIENCE])
-    assert advice in told
-    assert "Lower train.optimizer.lr=" in told
-    assert f"entropy 1.2 -> {now['policy/entropy']:g} nats" in told
-    assert "easier" not in told
-    assert "max_new_tokens" not in told
+    (warning,) = _told(caplog, _watch(), [LEARNED, *[LEARNED | now] * PATIENCE])
+    assert advice in warning
+    assert "Lower train.optimizer.lr=" in warning
+    assert f"entropy 1.2 -> {now['policy/entropy']:g} nats" in warning
+    assert "easier" not in warning
+    assert "max_new_tokens" not in warning
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_a_policy_that_updates_have_damaged_needs_smaller_ones_and_not_easier_da
 def test_advice_follows_from_entropy_reward_and_length_before_and_after(
     caplog: pytest.LogCaptureFixture, before: dict[str, float], now: dict[str, float], advice: str
 ) -> None:
-    (told,) = _told(caplog, _watch(), [LEARNED | before, *[LEARNED | now] * PATIENCE])
-    assert re.search(advice, told)
-    assert "Lower train.optimizer.lr" not in told
+    (warning,) = _told(caplog, _watch(), [LEARNED | before, *[LEARNED | now] * PATIENCE])
+    assert re.search(advice, warning)
+    assert "Lower train.optimizer.lr" not in warning
 
 
 def test_entropy_may_fall_while_the_reward_rises(caplog: pytest.LogCaptureFixture) -> None:
@@ -140,9 +140,9 @@ def test_a_run_with_a_learning_rate_of_100_is_advised_to_lower_it(
     load_tiny: LoadTiny, caplog: pytest.LogCaptureFixture
 ) -> None:
     commands.train(load_tiny("train.optimizer.lr=100", "run.max_rounds=5"))
-    told = " ".join(r.getMessage() for r in caplog.records if "consecutive rounds" in r.getMessage())
-    assert "Lower train.optimizer.lr=100" in told
-    assert "easier data" not in told
+    warned = " ".join(r.getMessage() for r in caplog.records if "consecutive rounds" in r.getMessage())
+    assert "Lower train.optimizer.lr=100" in warned
+    assert "easier data" not in warned
 
 
 def test_a_reward_that_falls_over_many_rounds_is_reported_but_noise_is_not(
@@ -152,8 +152,8 @@ def test_a_reward_that_falls_over_many_rounds_is_reported_but_noise_is_not(
     level = [{"reward/mean": float(x)} for x in 0.5 + 0.1 * rng.normal(size=300)]
     assert _told(caplog, _watch(), level) == []
     falling = [{"reward/mean": float(x)} for x in np.linspace(0.8, 0.2, 40) + 0.05 * rng.normal(size=40)]
-    (told,) = _told(caplog, _watch(), falling)
-    assert "the mean reward has fallen from 0." in told
-    assert "lower train.optimizer.lr=" in told
+    (warning,) = _told(caplog, _watch(), falling)
+    assert "the mean reward has fallen from 0." in warning
+    assert "lower train.optimizer.lr=" in warning
     rising = [{"reward/mean": m["reward/mean"]} for m in reversed(falling)]
     assert _told(caplog, _watch(), rising) == []

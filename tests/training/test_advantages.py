@@ -229,8 +229,8 @@ def simulated(states: list[float], rewards: list[float], group: int = 0) -> Row:
     mask[-1] = False
     fields = {"rewards": np.array([*rewards, 0.0], np.float32)}
     decision = np.where(mask, np.arange(len(states)), -1).astype(np.int32)
-    seen = {"state": observations}
-    return Row({}, mask, group, next(_NUMBERS), fields=fields, observations=seen, decision=decision)
+    observed = {"state": observations}
+    return Row({}, mask, group, next(_NUMBERS), fields=fields, observations=observed, decision=decision)
 
 
 def test_an_env_step_is_a_turn_and_its_observation_the_state() -> None:
@@ -507,5 +507,5 @@ def test_agents_with_rewards_of_their_own_are_compared_with_the_same_agent(name:
     scale = 1.5 if name == "rloo" else 1.0
     of_a = np.array([2 / 3, -4 / 3, 2 / 3]) * scale
     for player, expected in (("a", of_a), ("b", -of_a)):
-        found = [row.fields["advantages"][-1] for row in rows if row.player == player]
-        np.testing.assert_allclose(found, expected, **CLOSE)
+        advantages = [row.fields["advantages"][-1] for row in rows if row.player == player]
+        np.testing.assert_allclose(advantages, expected, **CLOSE)

@@ -73,8 +73,8 @@ BESIDE: dict[str, Settings] = {
 """Other settings that an option needs to have an effect."""
 
 
-def vllm_settings(**given: Any) -> Settings:
-    config = Vllm(**given)
+def vllm_settings(**options: Any) -> Settings:
+    config = Vllm(**options)
     model = Model("m", tokenizer="t", dtype="fp32", longest=64, trust_remote_code=False, sleeps=False, seed=0)
     return environment(config) | engine_arguments(config, model, on_gpu=True)
 
@@ -104,9 +104,9 @@ def test_an_option_of_megatron_is_in_what_its_layers_are_made_of(option: str) ->
 
     mixture = AutoConfig.for_model("qwen3_moe", num_experts=4)
 
-    def made(given: Settings) -> Settings:
+    def made(settings: Settings) -> Settings:
         tree: Settings = {}
-        for path, value in given.items():
+        for path, value in settings.items():
             section, _, name = path.rpartition(".")
             (tree.setdefault(section, {}) if section else tree)[name] = value
         train = TrainConfig(backend=Megatron.model_validate(tree))

@@ -101,7 +101,8 @@ def _check_fsdp2() -> None:
 
 
 def _check_gradients() -> None:
-    """Those of several micro-batches in bf16, reduced after the last, add up in every kind of sharding."""
+    """The gradient norm of several micro-batches in bf16, reduced after the last one, is the same with every
+    sharding."""
     rows = [Row({"input_ids": np.arange(3, 10)}, np.arange(7) > 0, i, i) for i in range(4)]
     norms = [
         _backend("fsdp", sharding=sharding, param_dtype="bf16", sync_last_micro_batch_only=True)

@@ -56,11 +56,11 @@ def _scaled(init_scale: float = 1024.0, growth_interval: int = 2000) -> GradScal
 
 def test_an_overflow_halves_the_scale_and_finite_steps_double_it() -> None:
     scale = LossScale(_scaled(8.0, growth_interval=2))
-    seen = []
+    scales = []
     for is_overflow in (True, False, False, False, True, False, False):
         scale.update(is_overflow=is_overflow)
-        seen.append(scale.value)
-    assert seen == [4, 4, 8, 8, 4, 4, 8]
+        scales.append(scale.value)
+    assert scales == [4, 4, 8, 8, 4, 4, 8]
 
 
 def test_the_scale_never_falls_below_one() -> None:

@@ -187,9 +187,9 @@ def test_the_entropy_of_a_decision_is_the_sum_over_its_tokens(
     logprob_level: Literal["token", "chunk"], weight: float, bonus: float, gradient: list[float]
 ) -> None:
     recipe = replace(GRPO, entropy_coef=0.1, entropy_level="chunk", logprob_level=logprob_level)
-    loss, _, found = _of_turns(recipe, weight, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
+    loss, _, grads = _of_turns(recipe, weight, [0.0, 0.0, 0.0], [0.0, 0.0, 0.0])
     assert loss == pytest.approx(-0.1 * bonus, **CLOSE)
-    assert found == pytest.approx([-0.1 * g for g in gradient], **CLOSE)
+    assert grads == pytest.approx([-0.1 * g for g in gradient], **CLOSE)
 
 
 def test_an_env_step_is_a_decision_so_its_level_changes_nothing() -> None:

@@ -156,10 +156,10 @@ def test_gradients_of_micro_batches_add_up_in_float32() -> None:
 
 
 def _gradients(backend: SingleBackend) -> list[Tensor]:
-    seen: list[Tensor] = []
-    backend._update = lambda report: seen.extend(g.clone() for g in backend._gradients())  # type: ignore[method-assign]
+    gradients: list[Tensor] = []
+    backend._update = lambda report: gradients.extend(g.clone() for g in backend._gradients())  # type: ignore[method-assign]
     _step(backend)
-    return seen
+    return gradients
 
 
 def test_a_normalizing_critic_keeps_its_values_in_both_copies_of_its_head() -> None:
@@ -230,10 +230,10 @@ def _go_on(rank: int, folder: Path, names: list[str], lora: dict[str, Any] | Non
         again = _weights(backend)
         if rank == 0:
             moves[name] = _mean_move(before, unbroken)
-            for of, tensor in unbroken.items():
-                assert torch.equal(again[of], tensor), (name, of)
-                assert (tensor.dtype, used[of].dtype) == (torch.float32, torch.bfloat16), (name, of)
-                assert torch.equal(tensor.bfloat16(), used[of].cpu()), (name, of)
+            for weight, tensor in unbroken.items():
+                assert torch.equal(again[weight], tensor), (name, weight)
+                assert (tensor.dtype, used[weight].dtype) == (torch.float32, torch.bfloat16), (name, weight)
+                assert torch.equal(tensor.bfloat16(), used[weight].cpu()), (name, weight)
     if rank == 0:
         (folder / "moves").write_bytes(pickle.dumps(moves))
     dist.destroy_process_group()

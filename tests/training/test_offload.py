@@ -159,10 +159,10 @@ def test_the_local_part_of_a_sharded_tensor_leaves_its_meshs_device() -> None:
 def test_shards_are_copied_by_moved_and_are_trained_afterwards(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[int] = []
+    sizes: list[int] = []
 
     def copied(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        seen.append(tensor.numel())
+        sizes.append(tensor.numel())
         return offload.moved(tensor.clone(), device)
 
     monkeypatch.setattr(fsdp, "moved", copied)
@@ -182,4 +182,4 @@ def test_shards_are_copied_by_moved_and_are_trained_afterwards(
             == still.train([row], [1 / 6], supervised_loss(), row).loss
         )
     # both ways, three times; fsdp pads
-    assert sum(seen) >= 6 * sum(tensor.numel() for _, tensor in still.named_weights())
+    assert sum(sizes) >= 6 * sum(tensor.numel() for _, tensor in still.named_weights())

@@ -58,15 +58,15 @@ def _compare(rank: int, kind: str, dtype: str, backend: str, *, max_grad_norm: f
     loss = value_loss_of(RECIPES["ppo"])
     for _ in range(2):
         assert single.train(rows, [1 / 24] * 4, loss).grad_norm > 1, "no gradient to clip"
-        own = rows[2 * rank : 2 * rank + 2] if sharded.data_place()[1] == 2 else rows
-        sharded.train(own, [1 / 24] * len(own), loss, rows[0])
-    found, expected = sharded.state()["weights"], single.state()["weights"]
+        rank_rows = rows[2 * rank : 2 * rank + 2] if sharded.data_place()[1] == 2 else rows
+        sharded.train(rank_rows, [1 / 24] * len(rank_rows), loss, rows[0])
+    actual, expected = sharded.state()["weights"], single.state()["weights"]
     for name, tensor in expected.items() if rank == 0 else ():
         moved = (tensor - start[name]).norm()
         assert moved > 0, name
         # bf16: gradients are rounded before they are reduced, and AdamW divides small ones by their own size
         allowed = moved * (1e-3 if dtype == "fp32" else 0.1)
-        assert (found[name] - tensor).norm() <= allowed, (kind, dtype, name)
+        assert (actual[name] - tensor).norm() <= allowed, (kind, dtype, name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -37,8 +37,8 @@ def test_every_row_is_in_one_micro_batch_and_none_is_over_the_budget(
 def test_the_sizes_of_micro_batches_do_not_depend_on_row_order(
     lengths: list[int], max_tokens: int, rng
 ) -> None:
-    def shapes(of: list[int]) -> list[list[int]]:
-        return [[of[i] for i in batch] for batch in micro_batches(of, max_tokens)]
+    def shapes(sizes: list[int]) -> list[list[int]]:
+        return [[sizes[i] for i in batch] for batch in micro_batches(sizes, max_tokens)]
 
     shuffled = lengths.copy()
     rng.shuffle(shuffled)
@@ -91,12 +91,12 @@ def test_what_a_decision_observed_is_stored_once_for_all_of_its_tokens() -> None
     def chunks(*sizes: int, value: int) -> Row:
         """After two tokens of instruction, chunks of actions, each after an image and a state."""
         decision = np.repeat([-1, *range(len(sizes))], [2, *sizes]).astype(np.int32)
-        seen = {
+        observations = {
             "image": np.full((len(sizes), 2, 2, 3), value, np.uint8),
             "state": np.arange(4 * len(sizes), dtype=np.float32).reshape(-1, 4),
         }
         ids = {"input_ids": np.zeros(len(decision), np.int64)}
-        return Row(ids, decision >= 0, 0, value, observations=seen, decision=decision)
+        return Row(ids, decision >= 0, 0, value, observations=observations, decision=decision)
 
     batch = pack([chunks(3, 1, value=5), chunks(2, value=6)], CPU)
     assert batch.num_positions == 10, "the images differ, so the prompt is not shared"
