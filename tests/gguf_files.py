@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *map(chr, range(33, 124)), "Ġ", "an"]
-"""Those of a byte-level tokenizer with one merge; 96 with the three special ones."""
+"""Vocabulary of a byte-level tokenizer with one merge: 96 tokens, three of them special."""
 
 
 def write_gguf(

@@ -538,7 +538,7 @@ def _sample(engine: NativeEngine, lm: CausalLM, num: int, lengths: tuple[int, in
 
 
 def _profile(machine: Machine, lm: CausalLM, num: int, lengths: tuple[int, int]) -> dict[str, Any]:
-    """See Machine.profile: of the prefill and 32 decode steps."""
+    """Profile of the prefill and 32 decode steps, as Machine.profile returns it."""
     engine = _engine(machine, lm, num)
     profile = machine.profile(lambda: _sample(engine, lm, num, (lengths[0], 32)))
     engine.close()

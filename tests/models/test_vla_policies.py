@@ -423,7 +423,7 @@ def test_a_published_pi0_config_has_the_published_shapes(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_pi0_loads_published_names(tmp_path: Path, prefix: str) -> None:
-    """Those of openpi, which has output heads instead of embeddings; LeRobot puts `model.` before them."""
+    """openpi names output heads instead of embeddings; LeRobot puts `model.` before the same names."""
     model = tiny_pi0(tmp_path)
     replaced = {
         "language_model.model.": "language_model.",
