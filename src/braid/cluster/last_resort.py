@@ -56,10 +56,11 @@ def _watch(stop: StopSignals, receiver: socket.socket, numbers: Collection[int],
             is_begun, sent = True, stop.num_sent
             num_others += sum(number in numbers for number in received) - (sent - num_sent)
             num_sent = sent
-            if num_others > 0:
-                num_others = 0
-                if not requests or time.monotonic() - requests[-1] > same_s:
-                    requests.append(time.monotonic())
+            now_s = time.monotonic()
+            for _ in range(num_others):
+                if not requests or now_s - requests[-1] >= same_s:
+                    requests.append(now_s)
+            num_others = min(num_others, 0)
         since_s = stop.must_end_since_s
         if since_s is None:
             due = requests[1:] if stop.is_graceful else requests
