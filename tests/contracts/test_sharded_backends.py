@@ -297,8 +297,9 @@ OF_HYBRIDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folders of tiny models by architecture: a gated delta net, Mamba 2, Mamba 1, and an indexer. Their weights are as
-    transformers initialises them, since a gated delta net with large ones amplifies rounding."""
+    """Folders of tiny models by architecture: a gated delta net, Mamba 2, Mamba 1, and an indexer.
+    Their weights are as transformers initialises them, since a gated delta net with large ones amplifies
+    rounding."""
     tokenizer, folders = load_tokenizer(_config({}).model), dict[str, str]()
     for architecture in ("qwen3_next", "bamba", "jamba", "glm_moe_dsa"):
         folder = tmp_path_factory.mktemp(architecture)

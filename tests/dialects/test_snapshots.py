@@ -53,5 +53,6 @@ if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)
     os.environ.pop("WANDB_API_KEY", None)
     with tempfile.TemporaryDirectory() as folder:
+        files = Reader(Path(folder))
         for each in ALL_SEEDS:
-            (SNAPSHOTS / f"{each.name}.yaml").write_text(snapshot(Reader(Path(folder)), each), "utf-8")
+            (SNAPSHOTS / f"{each.name}.yaml").write_text(snapshot(files, each), "utf-8")

@@ -31,7 +31,7 @@ SIZES = {
     "intermediate_size": 48,
     "num_experts_per_tok": 2,
 }
-"""Heads of indexers are so many that all of them score a key with 0, and so alike, for none."""
+"""Indexers have so many heads that no key gets a score of 0 from all: of equal scores topk takes any."""
 LOGPROBS = frozenset({"logprobs"})
 
 

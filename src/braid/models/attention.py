@@ -29,8 +29,8 @@ IMPLEMENTATION = "braid"
 @dataclass(frozen=True, slots=True)
 class LayerCall:
     """Options of an attention layer's call. `sinks` [Hq] are logits that join each head's softmax without a
-    value (gpt-oss, arXiv 2309.17453). `chosen` [B, L, L] are the keys that an indexer chose, for each
-    rectangle of the context; a kernel gets those of its own."""
+    value (gpt-oss, arXiv 2309.17453). `chosen` has the keys [B, L, L] that an indexer chose in each
+    rectangle of the context; a kernel is passed those of the rectangle that it computes."""
 
     layer: int
     scaling: float

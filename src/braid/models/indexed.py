@@ -1,9 +1,9 @@
 """Sparse attention of DeepSeek-V3.2 (arXiv 2512.02556) and its successors: an indexer chooses the keys that
-each query sees, by scores of its own. It compares positions, so that it has to compute each packed row by
-itself: the context of the forward pass lays its inputs out, and applies the choice to the layer's queries.
+each query sees, by scores of all keys before it. Packed rows must not see each other's keys, so the context
+of the forward pass lays the rows out in rectangles for the indexer, and applies its choice in the attention.
 
-The choice has no gradient, so that an indexer is not trained: it stays as it is in the loaded model.
-(DeepSeek trains it to imitate the attention, with a loss of its own.)
+The choice has no gradient, so an indexer is not trained: it stays as it was loaded. (DeepSeek trains it with
+an additional loss to imitate the attention.)
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ class IndexerCall:
         """Hidden states [B, L, D], latent queries [B, L, Q], and rotations [B, L, d] of each position ->
         [B, L, L]: whether the query of a row of the matrix sees the key of a column."""
         rows, width = hidden.shape[:2]
-        causal = torch.ones(width, width, dtype=torch.bool, device=hidden.device).tril()
-        mask = torch.zeros(width, width, device=hidden.device).masked_fill(~causal, float("-inf"))
+        mask = torch.full((width, width), float("-inf"), device=hidden.device).triu(1)
         forward = type(self.module).forward
         places = forward(self.module, hidden, queries, (cos, sin), mask.expand(rows, -1, -1), None)
         chosen = torch.zeros(rows, width, width, dtype=torch.bool, device=hidden.device)
-        return chosen.scatter_(-1, places.long(), value=True) & causal
+        return chosen.scatter_(-1, places.long(), value=True).tril()
 
 
 def indexers(model: nn.Module) -> Iterator[nn.Module]:
-    """The indexers of a model. What is within them is called once for each rectangle of the rows, and so not
-    equally often on all ranks."""
+    """The indexers of a model."""
     for module in model.modules():
         parameters = signature(type(module).forward).parameters
         if type(module).__name__.endswith("Indexer") and all(name in parameters for name in _INPUTS):
@@ -67,8 +65,7 @@ def use_indexers(model: PreTrainedModel, current: Callable[[], Any]) -> bool:
 
 
 def _attend(module: nn.Module, current: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """An attention layer. It passes rows of its mask to the indexer, so it needs one, although it is not
-    read."""
+    """An attention layer. It slices its mask for the indexer, so it is given one, which nothing reads."""
     if current() is not None:
         kwargs["attention_mask"] = kwargs["hidden_states"].new_zeros(1, 1, 1, 1)
     return type(module).forward(module, *args, **kwargs)

@@ -126,10 +126,7 @@ class PackedStates:
             rows = rows_by_length(self._lengths)
             self._whole = Layout(rows, self._lengths, self._shared, self._device)
         layout = self._whole
-        sizes = [len(rows) * width for rows, width in layout.rectangles]
-        outs: list[Any] = []
-        for (rows, width), part in zip(layout.rectangles, layout.lay(x).split(sizes), strict=True):
-            outs.append(flat(call(part.unflatten(0, (len(rows), width)))[0]))
+        outs = [flat(call(rows)[0]) for rows in layout.split(layout.lay(x))]
         return each(lambda *parts: layout.lift(torch.cat(parts)), *outs)
 
 
@@ -221,8 +218,7 @@ def flat(out: Any) -> Any:
 
 
 def stateful_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that carry a state, each with the name of its argument for the cache. What is within them
-    is called once for each rectangle of the rows, and so not equally often on all ranks."""
+    """The modules that carry a state, each with the name of its argument for the cache."""
     for module in model.modules():
         names = signature(type(module).forward).parameters
         cache = next((name for name in _CACHES if name in names), None)

@@ -274,8 +274,8 @@ def _is_other_matrix(layer: str, shapes: Mapping[str, list[int]]) -> bool:
     """Whether a matrix is an embedding, a router, the output head, or of an indexer."""
     above, _, last = layer.rpartition(".")
     is_router = last == "gate" and any(name.startswith(f"{above}.experts.") for name in shapes)
-    has_no_adapter = is_router or bool({"router", "indexer"} & set(layer.split(".")))
-    return has_no_adapter or "embed" in last or last in ("lm_head", "wte", "wpe")
+    is_within = not {"router", "indexer"}.isdisjoint(layer.split("."))
+    return is_router or is_within or "embed" in last or last in ("lm_head", "wte", "wpe")
 
 
 def _tensor_shapes(folder: Path) -> dict[str, list[int]]:

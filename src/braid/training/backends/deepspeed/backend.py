@@ -47,8 +47,8 @@ class DeepSpeedBackend(RankBackend):
     ) -> None:
         """The process group must be initialized. `model` holds its weights on rank 0, and is sharded in
         place. It may be in host memory, from where it is moved tensor by tensor. Raises TrainingError if
-        deepspeed is not installed, and ModelError for a model whose layers carry a state or have
-        an indexer."""
+        deepspeed is not installed, and ModelError for a model whose layers carry a state or have an
+        indexer."""
         check_layers(model.module)
         package = _package(device)
         options = config.backend
