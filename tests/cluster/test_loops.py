@@ -1,7 +1,9 @@
-"""Calls that may never return."""
+"""Coroutines run from synchronous code, and calls that may never return."""
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 from tests.leftovers import LIMIT_S
 
-from braid.cluster.loops import call_until
+from braid.cluster.interrupts import RoundCut
+from braid.cluster.loops import Loop, call_until, task_group
 
 
 @pytest.fixture
@@ -39,3 +42,56 @@ def test_the_exception_of_a_call_is_raised() -> None:
     with pytest.raises(ValueError, match="wrong"):
         call_until(fail, time.monotonic() + LIMIT_S)
     call_until(lambda: None, time.monotonic() + LIMIT_S)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RoundCut, SystemExit])
+@pytest.mark.parametrize("awaits", ["group", "gather", "await"])
+def test_an_interrupt_in_a_task_is_raised_once(awaits: str, interrupt: type[BaseException]) -> None:
+    """Those who await the task are cancelled, and later calls of the loop are not disturbed."""
+    ended: list[str] = []
+
+    async def sample() -> None:
+        raise interrupt
+
+    async def outer() -> None:
+        try:
+            if awaits == "group":
+                async with task_group() as tasks:
+                    tasks.create_task(sample())
+            elif awaits == "gather":
+                await asyncio.gather(sample(), asyncio.sleep(LIMIT_S))
+            else:
+                await asyncio.create_task(sample())
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def begin() -> asyncio.Task[None]:
+        return asyncio.create_task(outer())
+
+    async def stop(task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        ended.append("stopped")
+
+    loop = Loop()
+    task = loop.run(begin())
+    with pytest.raises(interrupt):
+        loop.run(asyncio.sleep(LIMIT_S))
+    loop.run(stop(task))
+    loop.close()
+    assert ended == ["cancelled", "stopped"]
+
+
+def test_an_interrupt_ends_the_call_that_waits_and_the_loop_goes_on() -> None:
+    async def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    async def value() -> int:
+        return 3
+
+    loop = Loop()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(interrupted())
+    assert loop.run(value()) == 3
+    loop.close()

@@ -16,10 +16,16 @@ T = TypeVar("T")
 class Loop:
     """An event loop that persists between calls. It runs while a call waits; with `in_background` all the
     time, in a thread, and so it does if a loop is already running here, as in a notebook, since Python allows
-    one running loop per thread."""
+    one running loop per thread.
+
+    A KeyboardInterrupt may be raised in any task, by a signal's handler. It ends the call that waits, once:
+    the task counts as cancelled, since an exception of a task is raised again by whatever awaits it, which
+    would interrupt the later calls that close what is open."""
 
     def __init__(self, *, in_background: bool = False) -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_task_factory(self._task)
+        self._interrupt: BaseException | None = None
         self._thread: threading.Thread | None = None
         if in_background or _is_running():
             self._thread = threading.Thread(target=self._loop.run_forever, name="braid-loop", daemon=True)
@@ -28,12 +34,30 @@ class Loop:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine to completion and return its result. With a thread, several threads may call."""
         if self._thread is None:
-            return self._loop.run_until_complete(coroutine)
+            try:
+                return self._loop.run_until_complete(coroutine)
+            finally:
+                interrupt, self._interrupt = self._interrupt, None
+                if interrupt is not None:
+                    raise interrupt
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         finally:
             future.cancel()  # after an interrupt
+
+    def _task(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any
+    ) -> asyncio.Task[T]:
+        async def guarded() -> T:
+            try:
+                return await coroutine
+            except (KeyboardInterrupt, SystemExit) as error:
+                self._interrupt = error
+                loop.stop()
+                raise asyncio.CancelledError from error
+
+        return asyncio.Task(guarded(), loop=loop, **options)
 
     def close(self) -> None:
         """Cancel all tasks, and close the loop and its thread. Idempotent."""
