@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from braid.models.kinds import BuildSpec, LanguageModel, MlpSpec, PolicyKind, VlaConfig
+from braid.models.kinds import BuildSpec, LanguageModel, MlpSpec, PolicyKind, VisionConfig, VlaConfig
 from braid.sections import Section, Unused
 
 from .backends import DType, LoraConfig
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from .schema import RunConfig
 
-__all__ = ["BuildSpec", "CriticConfig", "MlpSpec", "ModelConfig", "ReferenceConfig", "VlaConfig"]
+__all__ = ["BuildSpec", "CriticConfig", "MlpSpec", "ModelConfig", "ReferenceConfig", "VisionConfig", "VlaConfig"]
 
 
 class ModelConfig(Section):
@@ -60,6 +60,9 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights of the policy. A reference without a path is the base
     model with the initial adapters; a critic has none. Checkpoints store adapters, exports merged weights."""
+    vision: VisionConfig | None = None
+    """Read pictures in prompts with a vision-language model's tower; null: read only text, with the language
+    model alone where transformers has it."""
     vla: VlaConfig | None = None
     """Settings of the vision-language-action policy in `path`."""
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from braid.config.data import DataConfig, Source
 from braid.errors import DataError, ModelError
 from braid.functions import load_function
-from braid.types import Message
+from braid.types import Message, Placed
 from braid.users import described, encodable, is_the_users
 
 from . import checked
@@ -26,6 +26,8 @@ from .sources import SourceRows, read_sources, said_if_slow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from braid.models.vision import Vision
 
 
 Conversation = Callable[
@@ -48,6 +50,7 @@ class Example:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     response_mask: tuple[bool, ...]
+    images: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def load_examples(
     conversation: Conversation | None = None,
     max_positions: int | None = None,
     end_token_ids: Sequence[int] = (),
+    vision: Vision | None = None,
 ) -> ExampleSet:
     """Check all rows of `sources` (the config's `sft.data`). Those that fit become an Example when they are
     drawn.
@@ -94,9 +98,8 @@ def load_examples(
             if source.config.messages_key is not None:
                 maker = ConversationMaker(source, conversation)
             else:
-                maker = ResponseMaker(
-                    Encoder(source, config, tokenizer), config, tokenizer, end_token_ids, base_dir
-                )
+                encoder = Encoder(source, config, tokenizer, base_dir=base_dir, vision=vision)
+                maker = ResponseMaker(encoder, config, tokenizer, end_token_ids, base_dir)
             key = checked.key_of(
                 len(source.rows), "sft", source.fingerprint, maker.fingerprint, f"{max_positions}"
             )
@@ -222,7 +225,7 @@ class ResponseMaker:
                 else self._tokenizer.eos_token_id
             )
             response_ids, mask = zip(*response, (end, True), strict=True)
-            made.append(Example(item.token_ids, response_ids, mask))
+            made.append(Example(item.token_ids, response_ids, mask, item.images))
         return made
 
     @cached_property

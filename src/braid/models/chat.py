@@ -21,11 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from braid.errors import ModelError
 from braid.reasoning import OF_MODELS
-from braid.types import Action, Message, StopReason, ToolCall
+from braid.types import Action, Message, Placed, StopReason, ToolCall, images_in
 from braid.users import encodable
 
 from .tokenizer import leading_tokens, whole_text
 from .tool_calls import ToolFormat, ToolSchema, detect_format, parse_calls
+from .vision import Vision
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +59,18 @@ class ChatFormat:
         thinking: Thinking = "keep",
         replies: Literal["messages", "text"] = "messages",
         template_kwargs: Mapping[str, Any] | None = None,
+        vision: Vision | None = None,
     ) -> None:
         """Without `use_template`, or a template of the tokenizer, messages are texts without roles, and
         results of tools are in a tag. `tool_format` None: that of the template. `thinking`: keep that of
         earlier turns, or do as the template does. `replies` to the policy: messages, or text within its
-        answer."""
+        answer. `vision` places pictures; None if the model reads only text."""
         template: Any = tokenizer.chat_template if use_template else None
         if isinstance(template, dict):
             template = template.get("tool_use", template.get("default"))
         self.tokenizer, self._ends = tokenizer, tuple(end_token_ids)
         self._template: str = template or ""
+        self._vision = vision
         self.is_plain = not template
         self._tool_format: ToolFormat | None = tool_format or detect_format(template)
         self.thinking: Thinking = thinking
@@ -102,8 +105,22 @@ class ChatFormat:
 
         self._encoded, self._has_warned = encoded, False
 
+    def expand(
+        self, ids: list[int], messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], tuple[Placed, ...]]:
+        """The tokens `ids` of `messages`, with those that stand for their pictures in place of one
+        placeholder each; and where these are. Raises ModelError if the model reads only text, or the template
+        does not show a picture."""
+        images = images_in(messages)
+        if self._vision is not None:
+            return self._vision.expand(ids, images)
+        if images:
+            raise ModelError("a message has a picture, but the model reads only text; set model.vision")
+        return ids, ()
+
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """Tokens of a conversation, up to the start of the policy's answer."""
+        """Tokens of a conversation, up to the start of the policy's answer. Each picture is a placeholder, as
+        in all tokens of messages here; see `expand`."""
         start = leading_tokens(self.tokenizer) if self.is_plain else []
         return start + self._encode(self._render(messages, tools))
 
@@ -113,7 +130,7 @@ class ChatFormat:
         """Tokens from the end of the policy's turn `last_ids` to the start of its next one, with `messages`
         between them. Begins with the template's end of a turn, unless the turn ends with an end token."""
         if self.replies_are_text:
-            return self._encode("".join(self._marked(message["content"]) for message in messages))
+            return self._encode("".join(self._plain(self._marked(message["content"])) for message in messages))
         closing, tail = self._tail(messages, tools)
         text = closing + tail
         if last_ids[-1] not in self._ends:
@@ -426,9 +443,8 @@ class ChatFormat:
             ):
                 message[self._reasoning_key] = message.pop("reasoning_content")
         if self.is_plain:
-            return "".join(
-                f"<out>{m['content']}</out>" if m["role"] == "tool" else m["content"] for m in chat
-            )
+            texts = [(self._plain(message["content"]), message["role"]) for message in chat]
+            return "".join(f"<out>{text}</out>" if role == "tool" else text for text, role in texts)
         shown: Any = self._marked(list(tools)) or None
         try:
             return str(
@@ -445,9 +461,19 @@ class ChatFormat:
             roles = ", ".join(str(m["role"]) for m in messages)
             raise ModelError(f"the chat template rejects messages with the roles {roles}: {error}") from error
 
+    def _plain(self, content: Any) -> str:
+        """Text, with a placeholder for each picture."""
+        if isinstance(content, str):
+            return content
+        token = "" if self._vision is None else self._vision.mark
+        return "".join(part["text"] if part["type"] == "text" else token for part in content)
+
     def _marked(self, value: Any) -> Any:
-        """`value` with a mark after the first character of each added token in its texts."""
+        """`value` with a mark after the first character of each added token in its texts, and pictures as
+        transformers' templates take them."""
         if isinstance(value, Mapping):
+            if value.get("type") == "image":
+                return {"type": "image"}
             return {key: self._marked(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self._marked(one) for one in value]

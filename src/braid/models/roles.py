@@ -41,6 +41,7 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         train=train,
         rank=rank,
         longest=longest_row(config),
+        images=config.data.image,
     )
     check_engine(lm, config.rollout)
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
@@ -157,4 +158,5 @@ def _load_folder(
         key=role,
         rank=rank,
         longest=longest_row(config),
+        images=config.data.image,
     )

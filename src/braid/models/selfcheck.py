@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from braid.errors import ModelError
 from braid.plan import rotary_problem
 
-from .attention import IMPLEMENTATION, LayerCall, PackedAttention, causal_attention
+from . import attention
+from .attention import LayerCall, PackedAttention, causal_attention
 from .batch import PackedBatch
 from .causal_lm import CausalLM
 from .tiny import length_keys, tiny_model
@@ -111,7 +112,8 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
         plain = _plain_logprobs(model, rows)
         _check_numbers(model, plain)
         rounding = _rounding(model, rows, plain).mean().item()
-    error = _errors(check.logprobs(lm, rows), plain).mean().item()
+    ours = [_of_free(lm, part) for part in check.logprobs(lm, rows)]
+    error = _errors(ours, [_of_free(lm, part) for part in plain]).mean().item()
     allowed = _OF_MEAN * rounding + _LEAST
     if not error <= allowed:
         raise ModelError(
@@ -149,7 +151,10 @@ class PlainLogprobs:
             else:
                 with torch.autocast(lm.device.type, dtype):
                     error = _errors(_plain_logprobs(model, rows), plain)
-        logprobs = torch.cat([p[:-1] for p in plain]).div(lm.temperature).log_softmax(-1)
+        logits = torch.cat([p[:-1] for p in plain]).div(lm.temperature)
+        if lm.vision is not None:
+            logits[:, list(lm.vision.reserved)] = float("-inf")
+        logprobs = logits.log_softmax(-1)
         values = logprobs.gather(1, torch.cat([row[1:] for row in rows])[:, None])[:, 0]
         rounding = error.mean().item() / min(1.0, lm.temperature)
         return cls(arrays, values.float().cpu().numpy(), rounding)
@@ -218,10 +223,23 @@ def _random_rows(lm: CausalLM, longest: int | None = None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     lengths = _LENGTHS_WITH_STATES if lm.has_states else _LENGTHS
     lengths = [min(length, longest or length) for length in lengths]
-    rows = [torch.randint(lm.vocab_size, (n,), generator=generator).to(lm.device) for n in lengths]
+    free = torch.tensor(_free_ids(lm))
+    places = (torch.randint(len(free), (n,), generator=generator) for n in lengths)
+    rows = [free[chosen].to(lm.device) for chosen in places]
     for row in rows[1:-1]:
         row[:_NUM_SHARED] = rows[0][: min(_NUM_SHARED, len(row))]
     return rows
+
+
+def _free_ids(lm: CausalLM) -> list[int]:
+    """The tokens that the policy may write."""
+    reserved = () if lm.vision is None else lm.vision.reserved
+    return [token for token in range(lm.vocab_size) if token not in reserved]
+
+
+def _of_free(lm: CausalLM, logprobs: Tensor) -> Tensor:
+    """Log-probs [L, V] among the tokens that the policy may write."""
+    return logprobs if lm.vision is None else logprobs[:, _free_ids(lm)].log_softmax(-1)
 
 
 def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Tensor], *, fresh: bool = False) -> list[Tensor]:
@@ -254,11 +272,11 @@ PACKED_ROWS = Check(
 @contextmanager
 def _plain_attention(model: PreTrainedModel) -> Generator[None]:
     """Use transformers' eager attention within this block."""
-    model.set_attn_implementation("eager")
+    attention.use(model, "eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(IMPLEMENTATION)
+        attention.use(model, attention.IMPLEMENTATION)
 
 
 def _rounding(
@@ -313,8 +331,8 @@ def _reason(lm: CausalLM, row: Tensor) -> str:
         calls.append(call)
         return causal_attention(call, *qkv)
 
-    attention = PackedAttention([len(row)], lm.device, kernel=kernel)
-    lm.hidden(row, torch.arange(len(row), device=lm.device), attention)
+    context = PackedAttention([len(row)], lm.device, kernel=kernel)
+    lm.hidden(row, torch.arange(len(row), device=lm.device), context)
     if calls:
         return "; its layers may compute positions or masks themselves"
     return ", since its layers do not attend through transformers' attention interface"

@@ -17,6 +17,7 @@ from braid.config.model import BuildSpec
 from braid.config.schema import RunConfig
 from braid.gguf_file import is_gguf, read_header
 from braid.json_text import read_json
+from braid.models.kinds.language import TowerSpec
 
 SPECIAL_TOKENS = 3
 """Special tokens of the character tokenizer: padding, end, unknown."""
@@ -110,7 +111,7 @@ def policy_size(config: RunConfig) -> ModelSize | None:
 
 def size_of_spec(spec: BuildSpec) -> ModelSize:
     """Size of the model that a build spec describes."""
-    tokens = {*spec.characters, *spec.words, *spec.special_tokens}
+    tokens = {*spec.characters, *spec.words, *spec.all_special_tokens}
     vocab = math.ceil((len(tokens) + SPECIAL_TOKENS) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     hidden, wide = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -127,11 +128,12 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
     layer = sum(map(math.prod, matrices.values())) + num_norms * hidden
     if spec.architecture == "qwen2":
         layer += queries + 2 * keys  # biases
-    if spec.architecture in ("qwen3", "gemma3_text"):
+    if spec.architecture in ("qwen3", "gemma3_text", "qwen3_vl"):
         layer += 2 * spec.head_dim  # norms of queries and keys
     head = 0 if spec.tie_embeddings else vocab * hidden
+    tower = (spec.tower or TowerSpec()).num_parameters(hidden) if spec.architecture == "qwen3_vl" else 0
     return ModelSize(
-        parameters=vocab * hidden + spec.num_layers * layer + hidden + head,
+        parameters=vocab * hidden + spec.num_layers * layer + hidden + head + tower,
         head_parameters=head,
         hidden_size=hidden,
         num_layers=spec.num_layers,

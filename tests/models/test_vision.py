@@ -1,0 +1,104 @@
+"""Packed rows with pictures give the log-probs and gradients of the plain model's, row by row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.pictures import FAMILIES, PAD, TOKENIZER, model_of, picture, vision_of
+
+from braid.models.causal_lm import CausalLM
+from braid.models.vision import Vision
+from braid.training.packing import pack
+from braid.types import Image, Placed, Row
+
+PICTURES = [picture(seed) for seed in range(4)]
+_RNG = np.random.default_rng(0)
+
+
+def _text(num: int) -> list[int]:
+    return _RNG.integers(3, 30, num).tolist()
+
+
+def _conversations() -> list[tuple[list[int], list[Image]]]:
+    """Rows with 0, 1 and 2 pictures, two of which share a prompt with one."""
+    prompt = [*_text(5), PAD, *_text(4)]
+    return [
+        (_text(17), []),
+        ([*prompt, *_text(9)], [PICTURES[1]]),
+        ([*prompt, *_text(6)], [PICTURES[1]]),
+        ([*_text(3), PAD, *_text(2), PAD, *_text(8)], [PICTURES[0], PICTURES[2]]),
+        ([*_text(2), PAD, *_text(7), PAD, *_text(5)], [PICTURES[1], PICTURES[3]]),
+    ]
+
+
+def _row(ids: Sequence[int], images: tuple[Placed, ...], num_prompt: int) -> Row:
+    mask = np.arange(len(ids)) >= num_prompt
+    fields = {"behavior_logprobs": np.zeros(len(ids), np.float32)}
+    return Row(
+        {"input_ids": np.array(ids)}, mask, group=0, trajectory=0, fields=fields, images=images
+    )
+
+
+def _plain_logprobs(model: Any, vision: Vision, ids: Sequence[int], images: Sequence[Placed]) -> torch.Tensor:
+    """Log-probs [L - 1] of a row in the model's own forward pass, from its processor's inputs."""
+    x, inputs = torch.tensor([ids]), [vision.read(one.image).inputs for one in images]
+    kwargs: dict[str, Any] = {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]} if inputs else {}
+    kwargs = {name: value for name, value in kwargs.items() if name in ("pixel_values", "image_grid_thw")}
+    if inputs and hasattr(model.model, "get_rope_index"):
+        kwargs["mm_token_type_ids"] = (x == PAD).int()
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+    logits = model(input_ids=x, use_cache=False, **kwargs).logits[0].float().log_softmax(-1)
+    return logits[:-1].gather(1, x[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_with_pictures_are_those_of_the_plain_model(family: str, recomputes: bool) -> None:
+    model, vision = model_of(family), vision_of(family)
+    plain = copy.deepcopy(model)
+    lm = CausalLM(model)
+    lm.vision = vision
+    lm.set_gradient_checkpointing(recomputes)
+    rows = []
+    for number, (ids, images) in enumerate(_conversations()):
+        expanded, placed = vision.expand(ids, images)
+        end = placed[0].start + placed[0].num + 4 if number in (1, 2) else 1
+        rows.append(_row(expanded, placed, end))
+    batch = pack(rows, torch.device("cpu"))
+    assert sum(num for _, num in batch.shared), "two rows share a prompt with a picture"
+    got = lm.forward(batch, frozenset({"logprobs"}))["logprobs"]
+    weights = torch.rand(len(got), generator=torch.Generator().manual_seed(0))
+    (got * weights).sum().backward()
+    loss: Any = 0
+    for row, part, weight in zip(rows, got.split(batch.stored), weights.split(batch.stored), strict=True):
+        ours, mask = part[-int(row.mask.sum()) :], torch.from_numpy(row.mask[1:])
+        expected = _plain_logprobs(plain, vision, row.inputs["input_ids"].tolist(), row.images)[mask]
+        assert (ours - expected).abs().max() < 1e-5
+        loss = loss + (expected * weight[-len(expected) :]).sum()
+    loss.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert mine.grad is not None, name
+            scale = theirs.grad.abs().max() + 1e-2
+            assert (mine.grad.to_dense() - theirs.grad).abs().max() / scale < 1e-3, name
+    tower = [p.grad for name, p in model.named_parameters() if "vis" in name]
+    assert any(grad is not None and grad.abs().sum() > 0 for grad in tower)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_picture_changes_the_log_probs(family: str) -> None:
+    model, vision = model_of(family), vision_of(family)
+    lm = CausalLM(model)
+    lm.vision = vision
+    logprobs = []
+    for image in (PICTURES[0], picture(4)):
+        ids, placed = vision.expand([*_text(0), 5, PAD, 6, 7, 8], [image])
+        batch = pack([_row(ids, placed, len(ids) - 2)], torch.device("cpu"))
+        logprobs.append(lm.forward(batch, frozenset({"logprobs"}))["logprobs"])
+    assert (logprobs[0] - logprobs[1]).abs().max() > 1e-3
