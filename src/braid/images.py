@@ -169,3 +169,11 @@ def placed_in_messages(contents: Sequence[Any], roles: Sequence[str], images: Se
         if num:
             out[i], left = marked_content(out[i], left[:num]), left[num:]
     return out
+
+
+def extension_of(image: Image) -> str:
+    """The usual extension of the names of such files; empty if their format is unknown."""
+    heads = {b"\x89PNG": ".png", b"\xff\xd8": ".jpg", b"GIF8": ".gif", b"BM": ".bmp", b"II*\0": ".tif"}
+    if image.data[:4] == b"RIFF" and image.data[8:12] == b"WEBP":
+        return ".webp"
+    return next((name for head, name in heads.items() if image.data.startswith(head)), "")

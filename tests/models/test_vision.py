@@ -11,12 +11,15 @@ import pytest
 import torch
 from tests.pictures import FAMILIES, PAD, TOKENIZER, model_of, picture, vision_of
 
+from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
+from braid.models.selfcheck import check_pictures
 from braid.models.vision import Vision
 from braid.training.packing import pack
 from braid.types import Image, Placed, Row
 
 PICTURES = [picture(seed) for seed in range(4)]
+RESERVED = list(vision_of("glm4v").reserved)
 _RNG = np.random.default_rng(0)
 
 
@@ -37,7 +40,7 @@ def _conversations() -> list[tuple[list[int], list[Image]]]:
 
 
 def _row(ids: Sequence[int], images: tuple[Placed, ...], num_prompt: int) -> Row:
-    mask = np.arange(len(ids)) >= num_prompt
+    mask = (np.arange(len(ids)) >= num_prompt) & ~np.isin(ids, RESERVED)
     fields = {"behavior_logprobs": np.zeros(len(ids), np.float32)}
     return Row(
         {"input_ids": np.array(ids)}, mask, group=0, trajectory=0, fields=fields, images=images
@@ -53,7 +56,10 @@ def _plain_logprobs(model: Any, vision: Vision, ids: Sequence[int], images: Sequ
         kwargs["mm_token_type_ids"] = (x == PAD).int()
     if hasattr(model.model, "rope_deltas"):
         model.model.rope_deltas = None
-    logits = model(input_ids=x, use_cache=False, **kwargs).logits[0].float().log_softmax(-1)
+    logits = model(input_ids=x, use_cache=False, **kwargs).logits[0].float()
+    is_reserved = torch.zeros(logits.shape[-1], dtype=torch.bool)
+    is_reserved[list(vision.reserved)] = True  # the policy never writes them
+    logits = logits.masked_fill(is_reserved, float("-inf")).log_softmax(-1)
     return logits[:-1].gather(1, x[0, 1:, None])[:, 0]
 
 
@@ -77,10 +83,11 @@ def test_packed_rows_with_pictures_are_those_of_the_plain_model(family: str, rec
     (got * weights).sum().backward()
     loss: Any = 0
     for row, part, weight in zip(rows, got.split(batch.stored), weights.split(batch.stored), strict=True):
-        ours, mask = part[-int(row.mask.sum()) :], torch.from_numpy(row.mask[1:])
-        expected = _plain_logprobs(plain, vision, row.inputs["input_ids"].tolist(), row.images)[mask]
-        assert (ours - expected).abs().max() < 1e-5
-        loss = loss + (expected * weight[-len(expected) :]).sum()
+        mask = torch.from_numpy(row.mask)
+        written = mask[len(row) - len(part) :]
+        expected = _plain_logprobs(plain, vision, row.inputs["input_ids"].tolist(), row.images)[mask[1:]]
+        assert (part[written] - expected).abs().max() < 1e-5
+        loss = loss + (expected * weight[written]).sum()
     loss.backward()
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
@@ -102,3 +109,36 @@ def test_another_picture_changes_the_log_probs(family: str) -> None:
         batch = pack([_row(ids, placed, len(ids) - 2)], torch.device("cpu"))
         logprobs.append(lm.forward(batch, frozenset({"logprobs"}))["logprobs"])
     assert (logprobs[0] - logprobs[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_load_check_accepts_a_model_and_refuses_one_that_is_wrong(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = CausalLM(model_of(family))
+    lm.vision = vision_of(family)
+    check_pictures(lm, lm.vision)
+    backbone: Any = lm.backbone
+    encode = type(backbone).get_image_features
+
+    def blind(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = encode(self, *args, **kwargs)
+        pooled = out.pooler_output
+        out.pooler_output = 0 * pooled if isinstance(pooled, torch.Tensor) else tuple(0 * one for one in pooled)
+        if getattr(out, "deepstack_features", None):
+            out.deepstack_features = [tuple(0 * one for one in layer) for layer in out.deepstack_features]
+        return out
+
+    monkeypatch.setattr(type(backbone), "get_image_features", blind)
+    with pytest.raises(ModelError, match="does not see pictures"):
+        check_pictures(lm, lm.vision)
+    monkeypatch.undo()
+    if lm.vision._family.has_grid:  # the positions after a picture are off by one
+        coordinates = Vision.coordinates
+        monkeypatch.setattr(
+            Vision,
+            "coordinates",
+            lambda self, length, images: coordinates(self, length, images) + (np.arange(length + 1) > 12),
+        )
+        with pytest.raises(ModelError, match="packed rows that have pictures"):
+            check_pictures(lm, lm.vision)

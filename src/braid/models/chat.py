@@ -178,17 +178,18 @@ class ChatFormat:
 
     def examples(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
-    ) -> list[tuple[list[int], list[int], list[bool]]]:
+    ) -> list[tuple[list[int], list[int], list[bool], tuple[Placed, ...]]]:
         """A conversation to imitate, with answers of the role `assistant`: tokens of the prompt, those after
-        it, and which of these the policy writes: not those of answers whose `weight` is 0. Another example
-        begins where a new segment would in an episode, when the template drops the reasoning of earlier
+        it, which of these the policy writes (not those of answers whose `weight` is 0), and the pictures
+        among prompt and answers together. Another example begins where a new segment would in an episode, when the template drops the reasoning of earlier
         turns. Raises ModelError if the template does not show an answer where the policy would write it."""
         imitated = [message.get("weight") != 0 for message in messages]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         first: Any = messages[: answers[0]]
-        prompt, ids, mask = self.opening(first, tools), list[int](), list[bool]()
-        examples, past = list[tuple[list[int], list[int], list[bool]]](), list[Answer]()
+        prompt, images = self.expand(self.opening(first, tools), first)
+        ids, mask, past = list[int](), list[bool](), list[Answer]()
+        examples = list[tuple[list[int], list[int], list[bool], tuple[Placed, ...]]]()
         for i, following in zip(answers, [*answers[1:], len(messages)], strict=True):
             replies: Any = messages[i + 1 : following]
             written = self._written(messages[: i + 1], replies, tools)
@@ -198,17 +199,21 @@ class ChatFormat:
                 break
             past.append(Answer(written, replies))
             if self.thinking == "keep" or self.replies_are_text:
-                read = self.delta(replies, tools, written)
+                read, new = self.expand(self.delta(replies, tools, written), replies)
+                start = len(prompt) + len(ids)
+                images += tuple(one._replace(start=one.start + start) for one in new)
             else:
-                whole, history = self.conversation(first, past, tools), [*prompt, *ids]
+                shown = [*first, *(message for answer in past for message in answer.replies)]
+                whole, of_whole = self.expand(self.conversation(first, past, tools), shown)
+                history = [*prompt, *ids]
                 if whole[: len(history)] != history:
-                    examples.append((prompt, ids, mask))
-                    prompt, ids, mask = whole, [], []
+                    examples.append((prompt, ids, mask, images))
+                    prompt, ids, mask, images = whole, [], [], of_whole
                     continue
-                read = whole[len(history) :]
+                read, images = whole[len(history) :], of_whole
             ids += read
             mask += [False] * len(read)
-        return [example for example in (*examples, (prompt, ids, mask)) if any(example[2])]
+        return [example for example in (*examples, (prompt, ids, mask, images)) if any(example[2])]
 
     def _written(
         self, messages: Sequence[Mapping[str, Any]], replies: Sequence[Any], tools: Sequence[ToolSchema]

@@ -6,13 +6,16 @@ and type."""
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,12 +25,14 @@ from transformers import PreTrainedModel
 
 from braid.errors import ModelError
 from braid.plan import rotary_problem
+from braid.types import Image, Placed
 
 from . import attention
 from .attention import LayerCall, PackedAttention, causal_attention
 from .batch import PackedBatch
 from .causal_lm import CausalLM
 from .tiny import length_keys, tiny_model
+from .vision import Span, Vision
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +70,8 @@ def check_against_plain(lm: CausalLM, longest: int | None = None) -> None:
     ignored."""
     check_tiny_copy(lm, PACKED_ROWS, longest)
     check_own_weights(lm, PACKED_ROWS, longest)
+    if lm.vision is not None:
+        check_pictures(lm, lm.vision)
 
 
 @torch.no_grad()
@@ -121,6 +128,77 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
             f"its own forward pass: by {error:.2g} nats on average, where rounding explains {allowed:.2g}; "
             f"{check.instead}"
         )
+
+
+@torch.no_grad()
+def check_pictures(lm: CausalLM, vision: Vision) -> None:
+    """Compare packed rows with no, one and two pictures, two of which share one, with the model's own forward
+    pass over each; and see that another picture gives other log-probs. Raises ModelError."""
+    model, name = lm.model, type(lm.model).__name__
+    rows = [picture_row(lm, vision, pictures) for pictures in ((), (0,), (0, 1))]
+    with _plain_attention(model):
+        plain = [_of_free(lm, _plain_row(model, vision, *row)) for row in rows]
+        with _Wider(model.dtype):
+            wide = [_of_free(lm, _plain_row(model, vision, *row)) for row in rows]
+    rounding = _errors(plain, wide).mean().item()
+    error = _errors([_of_free(lm, part) for part in packed_pictures(lm, rows)], plain).mean().item()
+    allowed = _OF_MEAN * rounding + _LEAST
+    if not error <= allowed:
+        raise ModelError(
+            f"{name} gives different log-probs with packed rows that have pictures than in its own forward "
+            f"pass: by {error:.2g} nats on average, where rounding explains {allowed:.2g}; remove "
+            "model.vision, or choose another model"
+        )
+    ids, images = rows[1]
+    other = [one._replace(image=noise(7)) for one in images]
+    (swapped,) = packed_pictures(lm, [(ids, other)])
+    end = images[0].start + images[0].num
+    change = _errors([_of_free(lm, swapped)[end:]], [plain[1]]).mean().item()
+    if not change > 3 * allowed:
+        raise ModelError(
+            f"{name} gives the same log-probs with another picture (they differ by {change:.2g} nats): it "
+            "does not see pictures; choose another model, or train it on pictures from a checkpoint that does"
+        )
+
+
+def noise(seed: int) -> Image:
+    """A picture of noise, whose sides differ."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    out = BytesIO()
+    PIL.Image.fromarray(pixels).save(out, "PNG")
+    return Image.of(out.getvalue())
+
+
+def picture_row(
+    lm: CausalLM, vision: Vision, pictures: Sequence[int], num_last: int = 9
+) -> tuple[Tensor, list[Placed]]:
+    """Tokens [L] of a row with these pictures of noise, and where they are; it ends with `num_last` tokens of
+    text."""
+    numbers, free = random.Random(len(pictures)), _free_ids(lm)
+    ids = numbers.choices(free, k=3)
+    for _ in pictures:
+        ids += [vision.placeholder, *numbers.choices(free, k=2)]
+    expanded, placed = vision.expand([*ids, *numbers.choices(free, k=num_last)], list(map(noise, pictures)))
+    return torch.tensor(expanded, device=lm.device), list(placed)
+
+
+def packed_pictures(lm: CausalLM, rows: Sequence[tuple[Tensor, Sequence[Placed]]]) -> list[Tensor]:
+    """Log-probs [L, V] of each row from one packed forward pass."""
+    lengths = [len(ids) for ids, _ in rows]
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(lm.device)
+    sight = lm.sight([Span(0, len(ids), images) for ids, images in rows])
+    line = torch.cat([ids for ids, _ in rows])
+    hidden = lm.hidden(line, positions, PackedAttention(lengths, lm.device), sight)
+    return list(lm.logits(hidden).log_softmax(-1).split(lengths))
+
+
+def _plain_row(model: PreTrainedModel, vision: Vision, ids: Tensor, images: Sequence[Placed]) -> Tensor:
+    inputs = vision.plain_inputs(ids[None], images)
+    for module in (model, model.base_model):  # some keep the positions of the row before
+        if hasattr(module, "rope_deltas"):
+            module.rope_deltas = None  # pyright: ignore[reportAttributeAccessIssue]
+    logits = model(input_ids=ids[None], use_cache=False, **inputs).logits[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 @dataclass(frozen=True, slots=True)

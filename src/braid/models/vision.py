@@ -201,11 +201,24 @@ class Vision:
         parts = [line[:, span.start : span.stop] for span, line in lines if line is not None]
         return Sight(features, to_device(torch.from_numpy(np.concatenate(parts, axis=1)), device))
 
+    def plain_inputs(self, ids: Tensor, images: Sequence[Placed]) -> dict[str, Tensor]:
+        """What transformers' own forward pass of a row [1, L] takes beside its tokens."""
+        if not images:
+            return {}
+        inputs = self._joined([self.read(one.image).inputs for one in images])
+        if self._family.has_grid:
+            inputs["mm_token_type_ids"] = (ids == self.token_id).int()
+        return {name: to_device(value, ids.device) for name, value in inputs.items()}
+
+    def _joined(self, inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        names = inputs[0].keys() & {"pixel_values", "image_grid_thw"}
+        return {name: torch.cat([one[name] for one in inputs]) for name in sorted(names)}
+
     def _features(self, backbone: Any, images: Sequence[Image], device: torch.device) -> Any:
         """The tower's output as if it had read `images`, which may repeat some."""
         distinct = list(dict.fromkeys(images))
         pixels = [self.read(image).inputs for image in distinct]
-        joined = {name: torch.cat([one[name] for one in pixels]) for name in pixels[0]}
+        joined = self._joined(pixels)
         tiles = [len(one["pixel_values"]) for one in pixels]
         out = backbone.get_image_features(
             **{name: to_device(value, device) for name, value in joined.items()}, return_dict=True

@@ -26,6 +26,8 @@ class LanguageModel(PolicyKind):
     imitates: ClassVar[Literal["examples", "demonstrations"] | None] = "examples"
 
     def problems(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        if config.model.vision is not None:
+            yield from _problems_of_pictures(config)
         if not config.env.is_simulator:
             return
         built = "path" if config.model.path else "build"
@@ -39,6 +41,20 @@ class LanguageModel(PolicyKind):
         from braid.models.export import export_language_model
 
         export_language_model(config, weights, folder)
+
+
+def _problems_of_pictures(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of what cannot be combined with pictures in prompts."""
+    build, engine, backend = config.model.build, config.rollout.engine, config.train.backend
+    if build is not None and build.architecture != "qwen3_vl":
+        why = f"{build.architecture} has no vision tower; set it to qwen3_vl, or remove model.vision"
+        yield "model.build.architecture", why
+    if engine.kind != "native":
+        yield "rollout.engine.kind", f"{engine.kind} does not get the pictures of prompts; set it to native"
+    if backend.kind != "single":
+        yield "train.backend.kind", f"{backend.kind} does not shard a vision tower; set it to single"
+    if config.env.kind == "program":
+        yield "env.kind", "programs cannot send pictures; use env.kind=single_turn, agent or tools"
 
 
 PICTURE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
