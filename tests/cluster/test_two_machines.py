@@ -219,7 +219,8 @@ def test_a_run_folder_that_is_not_shared_is_refused(cluster: Cluster, shared: Pa
     _assert_empty(cluster)
 
 
-@pytest.mark.parametrize("role", ["rollout", pytest.param("rows", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("role", ["rollout", "rows"])
 def test_a_signal_ends_a_run_whose_worker_on_the_other_machine_is_stopped(
     role: str, cluster: Cluster, shared: Path
 ) -> None:

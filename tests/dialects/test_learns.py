@@ -247,6 +247,7 @@ def placements(
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.xdist_group("workers")
 def test_rlinf_s_math_file_runs_on_megatron_collocated_with_rollout(
     home: Path, monkeypatch: pytest.MonkeyPatch

@@ -24,8 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray"), pytest.mark.time
 
 Address = tuple[str, int]
 
-NUM_FRAMES = 10_000
-"""For each socket."""
 AT_ONCE, PER_CONNECTION = 4, 100
 """A connection gets four frames at a time until the peer drops it. It is not for more than a hundred, since a
 socket that is not accepted from for a while has room for 128 connections."""
@@ -65,8 +63,8 @@ def _listening() -> set[Address]:
 class _Fuzz:
     """Sends frames to everything that has begun to listen since, from a separate thread."""
 
-    def __init__(self) -> None:
-        self._others = _listening()
+    def __init__(self, num_frames: int) -> None:
+        self._num_frames, self._others = num_frames, _listening()
         self._sending: dict[Address, Future[int]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
@@ -75,7 +73,9 @@ class _Fuzz:
     def find(self) -> None:
         """Begin with the sockets that are new."""
         for address in _listening() - self._others - self._sending.keys():
-            self._sending[address] = asyncio.run_coroutine_threadsafe(_send(address), self._loop)
+            self._sending[address] = asyncio.run_coroutine_threadsafe(
+                _send(address, self._num_frames), self._loop
+            )
 
     def finish(self) -> dict[Address, int]:
         """Number of frames that each socket got until it had them all, or was closed."""
@@ -88,12 +88,12 @@ class _Fuzz:
         self._loop.close()
 
 
-async def _send(address: Address) -> int:
+async def _send(address: Address, num_frames: int) -> int:
     """Send frames to a socket until it has got them all or is closed. Returns their number."""
     host = {"::": "::1", "0.0.0.0": "127.0.0.1"}.get(address[0], address[0])
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     numbers, num_sent, loop = random.Random(0), 0, asyncio.get_running_loop()
-    while num_sent < NUM_FRAMES:
+    while num_sent < num_frames:
         with socket.socket(family) as peer:
             peer.setblocking(False)
             with contextlib.suppress(ConnectionResetError, BrokenPipeError, TimeoutError):
@@ -107,7 +107,7 @@ async def _send(address: Address) -> int:
                         await loop.sock_sendall(peer, b"".join(frames))
                         num_sent += AT_ONCE
                         await asyncio.sleep(0)
-                        if num_sent == NUM_FRAMES or _is_dropped(peer):
+                        if num_sent == num_frames or _is_dropped(peer):
                             break
     return num_sent
 
@@ -119,9 +119,11 @@ def _is_dropped(peer: socket.socket) -> bool:
         return False
 
 
+@pytest.mark.parametrize("num_frames", [2_000, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_a_run_whose_sockets_are_fuzzed_ends_with_the_same_weights(
-    unbroken: Unbroken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unbroken: Unbroken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_frames: int
 ) -> None:
+    """Each socket gets that many frames."""
     begun: list[str] = []
     sent: dict[Address, int] = {}
     listening: set[Address] = set()
@@ -138,11 +140,11 @@ def test_a_run_whose_sockets_are_fuzzed_ends_with_the_same_weights(
 
     monkeypatch.setattr(Reporter, "phase", phased)
     sections = {"run": {"max_rounds": 2}, "rollout": {"weight_sync": {"transport": "gloo"}}}
-    with contextlib.closing(_Fuzz()) as fuzz:
+    with contextlib.closing(_Fuzz(num_frames)) as fuzz:
         commands.train(load_config(run_config(tmp_path, **sections)))
 
     loopback = {address for address in sent if address[0] == "127.0.0.1"}  # Ray's are at all addresses
     assert len(loopback) > 5
     for address in loopback | (listening & sent.keys()):
-        assert sent[address] == NUM_FRAMES, address
+        assert sent[address] == num_frames, address
     assert_equal(weights(tmp_path), unbroken.weights[1])

@@ -142,6 +142,7 @@ def test_a_vla_policy_trains_on_several_ranks_as_in_one_process(
     _assert_alike(sharded, alone)
 
 
+@pytest.mark.nightly
 def test_a_pipelined_run_of_simulators_on_workers_ends(tmp_path: Path) -> None:
     placement = json.dumps({"policy,critic": "0", "rollout": "1-2"})
     lines = _train(

@@ -46,10 +46,8 @@ class Loop:
         finally:
             future.cancel()  # after an interrupt
 
-    def _task(
-        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any
-    ) -> asyncio.Task[T]:
-        async def guarded() -> T:
+    def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        async def guarded() -> Any:
             try:
                 return await coroutine
             except (KeyboardInterrupt, SystemExit) as error:
