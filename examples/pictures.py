@@ -31,7 +31,11 @@ def draw(rng: np.random.Generator) -> tuple[np.ndarray, dict[str, str]]:
     pixels = np.full((SIDE, SIDE, 3), 245, np.uint8)
     pixels[top * CELL : (top + 1) * CELL, left * CELL : (left + 1) * CELL][inside] = COLOURS[colour]
     side = ("left", "right")[left]
-    return pixels, {"what colour is it ?": colour, "which shape is it ?": shape, "which side is it on ?": side}
+    return pixels, {
+        "what colour is it ?": colour,
+        "which shape is it ?": shape,
+        "which side is it on ?": side,
+    }
 
 
 def rows(num: int, seed: int) -> list[dict[str, str]]:

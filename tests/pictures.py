@@ -48,7 +48,10 @@ _VIT: dict[str, Any] = {
 
 def _qwen(kind: str, rope: dict[str, Any], text: dict[str, Any], **tower: Any) -> Any:
     return AutoConfig.for_model(
-        kind, text_config=_TEXT | {"rope_parameters": _ROPE | rope} | text, vision_config=_TOWER | tower, **_OF_IDS
+        kind,
+        text_config=_TEXT | {"rope_parameters": _ROPE | rope} | text,
+        vision_config=_TOWER | tower,
+        **_OF_IDS,
     )
 
 
@@ -75,7 +78,10 @@ def config_of(family: str) -> Any:
             }  # fmt: skip
             rope = _ROPE | {"partial_rotary_factor": 1.0}
             return AutoConfig.for_model(
-                family, text_config=_TEXT | {"rope_parameters": rope}, vision_config=_TOWER | {"image_size": 32}, **ids
+                family,
+                text_config=_TEXT | {"rope_parameters": rope},
+                vision_config=_TOWER | {"image_size": 32},
+                **ids,
             )
         case "internvl":
             tower = _VIT | {"image_size": [16, 16], "patch_size": [4, 4]}

@@ -64,9 +64,13 @@ def content_of(content: Any, base_dir: Path) -> Any:
         if kind in ("text", "input_text", "output_text") and isinstance(text := part.get("text"), str):
             parts.append({"type": "text", "text": text})
         elif kind in ("image", "image_url", "input_image"):
-            values = [part[key] for key in ("image", "image_url", "url", "path", "bytes", "base64") if part.get(key)]
+            values = [
+                part[key] for key in ("image", "image_url", "url", "path", "bytes", "base64") if part.get(key)
+            ]
             if not values:
-                raise ValueError(f"the part {part!r:.200} has no picture; give it an image, path, bytes or base64")
+                raise ValueError(
+                    f"the part {part!r:.200} has no picture; give it an image, path, bytes or base64"
+                )
             parts.append({"type": "image", "image": image_of(values[0], base_dir)})
         else:
             raise ValueError(
@@ -84,7 +88,8 @@ def marked_content(text: str, images: Sequence[Image]) -> Any:
         pieces = [""] * len(images) + pieces
     elif len(pieces) != len(images) + 1:
         raise ValueError(
-            f"the text has {len(pieces) - 1} marks {MARK} and the row {len(images)} pictures; give each picture one mark"
+            f"the text has {len(pieces) - 1} marks {MARK} and the row {len(images)} pictures; give each "
+            "picture one mark"
         )
     parts: list[dict[str, Any]] = []
     for i, piece in enumerate(pieces):
@@ -101,7 +106,9 @@ def _data_of(value: Any, base_dir: Path) -> bytes:
     if isinstance(value, str):
         return _data_of_text(value, base_dir)
     if isinstance(value, Mapping):
-        inner = next((value[key] for key in ("bytes", "path", "base64", "url", "image") if value.get(key)), None)
+        inner = next(
+            (value[key] for key in ("bytes", "path", "base64", "url", "image") if value.get(key)), None
+        )
         if inner is not None:
             return _data_of(inner, base_dir)
     elif hasattr(value, "save") and hasattr(value, "size"):  # of PIL
@@ -117,7 +124,7 @@ def _data_of_text(text: str, base_dir: Path) -> bytes:
     if match := _DATA_URI.match(text):
         return _decoded(text[match.end() :], text)
     if re.match(r"[a-z][a-z0-9+.-]*://", text):
-        raise ValueError(f"the picture {text:.200!r} is an address; download it, and give its path")
+        raise ValueError(f"the picture {text[:200]!r} is an address; download it, and give its path")
     path = os.path.expanduser(base_dir / text)
     if isfile(path):
         try:
@@ -133,7 +140,7 @@ def _decoded(encoded: str, text: str) -> bytes:
     try:
         return base64.b64decode(encoded, validate=False)
     except binascii.Error as error:
-        raise ValueError(f"the picture {text:.80!r} is not base64: {error}") from error
+        raise ValueError(f"the picture {text[:80]!r} is not base64: {error}") from error
 
 
 def _encoded(picture: Any) -> bytes:
@@ -161,7 +168,9 @@ def placed_in_messages(contents: Sequence[Any], roles: Sequence[str], images: Se
     if not any(marks):
         first = next((i for i, role in enumerate(roles) if role == "user" and isinstance(out[i], str)), None)
         if first is None:
-            raise ValueError("no message of the role user is text, which the pictures of the row could precede")
+            raise ValueError(
+                "no message of the role user is text, which the pictures of the row could precede"
+            )
         marks[first] = len(images)
     elif sum(marks) != len(images):
         raise ValueError(f"the messages have {sum(marks)} marks {MARK} and the row {len(images)} pictures")

@@ -66,8 +66,8 @@ class Placed(NamedTuple):
 
 
 def identity(ids: Sequence[int], images: Iterable[Placed]) -> tuple[int, ...]:
-    """Equal for sequences with equal tokens and pictures: `ids` with a negative number of the picture in place
-    of the tokens that stand for it."""
+    """Equal for sequences with equal tokens and pictures: `ids` with a negative number of the picture in
+    place of the tokens that stand for it."""
     out = list(ids)
     for start, num, image in images:
         out[start : start + num] = [-1 - int(image.key[:12], 16)] * num

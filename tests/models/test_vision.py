@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.pictures import FAMILIES, PAD, TOKENIZER, model_of, picture, vision_of
+from tests.pictures import FAMILIES, PAD, model_of, picture, vision_of
 
 from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
@@ -42,15 +42,15 @@ def _conversations() -> list[tuple[list[int], list[Image]]]:
 def _row(ids: Sequence[int], images: tuple[Placed, ...], num_prompt: int) -> Row:
     mask = (np.arange(len(ids)) >= num_prompt) & ~np.isin(ids, RESERVED)
     fields = {"behavior_logprobs": np.zeros(len(ids), np.float32)}
-    return Row(
-        {"input_ids": np.array(ids)}, mask, group=0, trajectory=0, fields=fields, images=images
-    )
+    return Row({"input_ids": np.array(ids)}, mask, group=0, trajectory=0, fields=fields, images=images)
 
 
 def _plain_logprobs(model: Any, vision: Vision, ids: Sequence[int], images: Sequence[Placed]) -> torch.Tensor:
     """Log-probs [L - 1] of a row in the model's own forward pass, from its processor's inputs."""
     x, inputs = torch.tensor([ids]), [vision.read(one.image).inputs for one in images]
-    kwargs: dict[str, Any] = {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]} if inputs else {}
+    kwargs: dict[str, Any] = (
+        {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]} if inputs else {}
+    )
     kwargs = {name: value for name, value in kwargs.items() if name in ("pixel_values", "image_grid_thw")}
     if inputs and hasattr(model.model, "get_rope_index"):
         kwargs["mm_token_type_ids"] = (x == PAD).int()
@@ -124,7 +124,9 @@ def test_the_load_check_accepts_a_model_and_refuses_one_that_is_wrong(
     def blind(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = encode(self, *args, **kwargs)
         pooled = out.pooler_output
-        out.pooler_output = 0 * pooled if isinstance(pooled, torch.Tensor) else tuple(0 * one for one in pooled)
+        out.pooler_output = (
+            0 * pooled if isinstance(pooled, torch.Tensor) else tuple(0 * one for one in pooled)
+        )
         if getattr(out, "deepstack_features", None):
             out.deepstack_features = [tuple(0 * one for one in layer) for layer in out.deepstack_features]
         return out

@@ -41,7 +41,9 @@ def trained_logprobs(lm: CausalLM, ids: list[int], images: tuple[Placed, ...], n
         return lm.forward(pack([row], lm.device), frozenset({"logprobs"}))["logprobs"][-num:]
 
 
-def talk(lm: CausalLM, members: int = 3, **settings: Any) -> dict[tuple[int, int, int], tuple[Request, Completion]]:
+def talk(
+    lm: CausalLM, members: int = 3, **settings: Any
+) -> dict[tuple[int, int, int], tuple[Request, Completion]]:
     """Two turns of `members` conversations for each question; by question, member and turn."""
     assert lm.vision is not None
     vision, engine = lm.vision, make_engine(lm, **settings)

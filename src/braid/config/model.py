@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
     from .schema import RunConfig
 
-__all__ = ["BuildSpec", "CriticConfig", "MlpSpec", "ModelConfig", "ReferenceConfig", "VisionConfig", "VlaConfig"]
+__all__ = [
+    "BuildSpec",
+    "CriticConfig",
+    "MlpSpec",
+    "ModelConfig",
+    "ReferenceConfig",
+    "VisionConfig",
+    "VlaConfig",
+]
 
 
 class ModelConfig(Section):

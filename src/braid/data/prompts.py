@@ -380,7 +380,7 @@ class Encoder:
         self, index: int, token_ids: tuple[int, ...], messages: Sequence[Message]
     ) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
         """Tokens with those that stand for the pictures of a row, and where these are."""
-        images = images_in(messages)
+        images = images_in(messages) if self._vision is not None else ()
         if not images:
             return token_ids, ()
         assert self._vision is not None, "`messages` refuses pictures without it"
@@ -404,8 +404,8 @@ class Encoder:
         limit = self._config.max_prompt_tokens
         if images_in(messages):
             raise DataError(
-                f"{self.source.where(index)}: the prompt has {len(token_ids)} tokens with its pictures, which "
-                f"cannot be cut; raise data.max_prompt_tokens ({limit}), or set data.overlong to drop"
+                f"{self.source.where(index)}: the prompt has {len(token_ids)} tokens with its pictures, "
+                f"which cannot be cut; raise data.max_prompt_tokens ({limit}), or set data.overlong to drop"
             )
         if self._config.overlong == "truncate_left":
             return token_ids[-limit:]
@@ -439,13 +439,12 @@ class Encoder:
         def measure() -> None:
             ids = self._tokenize([text for _, _, text, _ in waiting], [flag for *_, flag in waiting])
             for (index, row, text, is_templated), token_ids in zip(waiting, ids, strict=True):
-                if self._vision is not None:
-                    token_ids, _ = self._expanded(index, token_ids, self.messages(index)[0])
+                token_ids, _ = self._expanded(index, token_ids, self.messages(index)[0])
                 if not token_ids:
                     raise DataError(f"{source.where(index)}: the prompt has no tokens")
                 if len(token_ids) > limit:
                     lengths.append((len(token_ids), index))
-                    if rule == "truncate_right" or (rule == "truncate_left" and self._vision is not None):
+                    if rule in ("truncate_left", "truncate_right"):
                         self._cut(index, self.messages(index)[0], text, token_ids, is_templated)
                     is_kept[index] = rule != "drop"
                 if is_kept[index]:
@@ -716,7 +715,9 @@ def render(
     import jinja2
 
     try:
-        conversation: Any = [{**message, "content": shown_content(message["content"])} for message in messages]
+        conversation: Any = [
+            {**message, "content": shown_content(message["content"])} for message in messages
+        ]
         return str(
             tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=asks, **config.chat_template_kwargs

@@ -28,7 +28,7 @@ def build_model(
     """Build a model with the architecture and sizes of `spec` on the CPU. A seed gives the same weights on
     every machine."""
     config = config_of(spec, **token_ids(tokenizer))
-    auto = AutoModelForImageTextToText if spec.architecture == "qwen3_vl" else AutoModelForCausalLM
+    auto = AutoModelForCausalLM if spec.vision_tower is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return auto.from_config(config, dtype=dtype, attn_implementation="eager")
@@ -38,12 +38,14 @@ def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     """Settings of a model's config that follow from its tokenizer."""
     of_pictures = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     pictures = zip(of_pictures, PICTURE_TOKENS, strict=True)
-    known = tokenizer.get_added_vocab()
+    pad: Any = tokenizer.pad_token_id
+    end: Any = tokenizer.eos_token_id
+    known = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
     return {
         "vocab_size": -(-len(tokenizer) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
-        "pad_token_id": tokenizer.pad_token_id,
+        "pad_token_id": pad,
         "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id,
+        "eos_token_id": end,
         **{name: known[token] for name, token in pictures if token in known},
     }
 
@@ -62,9 +64,8 @@ def config_of(spec: BuildSpec, **of_tokens: Any) -> PreTrainedConfig:
         **_attention_scale(spec),
         **of_tokens,
     }
-    if spec.architecture != "qwen3_vl":
+    if (tower := spec.vision_tower) is None:
         return AutoConfig.for_model(spec.architecture, tie_word_embeddings=spec.tie_embeddings, **sizes)
-    tower = spec.tower or TowerSpec()
     columns = 3 * spec.head_dim // 16
     sizes["rope_parameters"] |= {
         "mrope_section": [spec.head_dim // 2 - 2 * columns, columns, columns],

@@ -270,8 +270,9 @@ def hidden_states(
     context: AttentionContext,
     sight: Sight | None = None,
 ) -> Tensor:
-    """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`, and
-    the pictures of `sight`. Raises ModelError if transformers would use another one, in which all tokens are one sequence."""
+    """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`
+    and the pictures of `sight`. Raises ModelError if transformers would use another one, in which all tokens
+    are one sequence."""
     chosen = backbone.config._attn_implementation
     if chosen != attention.IMPLEMENTATION and getattr(backbone, _USES_CONTEXT, False):
         raise ModelError(

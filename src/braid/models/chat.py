@@ -130,7 +130,9 @@ class ChatFormat:
         """Tokens from the end of the policy's turn `last_ids` to the start of its next one, with `messages`
         between them. Begins with the template's end of a turn, unless the turn ends with an end token."""
         if self.replies_are_text:
-            return self._encode("".join(self._plain(self._marked(message["content"])) for message in messages))
+            return self._encode(
+                "".join(self._plain(self._marked(message["content"])) for message in messages)
+            )
         closing, tail = self._tail(messages, tools)
         text = closing + tail
         if last_ids[-1] not in self._ends:
@@ -180,9 +182,10 @@ class ChatFormat:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
     ) -> list[tuple[list[int], list[int], list[bool], tuple[Placed, ...]]]:
         """A conversation to imitate, with answers of the role `assistant`: tokens of the prompt, those after
-        it, which of these the policy writes (not those of answers whose `weight` is 0), and the pictures
-        among prompt and answers together. Another example begins where a new segment would in an episode, when the template drops the reasoning of earlier
-        turns. Raises ModelError if the template does not show an answer where the policy would write it."""
+        it, which of these the policy writes (not those of answers whose `weight` is 0), and the pictures in
+        all of these tokens. Another example begins where a new segment would in an episode, when the template
+        drops the reasoning of earlier turns. Raises ModelError if the template does not show an answer where
+        the policy would write it."""
         imitated = [message.get("weight") != 0 for message in messages]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

@@ -42,7 +42,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 
-def load_policy(
+def load_policy(  # noqa: PLR0913
     config: ModelConfig,
     *,
     temperature: float,

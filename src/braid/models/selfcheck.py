@@ -196,7 +196,7 @@ def _plain_row(model: PreTrainedModel, vision: Vision, ids: Tensor, images: Sequ
     inputs = vision.plain_inputs(ids[None], images)
     for module in (model, model.base_model):  # some keep the positions of the row before
         if hasattr(module, "rope_deltas"):
-            module.rope_deltas = None  # pyright: ignore[reportAttributeAccessIssue]
+            vars(module)["rope_deltas"] = None
     logits = model(input_ids=ids[None], use_cache=False, **inputs).logits[0]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from transformers import (
 from braid.config.data import ImageLimits
 from braid.config.model import ModelConfig, VisionConfig
 from braid.errors import ModelError
-from braid.models.kinds.language import TowerSpec
 from braid.types import Image, Placed
 
 from .build import config_of, processor_of, token_ids
@@ -98,7 +97,9 @@ def _of_tiles(vision: Vision, inputs: Mapping[str, Tensor]) -> str:
 
 _PATCHES = _Family(_of_patches, has_grid=True)
 _FAMILIES: dict[str, _Family] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _PATCHES),
+    **dict.fromkeys(
+        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _PATCHES
+    ),
     "glm4v": _PATCHES,
     "internvl": _Family(_of_tiles, mark="context_image_token"),
     "llava": _Family(_of_crop),
@@ -108,9 +109,7 @@ _FAMILIES: dict[str, _Family] = {
 class Vision:
     """How one model reads pictures."""
 
-    def __init__(
-        self, config: PreTrainedConfig, processor: Any, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def __init__(self, config: PreTrainedConfig, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """`config` is the whole model's, `processor` its image processor. Raises ModelError for an
         architecture whose pictures braid cannot place."""
         family = _FAMILIES.get(config.model_type)
@@ -125,7 +124,7 @@ class Vision:
         self.token = str(tokenizer.convert_ids_to_tokens(self.token_id))
         self.merge: int = getattr(config.vision_config, "spatial_merge_size", 1)
         self.mark: str = getattr(tokenizer, family.mark, None) or self.token
-        self.placeholder: int = tokenizer.convert_tokens_to_ids(self.mark)
+        self.placeholder = cast("int", tokenizer.convert_tokens_to_ids(self.mark))
         ids = (getattr(config, name, None) for name in ("video_token_id", "audio_token_id"))
         self.reserved = tuple({self.token_id, self.placeholder, *(i for i in ids if type(i) is int)})
         self._recent: OrderedDict[str, Pixels] = OrderedDict()
@@ -237,13 +236,16 @@ class Vision:
         return out
 
 
-def load_vision(config: ModelConfig, limits: ImageLimits, tokenizer: PreTrainedTokenizerBase) -> Vision | None:
+def load_vision(
+    config: ModelConfig, limits: ImageLimits, tokenizer: PreTrainedTokenizerBase
+) -> Vision | None:
     """How the model of a config reads pictures; None if it reads only text. Raises ModelError."""
     if config.vision is None:
         return None
     if config.build is not None:
         model_config = config_of(config.build, **token_ids(tokenizer))
-        processor = processor_of(config.build.tower or TowerSpec())
+        assert config.build.vision_tower is not None, "the plan refuses pictures for models without a tower"
+        processor = processor_of(config.build.vision_tower)
     else:
         path, remote = model_path(config), {"trust_remote_code": config.trust_remote_code}
         model_config = read(path, "model.path", "vision-language model", AutoConfig.from_pretrained, **remote)
@@ -258,8 +260,8 @@ def load_vision(config: ModelConfig, limits: ImageLimits, tokenizer: PreTrainedT
 
 def freeze(model: PreTrainedModel, config: VisionConfig) -> None:
     """Freeze what `config` does not train of the vision tower and its projector."""
-    decoder = {id(parameter) for parameter in model.get_decoder().parameters()}
-    decoder |= {id(parameter) for parameter in model.get_output_embeddings().parameters()}
+    head: Any = model.get_output_embeddings()
+    decoder = {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
     for name, parameter in model.named_parameters():
         if id(parameter) not in decoder:
             is_projector = _PROJECTOR.search(name) is not None

@@ -17,7 +17,6 @@ from braid.config.model import BuildSpec
 from braid.config.schema import RunConfig
 from braid.gguf_file import is_gguf, read_header
 from braid.json_text import read_json
-from braid.models.kinds.language import TowerSpec
 
 SPECIAL_TOKENS = 3
 """Special tokens of the character tokenizer: padding, end, unknown."""
@@ -131,7 +130,7 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
     if spec.architecture in ("qwen3", "gemma3_text", "qwen3_vl"):
         layer += 2 * spec.head_dim  # norms of queries and keys
     head = 0 if spec.tie_embeddings else vocab * hidden
-    tower = (spec.tower or TowerSpec()).num_parameters(hidden) if spec.architecture == "qwen3_vl" else 0
+    tower = spec.vision_tower.num_parameters(hidden) if spec.vision_tower is not None else 0
     return ModelSize(
         parameters=vocab * hidden + spec.num_layers * layer + hidden + head + tower,
         head_parameters=head,
@@ -272,11 +271,15 @@ def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:
     return out
 
 
+_TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
+"""Modules of vision-language models beside the language model."""
+
+
 def _is_other_matrix(layer: str, shapes: Mapping[str, list[int]]) -> bool:
-    """Whether a matrix is an embedding, a router, the output head, or of an indexer."""
+    """Whether a matrix is an embedding, a router, the output head, or of an indexer or a vision tower."""
     above, _, last = layer.rpartition(".")
     is_router = last == "gate" and any(name.startswith(f"{above}.experts.") for name in shapes)
-    is_within = not {"router", "indexer"}.isdisjoint(layer.split("."))
+    is_within = not {"router", "indexer", *_TOWERS}.isdisjoint(layer.split("."))
     return is_router or is_within or "embed" in last or last in ("lm_head", "wte", "wpe")
 
 

@@ -53,6 +53,8 @@ def _problems_of_pictures(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.engine.kind", f"{engine.kind} does not get the pictures of prompts; set it to native"
     if backend.kind != "single":
         yield "train.backend.kind", f"{backend.kind} does not shard a vision tower; set it to single"
+    if config.model.lora is not None and config.model.vision != VisionConfig():
+        yield "model.vision.train", "model.lora freezes all but its adapters; set it to none"
     if config.env.kind == "program":
         yield "env.kind", "programs cannot send pictures; use env.kind=single_turn, agent or tools"
 
@@ -89,8 +91,8 @@ class TowerSpec(Section):
     def _sizes_fit(self) -> TowerSpec:
         if self.image_size % (2 * self.patch_size):
             raise ValueError(
-                f"image_size={self.image_size} is not a multiple of 2 x patch_size={self.patch_size}; a token "
-                "stands for 2 x 2 patches"
+                f"image_size={self.image_size} is not a multiple of 2 x patch_size={self.patch_size}; a "
+                "token stands for 2 x 2 patches"
             )
         if self.hidden_size % (4 * self.num_heads):
             raise ValueError(
@@ -144,9 +146,14 @@ class BuildSpec(Section):
     """Tie the output head to the input embedding."""
 
     @property
+    def vision_tower(self) -> TowerSpec | None:
+        """The tower of a model that reads pictures."""
+        return (self.tower or TowerSpec()) if self.architecture == "qwen3_vl" else None
+
+    @property
     def all_special_tokens(self) -> tuple[str, ...]:
         """`special_tokens`, and those that stand for pictures."""
-        return (*self.special_tokens, *(PICTURE_TOKENS if self.architecture == "qwen3_vl" else ()))
+        return (*self.special_tokens, *(PICTURE_TOKENS if self.vision_tower is not None else ()))
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> BuildSpec:
@@ -156,7 +163,9 @@ class BuildSpec(Section):
                 "set num_kv_heads to a divisor of num_heads"
             )
         if self.tower is not None and self.architecture != "qwen3_vl":
-            raise ValueError(f"{self.architecture} reads no pictures; set architecture=qwen3_vl, or remove tower")
+            raise ValueError(
+                f"{self.architecture} reads no pictures; set architecture=qwen3_vl, or remove tower"
+            )
         if self.architecture == "qwen3_vl" and self.head_dim % 8:
             raise ValueError(
                 f"head_dim={self.head_dim} is not a multiple of 8, in which qwen3_vl's positions divide it"

@@ -82,8 +82,8 @@ class Decoder:
         self._generation, self._addresses = -1, list[int]()
 
     def logits(self, inputs: NDArray[np.int64]) -> Tensor:
-        """Logits [B, V], B >= N, after the tokens `inputs[0]` [N] of all slots, with their indices `inputs[1]`
-        and their positions, the last of `inputs`, which differ after pictures.
+        """Logits [B, V], B >= N, after the tokens `inputs[0]` [N] of all slots, with their indices
+        `inputs[1]` and their positions, the last of `inputs`, which differ after pictures.
 
         The next call may overwrite the result.
         """
@@ -107,9 +107,9 @@ class Decoder:
 
     def _batch(self, inputs: NDArray[np.int64]) -> tuple[Tensor, list[Block]]:
         """Tokens, indices, of each slot its place in the batch, and positions if the model reads pictures
-        [3 or 4, B], with slots in the order of buckets; and the blocks. On CPU padding comes last; elsewhere each bucket has a number of rows from a
-        small set, and padding writes to its unused rows. The slots that are not in use have the places of
-        padding if the model has states."""
+        [3 or 4, B], with slots in the order of buckets; and the blocks. On CPU padding comes last; elsewhere
+        each bucket has a number of rows from a small set, and padding writes to its unused rows. The slots
+        that are not in use have the places of padding if the model has states."""
         blocks, places, size = list[Block](), list[NDArray[np.int64]](), 0
         buckets = self._cache.buckets()
         is_cpu = self._device.type == "cpu"

@@ -120,8 +120,8 @@ class _Sequence:
 
 class _Prefix(NamedTuple):
     """A conversation (Request.identity), its keys and values by layer, the states after them, which follow
-    from no shorter part of it, and parts of its experts. `num_tokens`: the tokens whose keys and values take as
-    much memory as keys, values and states."""
+    from no shorter part of it, and parts of its experts. `num_tokens`: the tokens whose keys and values take
+    as much memory as keys, values and states."""
 
     ids: tuple[int, ...]
     stored: list[tuple[Tensor, Tensor]]
