@@ -10,9 +10,19 @@ from collections.abc import Mapping, Sequence
 from io import BytesIO
 from os.path import isfile  # False for names that no file can have
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from braid.types import Image
+from braid.types import Image, Placed
+
+
+class PlacesImages(Protocol):
+    """What data asks of a model that reads pictures; see braid.models.vision.Vision."""
+
+    mark: str
+    """The text that stands for a picture in rendered prompts."""
+
+    def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[Placed, ...]]: ...
+
 
 MARK = "<image>"
 """Stands for a picture in plain text."""

@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 
 from braid.config.data import DataConfig, Source, covers
 from braid.errors import DataError, ModelError, suggest
-from braid.images import content_of, images_of, marked_content, placed_in_messages, shown_content
+from braid.images import (
+    PlacesImages,
+    content_of,
+    images_of,
+    marked_content,
+    placed_in_messages,
+    shown_content,
+)
 from braid.types import Image, Message, Placed, Prompt, images_in, text_of
 from braid.users import encodable
 
@@ -36,8 +43,6 @@ from .token_bounds import token_bound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from braid.models.vision import Vision
 
 logger = logging.getLogger(__name__)
 LONG_CHARACTERS = 5_000_000
@@ -211,7 +216,7 @@ def load_prompts(
     *,
     base_dir: Path,
     role: Literal["train", "eval"],
-    vision: Vision | None = None,
+    vision: PlacesImages | None = None,
 ) -> PromptSet:
     """Check all rows of `sources` (the config's `data.train` or `data.eval`). Those that fit become a Prompt
     when they are drawn.
@@ -308,7 +313,7 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         base_dir: Path = Path(),
-        vision: Vision | None = None,
+        vision: PlacesImages | None = None,
     ) -> None:
         self.source, self._config, self._tokenizer = source, config, tokenizer
         self._base_dir, self._vision = base_dir, vision

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from braid.config.data import DataConfig, Source
 from braid.errors import DataError, ModelError
 from braid.functions import load_function
-from braid.images import content_of, images_of, placed_in_messages
+from braid.images import PlacesImages, content_of, images_of, placed_in_messages
 from braid.types import Message, Placed
 from braid.users import described, encodable, is_the_users
 
@@ -27,8 +27,6 @@ from .sources import SourceRows, read_sources, said_if_slow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from braid.models.vision import Vision
 
 
 Conversation = Callable[
@@ -76,7 +74,7 @@ def load_examples(
     conversation: Conversation | None = None,
     max_positions: int | None = None,
     end_token_ids: Sequence[int] = (),
-    vision: Vision | None = None,
+    vision: PlacesImages | None = None,
 ) -> ExampleSet:
     """Check all rows of `sources` (the config's `sft.data`). Those that fit become an Example when they are
     drawn.
