@@ -214,3 +214,8 @@ def test_conversations_to_imitate_may_have_pictures(
 def test_an_image_is_equal_to_those_with_equal_bytes() -> None:
     assert Image.of(b"a") == Image.of(b"a") != Image.of(b"b")
     assert "data" not in repr(IMAGE)
+
+
+def test_a_column_of_images_that_is_not_read_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Loader(folder, None)({"prompt": "x", "image": "a.png"})
+    assert "the column 'image' is not read, since the model reads only text" in caplog.text

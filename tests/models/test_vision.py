@@ -14,6 +14,7 @@ from tests.pictures import FAMILIES, PAD, model_of, picture, vision_of
 from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
 from braid.models.selfcheck import check_pictures
+from braid.models.value import ValueModel
 from braid.models.vision import Vision
 from braid.training.packing import pack
 from braid.types import Image, Placed, Row
@@ -144,3 +145,28 @@ def test_the_load_check_accepts_a_model_and_refuses_one_that_is_wrong(
         )
         with pytest.raises(ModelError, match="packed rows that have pictures"):
             check_pictures(lm, lm.vision)
+
+
+def test_a_critic_sees_the_pictures_of_its_rows() -> None:
+    lm = CausalLM(model_of("qwen3_vl"))
+    lm.vision = vision_of("qwen3_vl")
+    critic = ValueModel.copy_of(lm)
+    torch.nn.init.normal_(critic.value_head.weight)
+    rows = []
+    for ids, images in _conversations():
+        expanded, placed = lm.vision.expand(ids, images)
+        rows.append(_row(expanded, placed, 1))
+    batch = pack(rows, torch.device("cpu"))
+    with torch.no_grad():
+        together = critic.forward(batch, frozenset({"values"}))["values"].split(batch.stored)
+        for row, values in zip(rows, together, strict=True):
+            alone = critic.forward(pack([row], torch.device("cpu")), frozenset({"values"}))["values"]
+            assert (values - alone[-len(values) :]).abs().max() < 1e-4
+    swapped = rows[1].images[0]._replace(image=picture(5))
+    row = _row(rows[1].inputs["input_ids"].tolist(), (swapped,), 1)
+    with torch.no_grad():
+        values = [
+            critic.forward(pack([one], torch.device("cpu")), frozenset({"values"}))["values"]
+            for one in (rows[1], row)
+        ]
+    assert (values[0] - values[1]).abs().max() > 1e-3

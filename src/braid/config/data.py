@@ -177,5 +177,7 @@ class DataConfig(Section):
             yield "the character tokenizer has no chat template", "data.chat_template_kwargs"
         if self.use_chat_template == "never":
             yield "data.use_chat_template is never", "data.chat_template_kwargs"
+        if model.vision is None:
+            yield "the model reads only text", "data.image"
         keys = "data.{train,eval}[].{response_key,response_function,messages_key,tools_key}"
         yield "only sft.data has target responses", keys

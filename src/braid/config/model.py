@@ -111,6 +111,8 @@ class ModelConfig(Section):
         if len(sources) != 1:
             what = " and ".join(sources) if sources else "none"
             raise ValueError(f"set exactly one of path, build and mlp, not {what}")
+        if self.vision is not None and self.kind.is_robot:
+            raise ValueError("vision is how a language model reads pictures; remove it")
         if self.gguf is not None and (self.path is None or self.vla is not None):
             raise ValueError(
                 "gguf is the name of a language model's file in the folder path; remove it"

@@ -232,6 +232,15 @@ def load_prompts(
     with said_if_slow(key):
         for source in read_sources(sources, base_dir=base_dir, key=key):
             encoder = Encoder(source, config, tokenizer, base_dir=base_dir, vision=vision)
+            unread = [name for name in _IMAGE_COLUMNS if source.rows[0].get(name) is not None]
+            if unread and vision is None and source.config.images_key is None:
+                logger.warning(
+                    "%s (%s): the column %r is not read, since the model reads only text; set model.vision if "
+                    "it has images",
+                    source.key,
+                    source.name,
+                    unread[0],
+                )
             kept_as = checked.key_of(len(source.rows), role, source.fingerprint, encoder.fingerprint)
             if (checked_rows := checked.recall(kept_as)) is None:
                 checked_rows = _checked(encoder, role)

@@ -82,7 +82,7 @@ def make_critic(
     if source is policy or source.has_adapters:
         critic = ValueModel.copy_of(source, **head)
     else:  # the backbone is not used elsewhere
-        critic = ValueModel(source.backbone, attention=source.attention, **head)
+        critic = ValueModel(source.backbone, attention=source.attention, vision=source.vision, **head)
     critic.set_gradient_checkpointing(train.gradient_checkpointing)
     return critic
 

@@ -97,10 +97,7 @@ def _of_tiles(vision: Vision, inputs: Mapping[str, Tensor]) -> str:
 
 _PATCHES = _Family(_of_patches, has_grid=True)
 _FAMILIES: dict[str, _Family] = {
-    **dict.fromkeys(
-        ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _PATCHES
-    ),
-    "glm4v": _PATCHES,
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"), _PATCHES),
     "internvl": _Family(_of_tiles, mark="context_image_token"),
     "llava": _Family(_of_crop),
 }

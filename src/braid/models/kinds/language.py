@@ -43,20 +43,29 @@ class LanguageModel(PolicyKind):
         export_language_model(config, weights, folder)
 
 
+_SEE = "; docs/models.md#images says what does, or remove model.vision"
+
+
 def _problems_of_pictures(config: RunConfig) -> Iterator[tuple[str, str]]:
     """(key, message) of what cannot be combined with pictures in prompts."""
-    build, engine, backend = config.model.build, config.rollout.engine, config.train.backend
+    build, engine = config.model.build, config.rollout.engine
     if build is not None and build.architecture != "qwen3_vl":
         why = f"{build.architecture} has no vision tower; set it to qwen3_vl, or remove model.vision"
         yield "model.build.architecture", why
-    if engine.kind != "native":
-        yield "rollout.engine.kind", f"{engine.kind} does not get the pictures of prompts; set it to native"
-    if backend.kind != "single":
-        yield "train.backend.kind", f"{backend.kind} does not shard a vision tower; set it to single"
+    if not engine.reads_images:
+        yield "rollout.engine.kind", f"{engine.kind} does not get the images of prompts{_SEE}"
+    sections = {
+        "train": config.train,
+        "critic.train": config.critic.train,
+        "reference.train": config.reference.train,
+    }
+    for key, train in sections.items():
+        if train is not None and train.backend.is_sharded:
+            yield f"{key}.backend.kind", f"{train.backend.kind} does not shard a vision tower{_SEE}"
     if config.model.lora is not None and config.model.vision != VisionConfig():
         yield "model.vision.train", "model.lora freezes all but its adapters; set it to none"
     if config.env.kind == "program":
-        yield "env.kind", "programs cannot send pictures; use env.kind=single_turn, agent or tools"
+        yield "env.kind", "programs cannot send images; use another environment, or remove model.vision"
 
 
 PICTURE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
