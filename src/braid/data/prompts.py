@@ -235,8 +235,8 @@ def load_prompts(
             unread = [name for name in _IMAGE_COLUMNS if source.rows[0].get(name) is not None]
             if unread and vision is None and source.config.images_key is None:
                 logger.warning(
-                    "%s (%s): the column %r is not read, since the model reads only text; set model.vision if "
-                    "it has images",
+                    "%s (%s): the column %r is not read, since the model reads only text; set model.vision "
+                    "if it has images",
                     source.key,
                     source.name,
                     unread[0],
@@ -337,8 +337,9 @@ class Encoder:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the settings and the tokenizer; empty for a tokenizer in Python."""
-        if not hasattr(self._tokenizer, "backend_tokenizer"):
+        """Identifies the settings and the tokenizer; empty for a tokenizer in Python, and where rows may name
+        images, whose files may change."""
+        if self._vision is not None or not hasattr(self._tokenizer, "backend_tokenizer"):
             return ""
         config = self._config.model_dump_json(include={"max_prompt_tokens", "overlong", "use_chat_template"})
         kwargs, template = self._config.chat_template_kwargs, self._tokenizer.chat_template
