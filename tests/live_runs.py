@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from tests.live_keys import recorded
+from tests.pictures import picture
 from tests.rewards.server import completion, serving
 from tests.rewards.test_runs import reward_model
 from tests.trainer.conftest import BASE
@@ -71,6 +72,13 @@ RUNS: dict[str, list[str]] = {
         "reference={path: model, train: {grad_scaler: {}}}",
         "critic={path: model, train: {autocast: fp16, grad_scaler: {}, optimizer: {schedule: {decay: "
         "linear, warmup_steps: 1}}}}",
+    ],
+    "pictures": [
+        "model={vision: {train: all}, build: {architecture: qwen3_vl, hidden_size: 32, intermediate_size: 48, num_layers: 2, "
+        "num_heads: 2, num_kv_heads: 1, head_dim: 16, tower: {hidden_size: 16, intermediate_size: 24, num_heads: 2, depth: 2}}}",
+        "data={max_prompt_tokens: 40, image: {min_pixels: 64, max_pixels: 1024}, train: [{kind: file, path: pictures.jsonl, "
+        "images_key: seen}], eval: [{kind: file, path: pictures.jsonl, images_key: seen}]}",
+        "sft={data: [{kind: file, path: pictures.jsonl, images_key: seen, response_key: answer}], steps: 2, rows_per_step: 2}",
     ],
     "gymnasium": [
         "model={build: null, mlp: {}}", "data={}", "reward={}", "env={kind: gymnasium, id: CartPole-v1, eval_episodes: 2, max_steps_per_rollout: 20}",
@@ -198,6 +206,12 @@ def write_files(folder: Path) -> None:
     """Write tiny.yaml, and the data, models and functions that RUNS name."""
     rows = "".join(f'{{"prompt": "{x}", "answer": "{x}", "tests": "assert 1"}}\n' for x in "abcd")
     (folder / "letters.jsonl").write_text(rows)
+    for i in range(4):
+        (folder / f"{i}.png").write_bytes(picture(i).data)
+    with_pictures = "".join(
+        f'{{"prompt": "{x}", "answer": "{x}", "seen": "{i}.png"}}\n' for i, x in enumerate("abcd")
+    )
+    (folder / "pictures.jsonl").write_text(with_pictures)
     (folder / "rows").mkdir()
     (folder / "rows/train.jsonl").write_text(rows)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(BASE))

@@ -7,6 +7,7 @@ language model's tokens and a simulator's env steps.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,14 +45,58 @@ Aggregation = Literal[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A picture as the bytes of its file. `key` identifies them: pictures with equal keys are equal."""
+
+    key: str
+    data: bytes = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, data: bytes) -> Image:
+        return cls(hashlib.blake2b(data, digest_size=16).hexdigest(), data)
+
+
+class Placed(NamedTuple):
+    """A picture, and the positions of a sequence that stand for it: `num` from `start` on."""
+
+    start: int
+    num: int
+    image: Image
+
+
+def identity(ids: Sequence[int], images: Iterable[Placed]) -> tuple[int, ...]:
+    """Equal for sequences with equal tokens and pictures: `ids` with a negative number of the picture in
+    place of the tokens that stand for it."""
+    out = list(ids)
+    for start, num, image in images:
+        out[start : start + num] = [-1 - int(image.key[:12], 16)] * num
+    return tuple(out)
+
+
 class Message(TypedDict):
     """A chat message in the form that chat templates take. One with role `tool` answers the tool call with
-    its `tool_call_id`, of the tool `name`."""
+    its `tool_call_id`, of the tool `name`. A content with pictures is a list of parts,
+    `{"type": "text", "text": str}` and `{"type": "image", "image": Image}`."""
 
     role: str
-    content: str
+    content: Any
     name: NotRequired[str]
     tool_call_id: NotRequired[str]
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content, without its pictures."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] for part in content or () if part["type"] == "text")
+
+
+def images_in(messages: Iterable[Mapping[str, Any]]) -> list[Image]:
+    """The pictures of messages, in order."""
+    contents = (message.get("content") for message in messages)
+    parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
+    return [part["image"] for part in parts if part["type"] == "image"]
 
 
 CallStatus = Literal["ok", "bad_json", "not_an_object", "unknown_tool", "bad_arguments"]
@@ -110,7 +155,7 @@ class Prompt:
     """A task input, ready to sample from.
 
     `uid` is stable across runs and resumes ("source:index"); `fields` holds the columns of the data row
-    (the answer among them) for rewards and environments.
+    (the answer among them) for rewards and environments. `images` are those that tokens stand for.
     """
 
     uid: str
@@ -118,6 +163,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     messages: tuple[Message, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Placed, ...] = ()
 
 
 Key = tuple[int, ...]
@@ -138,7 +184,8 @@ class Turn:
     `reward` is the environment's reward for this turn. Sampling began at `start_s` and ended at `end_s`, as
     time.time() gives it. The environment then took `env_s` seconds to reply, `tool_s` of them in tools.
     `experts` [n, L, K] are those that the engine chose in each of L layers for the n tokens before the last
-    one, back to the last of the previous turn; None unless they are replayed.
+    one, back to the last of the previous turn; None unless they are replayed. `images` are placed in
+    `context_ids`.
     """
 
     context_ids: list[int]
@@ -152,6 +199,7 @@ class Turn:
     env_s: float = 0.0
     tool_s: float = 0.0
     experts: NDArray[np.signedinteger] | None = None
+    images: tuple[Placed, ...] = ()
 
 
 @dataclass(slots=True)
@@ -462,7 +510,8 @@ class Row:
     of actions, or an env step of a simulator. By default the row is one. `policy_versions` are the versions
     of the weights that wrote each position, 0 outside the mask.
 
-    `action_size` is the number of positions of a robot's action, 1 unless these are its components.
+    `action_size` is the number of positions of a robot's action, 1 unless these are its components. `images`
+    are the pictures that a language model reads.
 
     `observations` are what the decisions observed, such as states or images: arrays of any dtype with one
     entry per decision, and a last one where the row goes on after its last decision. `observed` refers to
@@ -494,6 +543,7 @@ class Row:
     source: str = ""
     player: str = ""
     action_size: int = 1
+    images: tuple[Placed, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.decision):

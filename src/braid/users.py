@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from braid.errors import BraidError, EnvError
+from braid.images import content_of
 from braid.types import Message
 
 _OTHERS = [
@@ -117,7 +118,8 @@ def truth(value: object, name: str) -> bool:
 
 
 def messages_of(values: object) -> Sequence[Message]:
-    """Messages of users, with text that can be tokenized. Raises ValueError for all else."""
+    """Messages of users, with text that can be tokenized; a content may be a list of parts with pictures (see
+    braid.images.content_of). Raises ValueError for all else."""
     form = 'messages must be a list of {"role": text, "content": text}'
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
         raise ValueError(f"{form}, not {shown(values)}")
@@ -125,10 +127,17 @@ def messages_of(values: object) -> Sequence[Message]:
     for value in values:
         if not isinstance(value, Mapping):
             raise ValueError(f"{form}; one is {shown(value)}")
-        for key in ("role", "content"):
-            if not isinstance(value.get(key), str):
-                raise ValueError(f"{form}; the {key} of one is {shown(value.get(key))}")
-        out.append({**value, "content": encodable(value["content"])})
+        content = value.get("content")
+        if not isinstance(value.get("role"), str):
+            raise ValueError(f"{form}; the role of one is {shown(value.get('role'))}")
+        if isinstance(content, list | tuple):
+            content = [
+                {**part, "text": encodable(part["text"])} if part["type"] == "text" else part
+                for part in content_of(content, Path())
+            ]
+        elif not isinstance(content, str):
+            raise ValueError(f"{form}; the content of one is {shown(content)}")
+        out.append({**value, "content": encodable(content) if isinstance(content, str) else content})
     return out if isinstance(values, list) else tuple(out)
 
 

@@ -17,6 +17,7 @@ from braid.data.messages import read_messages, read_tools
 from braid.data.worked import load_examples
 from braid.errors import DataError
 from braid.models.chat import ChatFormat
+from braid.types import Placed
 
 from .test_worked import END_OF_TURN
 
@@ -60,9 +61,9 @@ def _seen(folder: Path, tokenizer: PreTrainedTokenizerFast, path: str) -> list[A
 
     def conversation(
         messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
-    ) -> list[tuple[list[int], list[int], list[bool]]]:
+    ) -> list[tuple[list[int], list[int], list[bool], tuple[Placed, ...]]]:
         conversations.append(json.loads(json.dumps([messages, tools])))
-        return [([1], [2], [True])]
+        return [([1], [2], [True], ())]
 
     source = FileSource(path=path, messages_key="messages", tools_key="tools")
     loaded = load_examples([source], DataConfig(), tokenizer, base_dir=folder, conversation=conversation)
@@ -134,7 +135,7 @@ def test_a_message_that_is_none_is_refused_with_its_row(
     with pytest.raises(DataError, match=rf"row 0: column 'messages'.*{why}"):
         load_examples(
             [FileSource(path="a.jsonl", messages_key="messages")], DataConfig(), tokenizer, base_dir=tmp_path,
-            conversation=lambda *_: [([1], [2], [True])],
+            conversation=lambda *_: [([1], [2], [True], ())],
         )  # fmt: skip
 
 
@@ -146,4 +147,4 @@ def test_an_answer_of_weight_0_is_read_and_not_imitated(chat_tokenizer: PreTrain
     (whole,) = chat.examples(messages)
     assert whole[2] == [True, True, *[False] * 6, True, True]
     messages[1]["weight"], messages[3]["weight"] = 0, 1
-    assert chat.examples(messages) == [(whole[0], whole[1], [*[False] * 8, True, True])]
+    assert chat.examples(messages) == [(whole[0], whole[1], [*[False] * 8, True, True], ())]

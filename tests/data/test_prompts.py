@@ -282,7 +282,10 @@ def test_a_prompt_of_another_type_is_refused(load: Loader, value: object) -> Non
 @pytest.mark.parametrize(
     ("messages", "fault"),
     [
-        (["hi"], "contains 'hi', which is not a chat message {role: string, content: string}"),
+        (
+            ["hi"],
+            "contains 'hi', which is not a chat message {role: string, content: string or list of parts}",
+        ),
         ([{"role": "user", "content": None}], "which is not a chat message"),
         ([], "are empty; end them with a message for the policy"),
         ([{"role": "assistant", "content": "a"}], "must not end with an assistant message"),

@@ -72,6 +72,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "resumed": ("run.",),
     "pipelined": ("pipeline.", "rollout.engine."),
     "sources": ("data.", "sft.", "reward."),
+    "pictures": ("model.", "data.", "sft."),
     **dict.fromkeys(("rewards", "programs", "judge"), ("reward.",)),
     **dict.fromkeys(LOSSES, ("algorithm.",)),
     **dict.fromkeys(LAYOUTS, ("train.", "inference.", "cluster.", "rollout.engine.", "rollout.weight_sync.")),

@@ -8,9 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from tests.pictures import picture
 
 from braid.envs.agents.base import Opening, Step
 from braid.types import Action, Prompt
+
+PICTURE = picture(0)
 
 
 class Unreadable:
@@ -75,7 +78,11 @@ MESSAGES: dict[str, Any] = {
     "content none": [{"role": "user", "content": None}],
     "content number": [{"role": "user", "content": 5}],
     "content bytes": [{"role": "user", "content": b"x"}],
-    "content parts": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+    "content parts": [{"role": "user", "content": [{"type": "audio", "audio": "x"}]}],
+    "content part without text": [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+    "no picture": [{"role": "user", "content": [{"type": "image", "image": "nowhere.png"}]}],
+    "broken picture": [{"role": "user", "content": [{"type": "image", "image": b"x"}]}],
+    "picture for a model of text": [{"role": "user", "content": [{"type": "image", "image": PICTURE}]}],
     "content unreadable": [{"role": "user", "content": Unreadable()}],
     "of the policy": [{"role": "assistant", "content": "x"}],
     "nested": nested(5000),

@@ -371,7 +371,7 @@ def test_a_conversation_to_imitate_has_the_tokens_of_the_template(name: str) -> 
         {"role": "user", "content": "And then?"},
         {"role": "assistant", "content": "Five."},
     ]
-    ((prompt, ids, mask),) = chat.examples(messages)
+    ((prompt, ids, mask, _),) = chat.examples(messages)
     assert prompt == chat.opening([ASK])
     whole = _no_thinking(_whole(chat, messages, asks=False)).removesuffix("<eos>").rstrip("\n")
     end = _ENDS[name]
@@ -395,7 +395,7 @@ def test_earlier_reasoning_is_imitated_as_it_is_sampled() -> None:
     examples = chat.examples([ASK, said[0], asked[0], said[1], asked[1], said[2]])
     turns = ["Three.", "Four.", "Five."]
     answers: list[Answer] = []
-    for i, (prompt, ids, mask) in enumerate(examples):
+    for i, (prompt, ids, mask, _) in enumerate(examples):
         assert prompt == (chat.conversation([ASK], answers, ()) if answers else chat.opening([ASK]))
         assert "Hm." not in _text(chat, prompt)
         assert _text(chat, ids) == f"<think>\nHm.\n</think>\n\n{turns[i]}<|im_end|>"
@@ -413,7 +413,7 @@ def test_calls_and_reasoning_to_imitate_are_those_of_the_policy(name: str) -> No
     chat = _format(name)
     answer = {**_calls({"a": 1}), "reasoning_content": "Add one."}
     last = {"role": "assistant", "content": "Two.", "reasoning_content": "Done."}
-    ((_, ids, mask),) = chat.examples([ASK, answer, _result("2"), last], [TOOL])
+    ((_, ids, mask, _),) = chat.examples([ASK, answer, _result("2"), last], [TOOL])
     starts = [i for i, is_own in enumerate(mask) if is_own and (i == 0 or not mask[i - 1])]
     first = ids[starts[0] : mask.index(False)]
     action = chat.parse(first, [TOOL])
@@ -428,14 +428,14 @@ def test_calls_and_reasoning_to_imitate_are_those_of_the_policy(name: str) -> No
 def test_reasoning_to_imitate_is_shown_by_a_template_that_reads_it_under_another_key() -> None:
     chat = _format("gptoss")
     answer = {"role": "assistant", "content": "Two.", "reasoning_content": "One and one."}
-    ((_, ids, mask),) = chat.examples([ASK, answer])
+    ((_, ids, mask, _),) = chat.examples([ASK, answer])
     assert all(mask)
     shown = "<|channel|>analysis<|message|>One and one.<|end|><|start|>assistant<|channel|>final<|message|>Two.<|return|>"
     assert _text(chat, ids) == shown
     action = chat.parse(ids)
     assert (action.reasoning, action.text) == ("One and one.", "Two.")
     own_key = {"role": "assistant", "content": "Two.", "thinking": "One and one."}
-    assert chat.examples([ASK, own_key]) == [(chat.opening([ASK]), ids, mask)]
+    assert chat.examples([ASK, own_key]) == [(chat.opening([ASK]), ids, mask, ())]
 
 
 def test_an_answer_that_the_template_does_not_continue_is_refused() -> None:

@@ -20,6 +20,7 @@ from braid.config.train import TrainConfig
 from braid.errors import EngineError
 from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
+from braid.models.vision import Sight
 from braid.rollout.engine import Completion, Request, Sampling
 from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native import engine as engine_module
@@ -53,13 +54,17 @@ class Counting(CausalLM):
     num_steps = num_prefilled = 0
 
     def hidden(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: AttentionContext
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: AttentionContext,
+        sight: Sight | None = None,
     ) -> torch.Tensor:
         if isinstance(context, PrefillAttention):
             self.num_prefilled += int((positions > 0).sum())
         else:
             self.num_steps += 1
-        return super().hidden(input_ids, positions, context)
+        return super().hidden(input_ids, positions, context, sight)
 
 
 async def let_run(turns: int) -> None:

@@ -28,6 +28,9 @@ class _Source(Section):
     answer_key: str | None = "answer"
     """Column of the reference answer (`answer` in rewards); null for none, also where a column is called
     `answer`. Of a list, any item is correct."""
+    images_key: str | None = None
+    """Column of pictures: one or a list of paths, bytes, base64 or `{bytes, path}`; `images` or `image` when
+    null. `<image>` in the prompt places each; without it they come first."""
     source_key: str | None = None
     """Column of each row's source name, for metrics and rewards' `sources`; this source's name when null."""
     system: str | None = None
@@ -128,6 +131,15 @@ class MixShare(Section):
     reward."""
 
 
+class ImageLimits(Section):
+    """Sizes to which pictures are scaled before the model reads them."""
+
+    min_pixels: PositiveInt | None = None
+    """Fewest pixels (width x height); the processor's own limit when null."""
+    max_pixels: PositiveInt | None = None
+    """Most pixels (width x height); the processor's own limit when null."""
+
+
 class DataConfig(Section):
     """Training and evaluation prompts."""
 
@@ -150,6 +162,8 @@ class DataConfig(Section):
     messages."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Additional variables of the chat template, such as {enable_thinking: false}."""
+    image: ImageLimits = Field(default_factory=ImageLimits)
+    """Sizes of pictures in prompts."""
     shuffle: bool = True
     """Shuffle training prompts anew in each epoch."""
     seed: NonNegativeInt | None = None
@@ -163,5 +177,7 @@ class DataConfig(Section):
             yield "the character tokenizer has no chat template", "data.chat_template_kwargs"
         if self.use_chat_template == "never":
             yield "data.use_chat_template is never", "data.chat_template_kwargs"
+        if model.vision is None:
+            yield "the model reads only text", "data.image"
         keys = "data.{train,eval}[].{response_key,response_function,messages_key,tools_key}"
         yield "only sft.data has target responses", keys

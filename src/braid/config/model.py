@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from braid.models.kinds import BuildSpec, LanguageModel, MlpSpec, PolicyKind, VlaConfig
+from braid.models.kinds import BuildSpec, LanguageModel, MlpSpec, PolicyKind, VisionConfig, VlaConfig
 from braid.sections import Section, Unused
 
 from .backends import DType, LoraConfig
@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 
     from .schema import RunConfig
 
-__all__ = ["BuildSpec", "CriticConfig", "MlpSpec", "ModelConfig", "ReferenceConfig", "VlaConfig"]
+__all__ = [
+    "BuildSpec",
+    "CriticConfig",
+    "MlpSpec",
+    "ModelConfig",
+    "ReferenceConfig",
+    "VisionConfig",
+    "VlaConfig",
+]
 
 
 class ModelConfig(Section):
@@ -60,6 +68,9 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights of the policy. A reference without a path is the base
     model with the initial adapters; a critic has none. Checkpoints store adapters, exports merged weights."""
+    vision: VisionConfig | None = None
+    """Read pictures in prompts with a vision-language model's tower; null: read only text, with the language
+    model alone where transformers has it."""
     vla: VlaConfig | None = None
     """Settings of the vision-language-action policy in `path`."""
 
@@ -100,6 +111,8 @@ class ModelConfig(Section):
         if len(sources) != 1:
             what = " and ".join(sources) if sources else "none"
             raise ValueError(f"set exactly one of path, build and mlp, not {what}")
+        if self.vision is not None and self.kind.is_robot:
+            raise ValueError("vision is how a language model reads pictures; remove it")
         if self.gguf is not None and (self.path is None or self.vla is not None):
             raise ValueError(
                 "gguf is the name of a language model's file in the folder path; remove it"

@@ -21,13 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braid.config.data import DataConfig, Source, covers
-from braid.errors import DataError, suggest
-from braid.types import Message, Prompt
+from braid.errors import DataError, ModelError, suggest
+from braid.images import (
+    PlacesImages,
+    content_of,
+    images_of,
+    marked_content,
+    placed_in_messages,
+    shown_content,
+)
+from braid.types import Image, Message, Placed, Prompt, images_in, text_of
 from braid.users import encodable
 
 from . import checked
 from .chat_templates import searched_texts
 from .columns import parse_json
+from .messages import without_nulls
 from .rows import DataRow, Lazy
 from .sources import SourceRows, read_sources, said_if_slow
 from .token_bounds import token_bound
@@ -43,6 +52,8 @@ TOKENIZER_BATCH = 1024
 RECENT_PROMPTS = 4096
 """Prompts that are kept after they were read."""
 NOTHING = np.empty(0, np.int64)
+_IMAGE_COLUMNS = ("images", "image")
+"""Columns of pictures where `images_key` is null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +171,8 @@ class SourcePrompts(Lazy[Prompt]):
         source, number = self.encoder.source, encoded.index
         fields = _fields(source, number, source.rows[number])
         name = str(self.names[self.codes[index]])
-        return Prompt(f"{source.name}:{number}", name, encoded.token_ids, encoded.messages, fields)
+        uid = f"{source.name}:{number}"
+        return Prompt(uid, name, encoded.token_ids, encoded.messages, fields, encoded.images)
 
     def untokenized(self, places: NDArray[np.int64], *, messages: bool) -> Iterator[Prompt]:
         """The prompts at ascending `places`, without tokens."""
@@ -204,20 +216,31 @@ def load_prompts(
     *,
     base_dir: Path,
     role: Literal["train", "eval"],
+    vision: PlacesImages | None = None,
 ) -> PromptSet:
     """Check all rows of `sources` (the config's `data.train` or `data.eval`). Those that fit become a Prompt
     when they are drawn.
 
     `Prompt.uid` contains the source's name in the config; `Prompt.source` is the value of the `source_key`
     column, or that name if there is no `source_key`; `Prompt.fields` is the row, with the reference answer
-    under `answer`, which is absent if `answer_key` is null. Relative paths start from `base_dir`.
+    under `answer`, which is absent if `answer_key` is null. Relative paths start from `base_dir`. `vision`
+    places pictures.
     """
     parts: list[SourcePrompts] = []
     counts: dict[str, SourceCounts] = {}
     key = f"data.{role}"
     with said_if_slow(key):
         for source in read_sources(sources, base_dir=base_dir, key=key):
-            encoder = Encoder(source, config, tokenizer)
+            encoder = Encoder(source, config, tokenizer, base_dir=base_dir, vision=vision)
+            unread = [name for name in _IMAGE_COLUMNS if source.rows[0].get(name) is not None]
+            if unread and vision is None and source.config.images_key is None:
+                logger.warning(
+                    "%s (%s): the column %r is not read, since the model reads only text; set model.vision "
+                    "if it has images",
+                    source.key,
+                    source.name,
+                    unread[0],
+                )
             kept_as = checked.key_of(len(source.rows), role, source.fingerprint, encoder.fingerprint)
             if (checked_rows := checked.recall(kept_as)) is None:
                 checked_rows = _checked(encoder, role)
@@ -278,21 +301,31 @@ def _source_name(source: SourceRows, index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The prompt of one row: its index in the source, messages, tokens, and whether these come from the chat
-    template."""
+    """The prompt of one row: its index in the source, messages, tokens, whether these come from the chat
+    template, and its pictures."""
 
     index: int
     messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
     is_templated: bool
+    images: tuple[Placed, ...] = ()
 
 
 class Encoder:
     """From a source's rows to tokenized prompts: applies templates, and handles overlong prompts as
     `config.overlong` says."""
 
-    def __init__(self, source: SourceRows, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        source: SourceRows,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        base_dir: Path = Path(),
+        vision: PlacesImages | None = None,
+    ) -> None:
         self.source, self._config, self._tokenizer = source, config, tokenizer
+        self._base_dir, self._vision = base_dir, vision
         self._used = _template_columns(source)
         self._drop_end = _appends_end(tokenizer)
         self.bound = token_bound(tokenizer)
@@ -304,8 +337,9 @@ class Encoder:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the settings and the tokenizer; empty for a tokenizer in Python."""
-        if not hasattr(self._tokenizer, "backend_tokenizer"):
+        """Identifies the settings and the tokenizer; empty for a tokenizer in Python, and where rows may name
+        images, whose files may change."""
+        if self._vision is not None or not hasattr(self._tokenizer, "backend_tokenizer"):
             return ""
         config = self._config.model_dump_json(include={"max_prompt_tokens", "overlong", "use_chat_template"})
         kwargs, template = self._config.chat_template_kwargs, self._tokenizer.chat_template
@@ -316,8 +350,26 @@ class Encoder:
 
     def messages(self, index: int) -> tuple[tuple[Message, ...], bool]:
         """A row's prompt as chat messages, and whether the chat template applies."""
-        messages, is_chat = _messages(self.source, index, self._used)
+        messages, is_chat = _messages(self.source, index, self._used, self._images(index), self._base_dir)
+        if self._vision is None and images_in(messages):
+            raise DataError(
+                f"{self.source.where(index)}: the prompt has a picture, but the model reads only text; set "
+                "model.vision"
+            )
         return messages, _use_chat_template(self.source, index, is_chat, self._config, self._tokenizer)
+
+    def _images(self, index: int) -> list[Image]:
+        """The pictures in a row's columns."""
+        source, key = self.source, self.source.config.images_key
+        if key is None:
+            row = source.rows[index] if self._vision is not None else {}
+            value = next((row[name] for name in _IMAGE_COLUMNS if row.get(name) is not None), None)
+        else:
+            value = source.cell(index, "images_key", key)
+        try:
+            return images_of(value, self._base_dir)
+        except ValueError as error:
+            raise DataError(f"{source.where(index)}: {error}") from error
 
     def __call__(self, indices: Sequence[int]) -> list[Encoded]:
         """The prompts of rows that fit."""
@@ -326,6 +378,7 @@ class Encoder:
         texts = list(map(self._text, indices, messages, are_templated))
         out = []
         for i, token_ids in enumerate(self._tokenize(texts, are_templated)):
+            token_ids, placed = self._expanded(indices[i], token_ids, messages[i])
             if len(token_ids) > limit and rule in ("drop", "error"):
                 raise DataError(
                     f"{self.source.where(indices[i])}: the prompt has {len(token_ids)} tokens, but fitted "
@@ -335,8 +388,22 @@ class Encoder:
                 )
             if len(token_ids) > limit:
                 token_ids = self._cut(indices[i], messages[i], texts[i], token_ids, are_templated[i])
-            out.append(Encoded(indices[i], messages[i], token_ids, are_templated[i]))
+            out.append(Encoded(indices[i], messages[i], token_ids, are_templated[i], placed))
         return out
+
+    def _expanded(
+        self, index: int, token_ids: tuple[int, ...], messages: Sequence[Message]
+    ) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
+        """Tokens with those that stand for the pictures of a row, and where these are."""
+        images = images_in(messages) if self._vision is not None else ()
+        if not images:
+            return token_ids, ()
+        assert self._vision is not None, "`messages` refuses pictures without it"
+        try:
+            expanded, placed = self._vision.expand(token_ids, images)
+        except (ModelError, ValueError) as error:
+            raise DataError(f"{self.source.where(index)}: {error}") from error
+        return tuple(expanded), placed
 
     def _cut(
         self,
@@ -350,11 +417,16 @@ class Encoder:
         writes after the last message, such as the beginning of the answer, is kept: without it the policy
         would continue the question. Raises DataError if it cannot be told apart or does not fit."""
         limit = self._config.max_prompt_tokens
+        if images_in(messages):
+            raise DataError(
+                f"{self.source.where(index)}: the prompt has {len(token_ids)} tokens with its pictures, "
+                f"which cannot be cut; raise data.max_prompt_tokens ({limit}), or set data.overlong to drop"
+            )
         if self._config.overlong == "truncate_left":
             return token_ids[-limit:]
         if not is_templated:
             return token_ids[:limit]
-        content = messages[-1]["content"].strip()
+        content = text_of(messages[-1]["content"]).strip()
         _, separator, end = text.rpartition(content) if content else ("", "", "")
         if not separator:
             raise DataError(
@@ -382,11 +454,12 @@ class Encoder:
         def measure() -> None:
             ids = self._tokenize([text for _, _, text, _ in waiting], [flag for *_, flag in waiting])
             for (index, row, text, is_templated), token_ids in zip(waiting, ids, strict=True):
+                token_ids, _ = self._expanded(index, token_ids, self.messages(index)[0])
                 if not token_ids:
                     raise DataError(f"{source.where(index)}: the prompt has no tokens")
                 if len(token_ids) > limit:
                     lengths.append((len(token_ids), index))
-                    if rule == "truncate_right":
+                    if rule in ("truncate_left", "truncate_right"):
                         self._cut(index, self.messages(index)[0], text, token_ids, is_templated)
                     is_kept[index] = rule != "drop"
                 if is_kept[index]:
@@ -438,12 +511,14 @@ class Encoder:
     def _bounded_or_text(self, index: int, row: DataRow) -> int | tuple[str, bool]:
         """An upper bound of the tokens of a row's prompt, if they certainly fit; else the text to tokenize,
         and whether it comes from the chat template."""
-        limit, most = self._config.max_prompt_tokens, self.most_tokens(index, row)
+        limit = self._config.max_prompt_tokens
+        most = None if self._vision is not None else self.most_tokens(index, row)
         if most is not None and most <= limit:
             return most
         messages, is_templated = self.messages(index)
         text = self._text(index, messages, is_templated)
-        if self.bound and text and (most := self.bound.most(text)) <= limit:
+        has_pictures = self._vision is not None and images_in(messages)
+        if self.bound and text and not has_pictures and (most := self.bound.most(text)) <= limit:
             return most
         return text, is_templated
 
@@ -464,7 +539,7 @@ class Encoder:
                 contents, roles = (config.system, value), ("system", "user")
         else:
             messages, is_templated = self.messages(index)
-            contents = tuple(message["content"] for message in messages)
+            contents = tuple(text_of(message["content"]) for message in messages)
             roles = tuple(message["role"] for message in messages)
             if not is_templated:
                 return self.bound.most(contents[-1])
@@ -505,7 +580,11 @@ class Encoder:
     def _text(self, index: int, messages: tuple[Message, ...], is_templated: bool) -> str:
         if is_templated:
             return render(self.source, index, messages, self._config, self._tokenizer)
-        return messages[-1]["content"]
+        content = messages[-1]["content"]
+        if isinstance(content, str) or self._vision is None:
+            return text_of(content)
+        mark = self._vision.mark
+        return "".join(part["text"] if part["type"] == "text" else mark for part in content)
 
     def _tokenize(self, texts: Sequence[str], are_templated: Sequence[bool]) -> list[tuple[int, ...]]:
         """Tokenize texts. Plain ones get the tokenizer's leading special tokens, but no end token, because
@@ -527,24 +606,27 @@ class Encoder:
         return out
 
 
-def _messages(source: SourceRows, index: int, used: Sequence[str]) -> tuple[tuple[Message, ...], bool]:
+def _messages(
+    source: SourceRows, index: int, used: Sequence[str], images: Sequence[Image], base_dir: Path
+) -> tuple[tuple[Message, ...], bool]:
     """A row's prompt as chat messages, and whether the row itself holds chat messages. `used` are the columns
-    in the template."""
+    in the template, `images` the pictures in columns."""
     config, where, column = source.config, source.where(index), source.config.prompt_key
     value = source.cell(index, "prompt_key", column) if "prompt" in used else source.rows[index].get(column)
     if isinstance(value, str) and _is_chat(parsed := parse_json(value)):
         value = parsed
     system: tuple[Message, ...] = ({"role": "system", "content": config.system},) if config.system else ()
     if not isinstance(value, list):
-        return (*system, {"role": "user", "content": _fill_template(source, index, value, used)}), False
+        content = _fill_template(source, index, value, used)
+        return (*system, {"role": "user", "content": _with_images(content, images, where)}), False
     if config.template != "{prompt}":
         raise DataError(f"{where}: {source.key}.template does not apply to chat messages; remove it")
     for message in value:
         match message:
-            case {"role": str(), "content": str()}:
+            case {"role": str(), "content": str() | list()}:
                 pass
             case _:
-                shape = "which is not a chat message {role: string, content: string}"
+                shape = "which is not a chat message {role: string, content: string or list of parts}"
                 raise DataError(f"{where}: column {column!r} contains {message!r:.200}, {shape}")
     if not value or value[-1]["role"] == "assistant":
         fault = "must not end with an assistant message" if value else "are empty"
@@ -553,8 +635,24 @@ def _messages(source: SourceRows, index: int, used: Sequence[str]) -> tuple[tupl
         )
     if system and value[0]["role"] == "system":
         raise DataError(f"{where}: already has a system message; remove {source.key}.system")
-    chat: list[Message] = [{"role": message["role"], "content": message["content"]} for message in value]
+    try:
+        contents = [content_of(without_nulls(message["content"]), base_dir) for message in value]
+        contents = placed_in_messages(contents, [message["role"] for message in value], images)
+    except ValueError as error:
+        raise DataError(f"{where}: column {column!r}: {error}") from error
+    chat: list[Message] = [
+        {"role": message["role"], "content": content}
+        for message, content in zip(value, contents, strict=True)
+    ]
     return (*system, *chat), True
+
+
+def _with_images(text: str, images: Sequence[Image], where: str) -> Any:
+    """Text, or parts with the pictures of a row in place of its marks."""
+    try:
+        return marked_content(text, images) if images else text
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from error
 
 
 def _is_chat(value: Any) -> bool:
@@ -632,7 +730,9 @@ def render(
     import jinja2
 
     try:
-        conversation: Any = [dict(message) for message in messages]
+        conversation: Any = [
+            {**message, "content": shown_content(message["content"])} for message in messages
+        ]
         return str(
             tokenizer.apply_chat_template(
                 conversation, tokenize=False, add_generation_prompt=asks, **config.chat_template_kwargs

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from braid.config.data import DataConfig, Source
 from braid.errors import DataError, ModelError
 from braid.functions import load_function
-from braid.types import Message
+from braid.images import PlacesImages, content_of, images_of, placed_in_messages
+from braid.types import Message, Placed
 from braid.users import described, encodable, is_the_users
 
 from . import checked
@@ -29,10 +30,11 @@ if TYPE_CHECKING:
 
 
 Conversation = Callable[
-    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], list[tuple[list[int], list[int], list[bool]]]
+    [Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
+    list[tuple[list[int], list[int], list[bool], tuple[Placed, ...]]],
 ]
-"""From messages and tool schemas to examples: the tokens of the prompt, those after it, and which of these
-the policy writes."""
+"""From messages and tool schemas to examples: the tokens of the prompt, those after it, which of these the
+policy writes, and the pictures."""
 
 Piece = tuple[str, bool]
 """Part of a response, and whether the policy writes it (True) or reads it (False, an environment's reply)."""
@@ -48,6 +50,7 @@ class Example:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     response_mask: tuple[bool, ...]
+    images: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def load_examples(
     conversation: Conversation | None = None,
     max_positions: int | None = None,
     end_token_ids: Sequence[int] = (),
+    vision: PlacesImages | None = None,
 ) -> ExampleSet:
     """Check all rows of `sources` (the config's `sft.data`). Those that fit become an Example when they are
     drawn.
@@ -92,11 +96,10 @@ def load_examples(
         for source in read_sources(sources, base_dir=base_dir, key="sft.data"):
             maker: ConversationMaker | ResponseMaker
             if source.config.messages_key is not None:
-                maker = ConversationMaker(source, conversation)
+                maker = ConversationMaker(source, conversation, base_dir)
             else:
-                maker = ResponseMaker(
-                    Encoder(source, config, tokenizer), config, tokenizer, end_token_ids, base_dir
-                )
+                encoder = Encoder(source, config, tokenizer, base_dir=base_dir, vision=vision)
+                maker = ResponseMaker(encoder, config, tokenizer, end_token_ids, base_dir)
             key = checked.key_of(
                 len(source.rows), "sft", source.fingerprint, maker.fingerprint, f"{max_positions}"
             )
@@ -156,14 +159,14 @@ class ConversationMaker:
     fingerprint = ""
     MAX_EXAMPLES = 1 << 20
 
-    def __init__(self, source: SourceRows, conversation: Conversation | None) -> None:
-        self._source, self._conversation = source, conversation
+    def __init__(self, source: SourceRows, conversation: Conversation | None, base_dir: Path) -> None:
+        self._source, self._conversation, self._base_dir = source, conversation, base_dir
 
     def fitting(self, limit: int | None) -> tuple[list[int], Sequence[int], SourceCounts]:
         """Check all rows. Return the examples that fit into `limit` tokens, and the others."""
         fits, num = ([], []), len(self._source.rows)
         for row in range(num):
-            for number, example in enumerate(_conversation(self._source, row, self._conversation)):
+            for number, example in enumerate(self._of_row(row)):
                 length = len(example.prompt_ids) + len(example.response_ids)
                 fits[limit is not None and length > limit].append(row * self.MAX_EXAMPLES + number)
         return fits[False], fits[True], SourceCounts(num)
@@ -171,7 +174,10 @@ class ConversationMaker:
     def examples(self, indices: Sequence[int]) -> list[Example]:
         """The examples of these indices."""
         places = (divmod(index, self.MAX_EXAMPLES) for index in indices)
-        return [_conversation(self._source, row, self._conversation)[number] for row, number in places]
+        return [self._of_row(row)[number] for row, number in places]
+
+    def _of_row(self, row: int) -> list[Example]:
+        return _conversation(self._source, row, self._conversation, self._base_dir)
 
 
 class ResponseMaker:
@@ -222,7 +228,7 @@ class ResponseMaker:
                 else self._tokenizer.eos_token_id
             )
             response_ids, mask = zip(*response, (end, True), strict=True)
-            made.append(Example(item.token_ids, response_ids, mask))
+            made.append(Example(item.token_ids, response_ids, mask, item.images))
         return made
 
     @cached_property
@@ -269,7 +275,9 @@ class ResponseMaker:
         raise DataError(f"{source.where(index)}: {why}")
 
 
-def _conversation(source: SourceRows, index: int, conversation: Conversation | None) -> list[Example]:
+def _conversation(
+    source: SourceRows, index: int, conversation: Conversation | None, base_dir: Path
+) -> list[Example]:
     """The examples in a row's columns of messages and tools."""
     assert conversation is not None, "messages_key needs the model's chat format"
     where, columns = source.where(index), source.config
@@ -281,6 +289,13 @@ def _conversation(source: SourceRows, index: int, conversation: Conversation | N
     try:
         tools = read_tools(tools)
         messages = read_messages(messages, tools)
+        images = images_of(source.rows[index].get(columns.images_key or ""), base_dir)
+        contents = [content_of(message["content"], base_dir) for message in messages]
+        roles = [message["role"] for message in messages]
+        contents = placed_in_messages(contents, roles, images)
+        messages = [
+            {**message, "content": content} for message, content in zip(messages, contents, strict=True)
+        ]
     except ValueError as error:
         raise DataError(f"{where}: column {columns.messages_key!r}: {error}") from error
     if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[1:]):
@@ -289,7 +304,9 @@ def _conversation(source: SourceRows, index: int, conversation: Conversation | N
         spans = conversation(messages, tools)
     except ModelError as error:
         raise DataError(f"{where}: {error}") from error
-    return [Example(tuple(prompt_ids), tuple(ids), tuple(mask)) for prompt_ids, ids, mask in spans]
+    return [
+        Example(tuple(prompt_ids), tuple(ids), tuple(mask), images) for prompt_ids, ids, mask, images in spans
+    ]
 
 
 def _are_pieces(response: Any) -> bool:

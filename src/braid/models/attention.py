@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from braid.errors import ModelError
 
@@ -133,6 +133,13 @@ def register() -> None:
     AttentionInterface.register(IMPLEMENTATION, _attend)
     # It builds a plan for each shape, and packed rows make most shapes new.
     torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def use(model: PreTrainedModel, implementation: str) -> None:
+    """Set the attention of a model's decoder; a vision tower, whose positions all see each other, keeps
+    PyTorch's."""
+    towers = dict.fromkeys(set(model.config.sub_configs) - {"text_config"}, "sdpa")
+    model.set_attn_implementation({"": implementation, "text_config": implementation} | towers)
 
 
 class PackedAttention:

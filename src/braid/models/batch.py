@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from braid.types import Placed
+
 from .transfer import to_device
 
 if TYPE_CHECKING:  # imports transformers
@@ -31,6 +33,8 @@ class PackedBatch:
     those of an earlier row. They are stored once, with the earlier row, and T counts them once. (0, 0), or an
     empty tuple for the whole batch, means that nothing is shared.
 
+    `images` are the pictures of each row [B], empty where no row has any.
+
     `on_host` has copies of tensors of the batch in host memory, by name: to read them from a GPU, the host
     would wait for all that it has asked of it before.
 
@@ -50,6 +54,7 @@ class PackedBatch:
     shared: tuple[tuple[int, int], ...] = ()
     trajectories: tuple[int, ...] = ()
     sequence: SequenceGroup | None = None
+    images: tuple[tuple[Placed, ...], ...] = ()
     on_host: Mapping[str, Tensor] = field(default_factory=dict)
 
     def host(self, name: Literal["mask", "observed"]) -> Tensor:

@@ -30,6 +30,7 @@ from .logprobs import DEFAULT_CHUNK_BYTES, Head, TiledLogits, token_logprobs
 from .lora import has_adapters, merged_weights, named_adapters
 from .routing import ROUTING, Routing, find_routers, routed
 from .transfer import to_device
+from .vision import Sight, Span, Vision
 
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
@@ -42,12 +43,14 @@ class CausalLM(TrainableModel):
     `model` is the Hugging Face module, whose weights the native engine shares; `config` is its text config.
     `has_states`: some layers carry a state along a sequence (models.stateful).
     Log-probs and entropies are those of softmax(logits / temperature). `reference` computes the logits from
-    which the output "kl" is measured; None if there is no reference in this process. `routers` are those of a
+    which the output "kl" is measured; None if there is no reference in this process. `vision` says how the
+    model reads pictures; None if it reads only text. `routers` are those of a
     mixture of experts; with `replays_experts` it chooses the experts of the batch's input "experts".
     """
 
     reference: Callable[[PackedBatch], TiledLogits] | None = None
     replays_experts = False
+    vision: Vision | None = None
 
     def __init__(
         self,
@@ -104,7 +107,12 @@ class CausalLM(TrainableModel):
         weight = self._head.weight
         has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
         accumulates = self._writes_gradients and not has_hooks
-        return Head(weight, self._head.bias, self._logit_scale, self._softcap, accumulates=accumulates)
+        bias = self._head.bias
+        if self.vision is not None:  # a placeholder that the policy wrote would stand for no picture
+            is_free = weight.new_zeros(len(weight))
+            is_free[list(self.vision.reserved)] = float("-inf")
+            bias = is_free if bias is None else bias + is_free
+        return Head(weight, bias, self._logit_scale, self._softcap, accumulates=accumulates)
 
     def leave_gradients_to_autograd(self) -> None:
         self._writes_gradients = False
@@ -112,10 +120,16 @@ class CausalLM(TrainableModel):
         if isinstance(embedding, nn.Embedding):
             embedding.sparse = False
 
-    def hidden(self, input_ids: Tensor, positions: Tensor, context: AttentionContext) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, positions: Tensor, context: AttentionContext, sight: Sight | None = None
+    ) -> Tensor:
         """Last hidden states [T, D], after the final norm, of token ids [T] at positions [T] in their
-        sequences."""
-        return hidden_states(self.backbone, input_ids, positions, context)
+        sequences, with the pictures of `sight`."""
+        return hidden_states(self.backbone, input_ids, positions, context, sight)
+
+    def sight(self, spans: Sequence[Span]) -> Sight | None:
+        """What a pass over these parts of sequences reads besides their tokens; see Vision.sight."""
+        return None if self.vision is None else self.vision.sight(self.backbone, spans, self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, D] -> [N, V] in float32, before the temperature is applied; not differentiable."""
@@ -126,7 +140,7 @@ class CausalLM(TrainableModel):
         routers chose."""
         reference = self._logits_of_reference(batch) if "kl" in outputs else None
         with routed(routing := self._routing(batch, outputs)):
-            states, written = states_before(self.backbone, batch, self.attention)
+            states, written = states_before(self.backbone, batch, self.attention, self.vision)
         if "logits" in outputs:
             return {"logits": TiledLogits(states, self._lasting_head(), self.temperature)}
         chosen = {} if routing is None else self._chosen(routing, batch, outputs)
@@ -250,10 +264,15 @@ _USES_CONTEXT, _PADDING = "uses_attention_context", "padding_without_gradient"
 
 
 def hidden_states(
-    backbone: PreTrainedModel, input_ids: Tensor, positions: Tensor, context: AttentionContext
+    backbone: PreTrainedModel,
+    input_ids: Tensor,
+    positions: Tensor,
+    context: AttentionContext,
+    sight: Sight | None = None,
 ) -> Tensor:
-    """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`.
-    Raises ModelError if transformers would use another one, in which all tokens are one sequence."""
+    """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`
+    and the pictures of `sight`. Raises ModelError if transformers would use another one, in which all tokens
+    are one sequence."""
     chosen = backbone.config._attn_implementation
     if chosen != attention.IMPLEMENTATION and getattr(backbone, _USES_CONTEXT, False):
         raise ModelError(
@@ -261,13 +280,17 @@ def hidden_states(
             "the sequences of a batch would attend to each other; don't share it with another model: pass "
             "that one a copy.deepcopy of the config"
         )
+    places, pictures = positions.unsqueeze(0), dict[str, Any]()
+    if sight is not None:
+        places = places if sight.coordinates is None else sight.coordinates.unsqueeze(1)
+        pictures = {} if sight.features is None else {"mm_encoder_outputs": {"image": sight.features}}
     with attention.attending(context):
-        out = backbone(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
+        out = backbone(input_ids=input_ids.unsqueeze(0), position_ids=places, use_cache=False, **pictures)
     return out.last_hidden_state[0]
 
 
 def states_before(
-    backbone: PreTrainedModel, batch: PackedBatch, attention: AttentionKind
+    backbone: PreTrainedModel, batch: PackedBatch, attention: AttentionKind, vision: Vision | None = None
 ) -> tuple[Tensor, Tensor]:
     """Hidden states [N, D] that predict the policy's tokens, and the positions [N] of these tokens. With
     sequence parallelism, only those of this rank's slice."""
@@ -280,7 +303,12 @@ def states_before(
         written, before = written[is_here], before[is_here] - piece.start
         context = ranks.attention(context, batch.num_positions)
         ids, positions = ranks.cut(ids), ranks.cut(positions)
-    states = hidden_states(backbone, ids, positions, context)
+    sight = None
+    if batch.images:
+        assert vision is not None, "the plan refuses pictures for models that read only text"
+        begin = [num for _, num in batch.shared] or [0] * len(batch.lengths)
+        sight = vision.sight(backbone, list(map(Span, begin, batch.lengths, batch.images)), batch.device)
+    states = hidden_states(backbone, ids, positions, context, sight)
     return states.index_select(0, to_device(before, batch.device)), to_device(written, batch.device)
 
 
@@ -334,7 +362,7 @@ def use_packed_attention(model: PreTrainedModel) -> bool:
         )
     attention.register()
     # A model that can't only warns; models.selfcheck refuses it.
-    model.set_attn_implementation(attention.IMPLEMENTATION)
+    attention.use(model, attention.IMPLEMENTATION)
     setattr(model.base_model, _USES_CONTEXT, model.config._attn_implementation == attention.IMPLEMENTATION)
     return has_states
 

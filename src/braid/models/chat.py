@@ -21,11 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from braid.errors import ModelError
 from braid.reasoning import OF_MODELS
-from braid.types import Action, Message, StopReason, ToolCall
+from braid.types import Action, Message, Placed, StopReason, ToolCall, images_in
 from braid.users import encodable
 
 from .tokenizer import leading_tokens, whole_text
 from .tool_calls import ToolFormat, ToolSchema, detect_format, parse_calls
+from .vision import Vision
 
 logger = logging.getLogger(__name__)
 
@@ -58,16 +59,18 @@ class ChatFormat:
         thinking: Thinking = "keep",
         replies: Literal["messages", "text"] = "messages",
         template_kwargs: Mapping[str, Any] | None = None,
+        vision: Vision | None = None,
     ) -> None:
         """Without `use_template`, or a template of the tokenizer, messages are texts without roles, and
         results of tools are in a tag. `tool_format` None: that of the template. `thinking`: keep that of
         earlier turns, or do as the template does. `replies` to the policy: messages, or text within its
-        answer."""
+        answer. `vision` places pictures; None if the model reads only text."""
         template: Any = tokenizer.chat_template if use_template else None
         if isinstance(template, dict):
             template = template.get("tool_use", template.get("default"))
         self.tokenizer, self._ends = tokenizer, tuple(end_token_ids)
         self._template: str = template or ""
+        self._vision = vision
         self.is_plain = not template
         self._tool_format: ToolFormat | None = tool_format or detect_format(template)
         self.thinking: Thinking = thinking
@@ -102,8 +105,22 @@ class ChatFormat:
 
         self._encoded, self._has_warned = encoded, False
 
+    def expand(
+        self, ids: list[int], messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[int], tuple[Placed, ...]]:
+        """The tokens `ids` of `messages`, with those that stand for their pictures in place of one
+        placeholder each; and where these are. Raises ModelError if the model reads only text, or the template
+        does not show a picture."""
+        images = images_in(messages)
+        if self._vision is not None:
+            return self._vision.expand(ids, images)
+        if images:
+            raise ModelError("a message has a picture, but the model reads only text; set model.vision")
+        return ids, ()
+
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """Tokens of a conversation, up to the start of the policy's answer."""
+        """Tokens of a conversation, up to the start of the policy's answer. Each picture is a placeholder, as
+        in all tokens of messages here; see `expand`."""
         start = leading_tokens(self.tokenizer) if self.is_plain else []
         return start + self._encode(self._render(messages, tools))
 
@@ -113,7 +130,9 @@ class ChatFormat:
         """Tokens from the end of the policy's turn `last_ids` to the start of its next one, with `messages`
         between them. Begins with the template's end of a turn, unless the turn ends with an end token."""
         if self.replies_are_text:
-            return self._encode("".join(self._marked(message["content"]) for message in messages))
+            return self._encode(
+                "".join(self._plain(self._marked(message["content"])) for message in messages)
+            )
         closing, tail = self._tail(messages, tools)
         text = closing + tail
         if last_ids[-1] not in self._ends:
@@ -161,17 +180,19 @@ class ChatFormat:
 
     def examples(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
-    ) -> list[tuple[list[int], list[int], list[bool]]]:
+    ) -> list[tuple[list[int], list[int], list[bool], tuple[Placed, ...]]]:
         """A conversation to imitate, with answers of the role `assistant`: tokens of the prompt, those after
-        it, and which of these the policy writes: not those of answers whose `weight` is 0. Another example
-        begins where a new segment would in an episode, when the template drops the reasoning of earlier
-        turns. Raises ModelError if the template does not show an answer where the policy would write it."""
+        it, which of these the policy writes (not those of answers whose `weight` is 0), and the pictures in
+        all of these tokens. Another example begins where a new segment would in an episode, when the template
+        drops the reasoning of earlier turns. Raises ModelError if the template does not show an answer where
+        the policy would write it."""
         imitated = [message.get("weight") != 0 for message in messages]
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         first: Any = messages[: answers[0]]
-        prompt, ids, mask = self.opening(first, tools), list[int](), list[bool]()
-        examples, past = list[tuple[list[int], list[int], list[bool]]](), list[Answer]()
+        prompt, images = self.expand(self.opening(first, tools), first)
+        ids, mask, past = list[int](), list[bool](), list[Answer]()
+        examples = list[tuple[list[int], list[int], list[bool], tuple[Placed, ...]]]()
         for i, following in zip(answers, [*answers[1:], len(messages)], strict=True):
             replies: Any = messages[i + 1 : following]
             written = self._written(messages[: i + 1], replies, tools)
@@ -181,17 +202,21 @@ class ChatFormat:
                 break
             past.append(Answer(written, replies))
             if self.thinking == "keep" or self.replies_are_text:
-                read = self.delta(replies, tools, written)
+                read, new = self.expand(self.delta(replies, tools, written), replies)
+                start = len(prompt) + len(ids)
+                images += tuple(one._replace(start=one.start + start) for one in new)
             else:
-                whole, history = self.conversation(first, past, tools), [*prompt, *ids]
+                shown = [*first, *(message for answer in past for message in answer.replies)]
+                whole, of_whole = self.expand(self.conversation(first, past, tools), shown)
+                history = [*prompt, *ids]
                 if whole[: len(history)] != history:
-                    examples.append((prompt, ids, mask))
-                    prompt, ids, mask = whole, [], []
+                    examples.append((prompt, ids, mask, images))
+                    prompt, ids, mask, images = whole, [], [], of_whole
                     continue
-                read = whole[len(history) :]
+                read, images = whole[len(history) :], of_whole
             ids += read
             mask += [False] * len(read)
-        return [example for example in (*examples, (prompt, ids, mask)) if any(example[2])]
+        return [example for example in (*examples, (prompt, ids, mask, images)) if any(example[2])]
 
     def _written(
         self, messages: Sequence[Mapping[str, Any]], replies: Sequence[Any], tools: Sequence[ToolSchema]
@@ -426,9 +451,8 @@ class ChatFormat:
             ):
                 message[self._reasoning_key] = message.pop("reasoning_content")
         if self.is_plain:
-            return "".join(
-                f"<out>{m['content']}</out>" if m["role"] == "tool" else m["content"] for m in chat
-            )
+            texts = [(self._plain(message["content"]), message["role"]) for message in chat]
+            return "".join(f"<out>{text}</out>" if role == "tool" else text for text, role in texts)
         shown: Any = self._marked(list(tools)) or None
         try:
             return str(
@@ -445,9 +469,19 @@ class ChatFormat:
             roles = ", ".join(str(m["role"]) for m in messages)
             raise ModelError(f"the chat template rejects messages with the roles {roles}: {error}") from error
 
+    def _plain(self, content: Any) -> str:
+        """Text, with a placeholder for each picture."""
+        if isinstance(content, str):
+            return content
+        token = "" if self._vision is None else self._vision.mark
+        return "".join(part["text"] if part["type"] == "text" else token for part in content)
+
     def _marked(self, value: Any) -> Any:
-        """`value` with a mark after the first character of each added token in its texts."""
+        """`value` with a mark after the first character of each added token in its texts, and pictures as
+        transformers' templates take them."""
         if isinstance(value, Mapping):
+            if value.get("type") == "image":
+                return {"type": "image"}
             return {key: self._marked(one) for key, one in value.items()}
         if isinstance(value, list | tuple):
             return [self._marked(one) for one in value]

@@ -40,6 +40,7 @@ def export_language_model(config: RunConfig, weights: Mapping[str, Tensor], fold
         seed=config.run.seed,
         device=torch.device("cpu"),
         longest=longest_row(config),
+        images=config.data.image,
     )
     copy_weights(weights, lm.named_weights())
     export_model(lm, load_tokenizer(config.model), folder)

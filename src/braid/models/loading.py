@@ -8,9 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.initialization import no_init_weights
 
+from braid.config.data import ImageLimits
 from braid.config.model import DType, ModelConfig
 from braid.config.train import TrainConfig
 from braid.errors import ModelError
@@ -24,6 +31,7 @@ from .kernels import check_attention, check_liger, use_liger_kernels
 from .lora import add_adapters
 from .selfcheck import check_against_plain
 from .tokenizer import load_tokenizer, model_path
+from .vision import freeze, load_vision
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +42,7 @@ TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 
-def load_policy(
+def load_policy(  # noqa: PLR0913
     config: ModelConfig,
     *,
     temperature: float,
@@ -44,12 +52,13 @@ def load_policy(
     key: str = "model",
     rank: int | None = None,
     longest: int | None = None,
+    images: ImageLimits | None = None,
 ) -> CausalLM:
     """Load the language model of `config` to `device` and check it.
 
     `seed` is used for random weights (`build`, `lora`); `key` is the config section named in errors; `train`
     selects the kernels (default: the schema's defaults); `longest` is the run's longest row in tokens (None:
-    any length), beyond which the model is not checked.
+    any length), beyond which the model is not checked. `images` are the limits of pictures.
 
     With `rank` the model stays in host memory, to be sharded over ranks. With `low_memory_load` only rank 0
     reads the files; the weights of the others take no memory until they are written to. Raises ModelError.
@@ -69,6 +78,10 @@ def load_policy(
         _set_config_tokens(model, config)
         _note_dropout(model)
     _check_architecture(model, config.architecture, key)
+    vision = None
+    if config.vision is not None:
+        vision = load_vision(config, images or ImageLimits(), load_tokenizer(config))
+        freeze(model, config.vision)
     if not train.liger_kernels:
         fuse(model, compiles=config.attention == "compiled")
     if config.lora is not None:
@@ -81,6 +94,7 @@ def load_policy(
         attention=config.attention,
         compiles=train.compile,
     )
+    lm.vision = vision
     if not is_hollow:
         check_against_plain(lm, longest)
     if train.liger_kernels:  # after the check: the weights may still be on the host, where Liger cannot run
@@ -102,6 +116,8 @@ def save_pretrained(lm: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Pa
     merged into the weights."""
     lm.model.save_pretrained(folder, state_dict=dict(lm.merged_weights()))
     tokenizer.save_pretrained(folder)
+    if lm.vision is not None:
+        lm.vision.processor.save_pretrained(folder)
 
 
 def _pretrained(config: ModelConfig, key: str, device: torch.device, *, is_hollow: bool) -> PreTrainedModel:
@@ -109,13 +125,14 @@ def _pretrained(config: ModelConfig, key: str, device: torch.device, *, is_hollo
     memory."""
     path, remote = model_path(config), {"trust_remote_code": config.trust_remote_code}
     options: dict[str, Any] = {"dtype": TORCH_DTYPES[config.dtype], "attn_implementation": "eager", **remote}
+    auto = AutoModelForCausalLM if config.vision is None else AutoModelForImageTextToText
+    what = "causal language model" if config.vision is None else "vision-language model"
     if not is_hollow:
         place = {"": device} if config.low_memory_load else None
-        load = AutoModelForCausalLM.from_pretrained
-        return read_model(path, key, "causal language model", load, device_map=place, **options)
-    model_config = read(path, key, "causal language model", AutoConfig.from_pretrained, **remote)
+        return read_model(path, key, what, auto.from_pretrained, device_map=place, **options)
+    model_config = read(path, key, what, AutoConfig.from_pretrained, **remote)
     with no_init_weights():
-        model = AutoModelForCausalLM.from_config(model_config, **options)
+        model = auto.from_config(model_config, **options)
     model.tie_weights()
     return model
 

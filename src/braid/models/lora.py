@@ -196,14 +196,15 @@ def _experts(model: nn.Module) -> list[str]:
 
 def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """The linear layers and the parameters of experts that `names` select. Each is a suffix of a dotted name;
-    all-linear selects all of them except the head."""
-    by_weight = layers_read_by_weight(model)
+    all-linear selects all of them except the head. A vision tower has none."""
+    by_weight, tower = layers_read_by_weight(model), _layers_of_tower(model)
     layers = [
         name
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D)
         and not ("Router" in type(layer).__name__ or {"router", "indexer"} & set(name.split(".")))
         and name not in by_weight
+        and name not in tower
     ]
     experts = _experts(model)
     head = model.get_output_embeddings()
@@ -219,8 +220,17 @@ def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str],
                 f"available: {', '.join(ends)}; all-linear selects all of them"
             )
     chosen = tuple(f".{target}" for target in names)
-    is_layer = any(f".{name}".endswith(chosen) for name in layers)
-    return list(names) if is_layer else [], [name for name in experts if f".{name}".endswith(chosen)]
+    are_chosen = [name for name in layers if f".{name}".endswith(chosen)]
+    named = are_chosen if tower else list(names)  # layers of the tower may have the same names
+    return named if are_chosen else [], [name for name in experts if f".{name}".endswith(chosen)]
+
+
+def _layers_of_tower(model: PreTrainedModel) -> set[str]:
+    """Names of the modules of a vision-language model that are not of its language model."""
+    if not hasattr(model.config, "vision_config"):
+        return set()
+    modules = {id(module) for module in (*model.get_decoder().modules(), model.get_output_embeddings())}
+    return {name for name, module in model.named_modules() if id(module) not in modules}
 
 
 def _check(model: PreTrainedModel, settings: Any) -> None:

@@ -41,6 +41,7 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         train=train,
         rank=rank,
         longest=longest_row(config),
+        images=config.data.image,
     )
     check_engine(lm, config.rollout)
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
@@ -81,7 +82,7 @@ def make_critic(
     if source is policy or source.has_adapters:
         critic = ValueModel.copy_of(source, **head)
     else:  # the backbone is not used elsewhere
-        critic = ValueModel(source.backbone, attention=source.attention, **head)
+        critic = ValueModel(source.backbone, attention=source.attention, vision=source.vision, **head)
     critic.set_gradient_checkpointing(train.gradient_checkpointing)
     return critic
 
@@ -157,4 +158,5 @@ def _load_folder(
         key=role,
         rank=rank,
         longest=longest_row(config),
+        images=config.data.image,
     )

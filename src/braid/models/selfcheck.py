@@ -6,13 +6,16 @@ and type."""
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,11 +25,14 @@ from transformers import PreTrainedModel
 
 from braid.errors import ModelError
 from braid.plan import rotary_problem
+from braid.types import Image, Placed
 
-from .attention import IMPLEMENTATION, LayerCall, PackedAttention, causal_attention
+from . import attention
+from .attention import LayerCall, PackedAttention, causal_attention
 from .batch import PackedBatch
 from .causal_lm import CausalLM
 from .tiny import length_keys, tiny_model
+from .vision import Span, Vision
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +70,8 @@ def check_against_plain(lm: CausalLM, longest: int | None = None) -> None:
     ignored."""
     check_tiny_copy(lm, PACKED_ROWS, longest)
     check_own_weights(lm, PACKED_ROWS, longest)
+    if lm.vision is not None:
+        check_pictures(lm, lm.vision)
 
 
 @torch.no_grad()
@@ -111,7 +119,8 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
         plain = _plain_logprobs(model, rows)
         _check_numbers(model, plain)
         rounding = _rounding(model, rows, plain).mean().item()
-    error = _errors(check.logprobs(lm, rows), plain).mean().item()
+    ours = [_of_free(lm, part) for part in check.logprobs(lm, rows)]
+    error = _errors(ours, [_of_free(lm, part) for part in plain]).mean().item()
     allowed = _OF_MEAN * rounding + _LEAST
     if not error <= allowed:
         raise ModelError(
@@ -119,6 +128,77 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
             f"its own forward pass: by {error:.2g} nats on average, where rounding explains {allowed:.2g}; "
             f"{check.instead}"
         )
+
+
+@torch.no_grad()
+def check_pictures(lm: CausalLM, vision: Vision) -> None:
+    """Compare packed rows with no, one and two pictures, two of which share one, with the model's own forward
+    pass over each; and see that another picture gives other log-probs. Raises ModelError."""
+    model, name = lm.model, type(lm.model).__name__
+    rows = [picture_row(lm, vision, pictures) for pictures in ((), (0,), (0, 1))]
+    with _plain_attention(model):
+        plain = [_of_free(lm, _plain_row(model, vision, *row)) for row in rows]
+        with _Wider(model.dtype):
+            wide = [_of_free(lm, _plain_row(model, vision, *row)) for row in rows]
+    rounding = _errors(plain, wide).mean().item()
+    error = _errors([_of_free(lm, part) for part in packed_pictures(lm, rows)], plain).mean().item()
+    allowed = _OF_MEAN * rounding + _LEAST
+    if not error <= allowed:
+        raise ModelError(
+            f"{name} gives different log-probs with packed rows that have pictures than in its own forward "
+            f"pass: by {error:.2g} nats on average, where rounding explains {allowed:.2g}; remove "
+            "model.vision, or choose another model"
+        )
+    ids, images = rows[1]
+    other = [one._replace(image=noise(7)) for one in images]
+    (swapped,) = packed_pictures(lm, [(ids, other)])
+    end = images[0].start + images[0].num
+    change = _errors([_of_free(lm, swapped)[end:]], [plain[1]]).mean().item()
+    if not change > 3 * allowed:
+        raise ModelError(
+            f"{name} gives the same log-probs with another picture (they differ by {change:.2g} nats): it "
+            "does not see pictures; choose another model, or train it on pictures from a checkpoint that does"
+        )
+
+
+def noise(seed: int) -> Image:
+    """A picture of noise, whose sides differ."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (64, 96, 3), dtype=np.uint8)
+    out = BytesIO()
+    PIL.Image.fromarray(pixels).save(out, "PNG")
+    return Image.of(out.getvalue())
+
+
+def picture_row(
+    lm: CausalLM, vision: Vision, pictures: Sequence[int], num_last: int = 9
+) -> tuple[Tensor, list[Placed]]:
+    """Tokens [L] of a row with these pictures of noise, and where they are; it ends with `num_last` tokens of
+    text."""
+    numbers, free = random.Random(len(pictures)), _free_ids(lm)
+    ids = numbers.choices(free, k=3)
+    for _ in pictures:
+        ids += [vision.placeholder, *numbers.choices(free, k=2)]
+    expanded, placed = vision.expand([*ids, *numbers.choices(free, k=num_last)], list(map(noise, pictures)))
+    return torch.tensor(expanded, device=lm.device), list(placed)
+
+
+def packed_pictures(lm: CausalLM, rows: Sequence[tuple[Tensor, Sequence[Placed]]]) -> list[Tensor]:
+    """Log-probs [L, V] of each row from one packed forward pass."""
+    lengths = [len(ids) for ids, _ in rows]
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(lm.device)
+    sight = lm.sight([Span(0, len(ids), images) for ids, images in rows])
+    line = torch.cat([ids for ids, _ in rows])
+    hidden = lm.hidden(line, positions, PackedAttention(lengths, lm.device), sight)
+    return list(lm.logits(hidden).log_softmax(-1).split(lengths))
+
+
+def _plain_row(model: PreTrainedModel, vision: Vision, ids: Tensor, images: Sequence[Placed]) -> Tensor:
+    inputs = vision.plain_inputs(ids[None], images)
+    for module in (model, model.base_model):  # some keep the positions of the row before
+        if hasattr(module, "rope_deltas"):
+            vars(module)["rope_deltas"] = None
+    logits = model(input_ids=ids[None], use_cache=False, **inputs).logits[0]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +229,10 @@ class PlainLogprobs:
             else:
                 with torch.autocast(lm.device.type, dtype):
                     error = _errors(_plain_logprobs(model, rows), plain)
-        logprobs = torch.cat([p[:-1] for p in plain]).div(lm.temperature).log_softmax(-1)
+        logits = torch.cat([p[:-1] for p in plain]).div(lm.temperature)
+        if lm.vision is not None:
+            logits[:, list(lm.vision.reserved)] = float("-inf")
+        logprobs = logits.log_softmax(-1)
         values = logprobs.gather(1, torch.cat([row[1:] for row in rows])[:, None])[:, 0]
         rounding = error.mean().item() / min(1.0, lm.temperature)
         return cls(arrays, values.float().cpu().numpy(), rounding)
@@ -218,10 +301,23 @@ def _random_rows(lm: CausalLM, longest: int | None = None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     lengths = _LENGTHS_WITH_STATES if lm.has_states else _LENGTHS
     lengths = [min(length, longest or length) for length in lengths]
-    rows = [torch.randint(lm.vocab_size, (n,), generator=generator).to(lm.device) for n in lengths]
+    free = torch.tensor(_free_ids(lm))
+    places = (torch.randint(len(free), (n,), generator=generator) for n in lengths)
+    rows = [free[chosen].to(lm.device) for chosen in places]
     for row in rows[1:-1]:
         row[:_NUM_SHARED] = rows[0][: min(_NUM_SHARED, len(row))]
     return rows
+
+
+def _free_ids(lm: CausalLM) -> list[int]:
+    """The tokens that the policy may write."""
+    reserved = () if lm.vision is None else lm.vision.reserved
+    return [token for token in range(lm.vocab_size) if token not in reserved]
+
+
+def _of_free(lm: CausalLM, logprobs: Tensor) -> Tensor:
+    """Log-probs [L, V] among the tokens that the policy may write."""
+    return logprobs if lm.vision is None else logprobs[:, _free_ids(lm)].log_softmax(-1)
 
 
 def _plain_logprobs(model: PreTrainedModel, rows: Sequence[Tensor], *, fresh: bool = False) -> list[Tensor]:
@@ -254,11 +350,11 @@ PACKED_ROWS = Check(
 @contextmanager
 def _plain_attention(model: PreTrainedModel) -> Generator[None]:
     """Use transformers' eager attention within this block."""
-    model.set_attn_implementation("eager")
+    attention.use(model, "eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(IMPLEMENTATION)
+        attention.use(model, attention.IMPLEMENTATION)
 
 
 def _rounding(
@@ -313,8 +409,8 @@ def _reason(lm: CausalLM, row: Tensor) -> str:
         calls.append(call)
         return causal_attention(call, *qkv)
 
-    attention = PackedAttention([len(row)], lm.device, kernel=kernel)
-    lm.hidden(row, torch.arange(len(row), device=lm.device), attention)
+    context = PackedAttention([len(row)], lm.device, kernel=kernel)
+    lm.hidden(row, torch.arange(len(row), device=lm.device), context)
     if calls:
         return "; its layers may compute positions or masks themselves"
     return ", since its layers do not attend through transformers' attention interface"

@@ -53,7 +53,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         )
     elif config.build is not None:
         build = config.build
-        tokenizer = character_tokenizer(build.characters, build.special_tokens, build.words)
+        tokenizer = character_tokenizer(build.characters, build.all_special_tokens, build.words)
     else:
         tokenizer = read_tokenizer(model_path(config), "model.path", config.trust_remote_code)
     if config.chat_template is not None:

@@ -14,6 +14,7 @@ from .flops import Flops, flops_of
 from .kernels import AttentionKind
 from .lora import plain_copy
 from .value_head import ValueHead, with_head
+from .vision import Vision
 
 
 class ValueModel(TrainableModel):
@@ -31,10 +32,12 @@ class ValueModel(TrainableModel):
         head_name: str = "value_head",
         normalizes: bool = False,
         attention: AttentionKind = "auto",
+        vision: Vision | None = None,
     ) -> None:
         """Takes ownership of the `backbone` of a CausalLM; use `copy_of` if it is used elsewhere.
-        `normalizes` as in ValueHead."""
+        `normalizes` as in ValueHead, `vision` as in CausalLM."""
         self.attention: AttentionKind = attention
+        self.vision = vision
         self.backbone = backbone.eval()
         embedding = backbone.get_input_embeddings()
         if isinstance(embedding, nn.Embedding):
@@ -51,11 +54,12 @@ class ValueModel(TrainableModel):
     ) -> ValueModel:
         """Build a critic whose backbone is a copy of the policy's."""
         backbone = plain_copy(policy.backbone)
-        return cls(backbone, head_name=head_name, normalizes=normalizes, attention=policy.attention)
+        shared = {"attention": policy.attention, "vision": policy.vision}
+        return cls(backbone, head_name=head_name, normalizes=normalizes, **shared)
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         """`values` and `value_deviation` [T] in float32 (see TrainableModel)."""
-        states, written = states_before(self.backbone, batch, self.attention)
+        states, written = states_before(self.backbone, batch, self.attention, self.vision)
         return self.value_head.outputs(spread(self.value_head(states), written, batch), outputs)
 
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:

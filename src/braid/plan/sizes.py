@@ -110,7 +110,7 @@ def policy_size(config: RunConfig) -> ModelSize | None:
 
 def size_of_spec(spec: BuildSpec) -> ModelSize:
     """Size of the model that a build spec describes."""
-    tokens = {*spec.characters, *spec.words, *spec.special_tokens}
+    tokens = {*spec.characters, *spec.words, *spec.all_special_tokens}
     vocab = math.ceil((len(tokens) + SPECIAL_TOKENS) / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     hidden, wide = spec.hidden_size, spec.intermediate_size
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -127,11 +127,12 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
     layer = sum(map(math.prod, matrices.values())) + num_norms * hidden
     if spec.architecture == "qwen2":
         layer += queries + 2 * keys  # biases
-    if spec.architecture in ("qwen3", "gemma3_text"):
+    if spec.architecture in ("qwen3", "gemma3_text", "qwen3_vl"):
         layer += 2 * spec.head_dim  # norms of queries and keys
     head = 0 if spec.tie_embeddings else vocab * hidden
+    tower = spec.vision_tower.num_parameters(hidden) if spec.vision_tower is not None else 0
     return ModelSize(
-        parameters=vocab * hidden + spec.num_layers * layer + hidden + head,
+        parameters=vocab * hidden + spec.num_layers * layer + hidden + head + tower,
         head_parameters=head,
         hidden_size=hidden,
         num_layers=spec.num_layers,
@@ -270,11 +271,15 @@ def _linear(shapes: Mapping[str, list[int]]) -> dict[str, int]:
     return out
 
 
+_TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "connector")
+"""Modules of vision-language models beside the language model."""
+
+
 def _is_other_matrix(layer: str, shapes: Mapping[str, list[int]]) -> bool:
-    """Whether a matrix is an embedding, a router, the output head, or of an indexer."""
+    """Whether a matrix is an embedding, a router, the output head, or of an indexer or a vision tower."""
     above, _, last = layer.rpartition(".")
     is_router = last == "gate" and any(name.startswith(f"{above}.experts.") for name in shapes)
-    is_within = not {"router", "indexer"}.isdisjoint(layer.split("."))
+    is_within = not {"router", "indexer", *_TOWERS}.isdisjoint(layer.split("."))
     return is_router or is_within or "embed" in last or last in ("lm_head", "wte", "wpe")
 
 

@@ -13,6 +13,8 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from braid.types import text_of
+
 from .samples import Sample, read_samples
 from .sinks.console import printable
 
@@ -88,7 +90,7 @@ def _answers(pairs: list[tuple[Sample, Sample]]) -> Table:
         table.add_column(title, ratio=ratio, overflow="fold")
     for before, after in pairs:
         messages = after.trajectory.prompt.messages
-        prompt = _cut(messages[-1]["content"] if messages else after.prompt_text)
+        prompt = _cut(text_of(messages[-1]["content"]) if messages else after.prompt_text)
         table.add_row(Text(prompt), _answer(before), _answer(after))
     return table
 

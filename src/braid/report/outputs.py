@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from textwrap import indent
 
-from braid.types import Group
+from braid.types import Group, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ def log_outputs(round_: int, groups: Sequence[Group]) -> None:
             outcome = f"invalid ({trajectory.reason})"
             if trajectory.is_valid:
                 outcome = f"{trajectory.status}, reward {trajectory.reward:g}"
-            asked = group.prompt.messages[-1]["content"] if group.prompt.messages else ""
+            asked = text_of(group.prompt.messages[-1]["content"]) if group.prompt.messages else ""
             text = indent(f"{asked}\n--> {trajectory.text}", "    ")
             place = trajectory.sample + 1, len(group.trajectories)
             logger.info(

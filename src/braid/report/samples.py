@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from braid.types import EnvSteps, Group, PolicyVersion, Prompt, Row, Segment, Status, Trajectory, Turn
+from braid.images import extension_of
+from braid.types import (
+    EnvSteps,
+    Group,
+    Image,
+    Placed,
+    PolicyVersion,
+    Prompt,
+    Row,
+    Segment,
+    Status,
+    Trajectory,
+    Turn,
+)
 
 from .files import to_json, write_atomically
 
@@ -58,7 +71,7 @@ def write_samples(
     path: Path, groups: Sequence[Group], rows: Iterable[Row] = (), *, decode: Decode | None = None
 ) -> None:
     """Write every trajectory of `groups`, with the training values from its rows in `rows`. The write is
-    atomic.
+    atomic. Pictures are files in the folder `images` beside `path`, one each however often they are read.
 
     Raises OSError.
     """
@@ -67,19 +80,43 @@ def write_samples(
         rows_of.setdefault(row.trajectory, []).append(row)
     trajectories = [t for group in groups for t in group.trajectories]
     text_of: Decode = decode or (lambda _: "")
+    images: dict[str, Image] = {}
     lines = (
-        to_json(_record(trajectory, rows_of.get(place, ()), text_of)) + "\n"
+        to_json(_storable(_record(trajectory, rows_of.get(place, ()), text_of), images)) + "\n"
         for place, trajectory in enumerate(trajectories)
     )
     write_atomically(path, lines)
+    for name, image in images.items():
+        file = path.parent / name
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, [image.data])
+
+
+def _storable(value: Any, images: dict[str, Image]) -> Any:
+    """A record with the names of files in place of pictures, which are added to `images`, and the size of
+    bytes in place of their content."""
+    if isinstance(value, Image):
+        name = f"images/{value.key}{extension_of(value)}"
+        images[name] = value
+        return name
+    if isinstance(value, Placed):
+        return {"start": value.start, "num": value.num, "image": _storable(value.image, images)}
+    if isinstance(value, Mapping):
+        return {key: _storable(one, images) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_storable(one, images) for one in value]
+    if isinstance(value, bytes | bytearray):
+        return f"<{len(value)} bytes>"
+    return value
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
     """Read the samples of a file, in order. Non-finite numbers come back as nan, and values of prompt fields
-    that JSON does not support as strings."""
+    that JSON does not support as strings. Pictures are read from their files."""
     with path.open(encoding="utf-8") as file:
         for line in file:
-            yield _sample(json.loads(line))
+            yield _sample(json.loads(line), path.parent)
 
 
 def _record(trajectory: Trajectory, rows: Sequence[Row], text_of: Decode) -> dict[str, Any]:
@@ -101,10 +138,15 @@ def _record(trajectory: Trajectory, rows: Sequence[Row], text_of: Decode) -> dic
             "messages": prompt.messages,
             "fields": dict(prompt.fields),
             "token_ids": prompt.token_ids,
+            **({"images": prompt.images} if prompt.images else {}),
         },
         "turns": [
             {"context_text": text_of(turn.context_ids), "output_text": text_of(turn.output_ids)}
-            | {f.name: getattr(turn, f.name) for f in fields(Turn) if f.name != "experts"}
+            | {
+                f.name: getattr(turn, f.name)
+                for f in fields(Turn)
+                if f.name != "experts" and (turn.images or f.name != "images")
+            }
             for turn in trajectory.turns
         ],
         **({} if is_plain else {"segments": segments}),
@@ -113,7 +155,7 @@ def _record(trajectory: Trajectory, rows: Sequence[Row], text_of: Decode) -> dic
     }
 
 
-def _sample(record: dict[str, Any]) -> Sample:
+def _sample(record: dict[str, Any], folder: Path) -> Sample:
     prompt, turns = record["prompt"], record["turns"]
     sample = Sample(
         Trajectory(
@@ -121,8 +163,9 @@ def _sample(record: dict[str, Any]) -> Sample:
                 uid=record["uid"],
                 source=record["source"],
                 token_ids=tuple(prompt["token_ids"]),
-                messages=tuple(prompt["messages"]),
+                messages=tuple(_with_pictures(message, folder) for message in prompt["messages"]),
                 fields=prompt["fields"],
+                images=_placed(prompt.get("images", ()), folder),
             ),
             **{name: record[name] for name in _STORED if name in record},
             env_steps=record["env_steps"] and _env_steps(record["env_steps"]),
@@ -132,7 +175,7 @@ def _sample(record: dict[str, Any]) -> Sample:
         output_texts=[turn.pop("output_text") for turn in turns],
         training={name: _numbers(values) for name, values in record["training"].items()},
     )
-    trajectory, left = sample.trajectory, (_turn(turn) for turn in turns)
+    trajectory, left = sample.trajectory, (_turn(turn, folder) for turn in turns)
     segments = record.get("segments", [_only_segment(len(turns))] if turns else [])
     trajectory.segments = [
         Segment(list(islice(left, s["num_turns"])), s["agent"], s.get("is_trained", True)) for s in segments
@@ -147,11 +190,32 @@ def _only_segment(num_turns: int) -> dict[str, Any]:
     return {"agent": Segment().agent, "num_turns": num_turns, "is_trained": True}
 
 
-def _turn(record: dict[str, Any]) -> Turn:
+def _turn(record: dict[str, Any], folder: Path) -> Turn:
     turn = Turn(**record)
+    turn.images = _placed(turn.images, folder)
     turn.logprobs = _numbers(turn.logprobs)
     turn.policy_version = _version(record["policy_version"])
     return turn
+
+
+def _placed(records: Iterable[Any], folder: Path) -> tuple[Placed, ...]:
+    return tuple(Placed(one["start"], one["num"], _picture(one["image"], folder)) for one in records)
+
+
+def _picture(name: str, folder: Path) -> Image:
+    """A stored picture; without data if its file is gone."""
+    file = folder / name
+    return Image(file.stem, file.read_bytes() if file.exists() else b"")
+
+
+def _with_pictures(message: Any, folder: Path) -> Any:
+    if isinstance(message["content"], str):
+        return message
+    parts = [
+        {**part, "image": _picture(part["image"], folder)} if part["type"] == "image" else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
 
 
 def _version(value: int | list[list[int]]) -> PolicyVersion:

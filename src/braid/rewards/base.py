@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from braid.config.reward import RewardConfig
 from braid.errors import ConfigError, Problem, RewardError
-from braid.types import Message, Prompt, Trajectory
+from braid.types import Message, Prompt, Trajectory, text_of
 
 Later = Callable[[], Awaitable[object]]
 """Async function that returns a score; called again for each retry."""
@@ -114,7 +114,7 @@ def references_of(prompt: Prompt) -> list[str]:
 def task_of(trajectory: Trajectory) -> str:
     """The text of the prompt's last message."""
     messages = trajectory.prompt.messages
-    return messages[-1]["content"] if messages else ""
+    return text_of(messages[-1]["content"]) if messages else ""
 
 
 def column_of(prompt: Prompt, name: str, *, key: str) -> Any:

@@ -7,11 +7,11 @@ begins instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from braid.errors import EngineError
 from braid.models.chat import Answer, ChatFormat, ToolSchema
-from braid.types import Action, Key, Message, Segment, Trajectory, Turn
+from braid.types import Action, Key, Message, Placed, Prompt, Segment, Trajectory, Turn
 
 from .engine import Request, RolloutEngine, Sampling
 
@@ -40,8 +40,10 @@ class Conversation:
         self.segments: list[Segment] = []
         self._segment: Segment | None = None
         self._history: list[int] = []
+        self._images: tuple[Placed, ...] = ()
         self.unread: list[int] = []
         """Tokens that the next turn reads and no earlier one did."""
+        self._unread_images: tuple[Placed, ...] = ()
         self._messages: list[Message] = []
         self._answers: list[Answer] = []
         self._tools: tuple[ToolSchema, ...] = ()
@@ -51,10 +53,19 @@ class Conversation:
         """Tokens that the next turn reads."""
         return len(self._history) + len(self.unread)
 
-    def open(self, messages: Sequence[Message], tools: Sequence[ToolSchema], ids: Sequence[int] = ()) -> None:
-        """Start with `messages`; `ids` are their tokens, if known."""
+    def open(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], prompt: Prompt | None = None
+    ) -> None:
+        """Start with `messages`, whose tokens are those of `prompt`, if known."""
         self._messages, self._tools = list(messages), tuple(tools)
-        self.unread = list(ids) or self._chat.opening(messages, tools)
+        if prompt is not None and prompt.token_ids:
+            self.unread, self._unread_images = list(prompt.token_ids), prompt.images
+        else:
+            self._read(self._chat.opening(messages, tools), messages)
+
+    def _read(self, ids: list[int], messages: Sequence[Message]) -> None:
+        """Have the next turn read the tokens of messages."""
+        self.unread, self._unread_images = self._chat.expand(ids, messages)
 
     def read(self, messages: Sequence[Message]) -> None:
         """Append messages after the policy's turn."""
@@ -62,19 +73,31 @@ class Conversation:
         last = self._segment.turns[-1].output_ids
         self._answers.append(Answer(last, tuple(messages)))
         if self._chat.thinking == "keep" or self._chat.replies_are_text:
-            self.unread = self._chat.delta(messages, self._tools, last)
+            self._read(self._chat.delta(messages, self._tools, last), messages)
             if self._chat.replies_are_text and self._chat.is_end(last[-1]):
-                self._segment, self._history, self.unread = None, [], [*self._history[:-1], *self.unread]
+                del self._history[-1]
+                images = (*self._images, *_moved(self._unread_images, len(self._history)))
+                self._restart([*self._history, *self.unread], images)
             return
-        ids, known = self._chat.conversation(self._messages, self._answers, self._tools), len(self._history)
+        said = [*self._messages, *(message for answer in self._answers for message in answer.replies)]
+        ids = self._chat.conversation(self._messages, self._answers, self._tools)
+        ids, images = self._chat.expand(ids, said)
+        known = len(self._history)
         if ids[:known] == self._history:
-            self.unread = ids[known:]
+            new = (one for one in images if one.start >= known)
+            self.unread, self._unread_images = ids[known:], _moved(new, -known)
         else:
-            self._segment, self._history, self.unread = None, [], ids
+            self._restart(ids, images)
+
+    def _restart(self, ids: list[int], images: tuple[Placed, ...]) -> None:
+        """Begin a new segment with these tokens."""
+        self._segment, self._history, self._images = None, [], ()
+        self.unread, self._unread_images = ids, images
 
     def restart(self, messages: Sequence[Message]) -> None:
         """Begin a new segment, in which the policy reads only `messages`."""
-        self._segment, self._history, self._answers = None, [], []
+        self._restart([], ())
+        self._answers = []
         self.open(messages, self._tools)
 
     async def turn(self, sampling: Sampling, max_tokens: int) -> tuple[Turn, Action] | None:
@@ -84,22 +107,23 @@ class Conversation:
         if room < 1:
             return None
         number, self._num_turns = self._num_turns, self._num_turns + 1
+        self._images += _moved(self._unread_images, len(self._history))
         self._history += self.unread
         key, name = (*self._key, number, *self._name), (*self._key, *self._name)
-        request = Request(tuple(self._history), sampling.within(room), key, name)
+        request = Request(tuple(self._history), sampling.within(room), key, name, self._images)
         completion = await self._engine.generate(request)
         if completion.stop_reason == "cancelled":
             raise EngineError("the request was cancelled")
         if not (ids := completion.token_ids):
             raise EngineError("the completion has no tokens")
-        turn = completion.turn(self.unread)
+        turn = completion.turn(self.unread, self._unread_images)
         if self._segment is None:
             self._segment = Segment(agent=self._agent, is_trained=self._is_trained)
             self._trajectory.segments.append(self._segment)
             self.segments.append(self._segment)
         self._segment.turns.append(turn)
         self._history += ids
-        self.unread = []
+        self.unread, self._unread_images = [], ()
         calls = (f"call{number:03}{i:02}" for i in range(100))
         action = self._chat.parse(
             ids,
@@ -110,3 +134,8 @@ class Conversation:
         )
         self._trajectory.set_last_turn(action)
         return turn, action
+
+
+def _moved(images: Iterable[Placed], by: int) -> tuple[Placed, ...]:
+    """Pictures at other positions."""
+    return tuple(one._replace(start=one.start + by) for one in images)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from braid.errors import EngineError
-from braid.types import PolicyVersion, StopReason, Turn
+from braid.types import Placed, PolicyVersion, StopReason, Turn, identity
 
 from .random import stream
 
@@ -54,12 +54,18 @@ class Request:
     """One completion to sample. `key` seeds its random numbers: the same key, prompt and weights give the
     same tokens whatever else runs. Requests with equal `prompt_ids` that wait together are prefilled once.
     The turns of a `conversation` have the same name, by which an engine finds the cache of the turns
-    before."""
+    before. `images` are the pictures of the prompt."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
     key: tuple[int, ...]
     conversation: tuple[int, ...] | None = None
+    images: tuple[Placed, ...] = ()
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """Equal for equal prompts, their pictures among them."""
+        return identity(self.prompt_ids, self.images) if self.images else self.prompt_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +83,8 @@ class Completion:
     end_s: float
     experts: NDArray[np.signedinteger] | None = None
 
-    def turn(self, context_ids: list[int]) -> Turn:
-        """The turn after `context_ids`, the tokens read since the turn before."""
+    def turn(self, context_ids: list[int], images: tuple[Placed, ...] = ()) -> Turn:
+        """The turn after `context_ids`, the tokens read since the turn before, with `images`."""
         num_new = len(context_ids) + len(self.token_ids)
         return Turn(
             context_ids=context_ids,
@@ -89,6 +95,7 @@ class Completion:
             start_s=self.start_s,
             end_s=self.end_s,
             experts=None if self.experts is None else self.experts[-num_new:],
+            images=images,
         )
 
 

@@ -80,6 +80,12 @@ def _text_row(turns: Sequence[Turn], agent: int) -> Row:
     versions = np.zeros(len(mask), np.int32)
     versions[mask] = np.concatenate([_versions(t.policy_version, len(t.output_ids)) for t in turns])
     inputs = {"input_ids": np.array([i for t in turns for i in (*t.context_ids, *t.output_ids)], np.int64)}
+    starts = np.cumsum([0, *(len(t.context_ids) + len(t.output_ids) for t in turns[:-1])]).tolist()
+    images = [
+        one._replace(start=start + one.start)
+        for start, t in zip(starts, turns, strict=True)
+        for one in t.images
+    ]
     return Row(
         inputs | _experts(turns),
         mask,
@@ -89,6 +95,7 @@ def _text_row(turns: Sequence[Turn], agent: int) -> Row:
         decision=decision,
         policy_versions=versions,
         agent=agent,
+        images=tuple(images),
     )
 
 

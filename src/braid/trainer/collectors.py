@@ -197,7 +197,7 @@ def text_collector(  # noqa: PLR0913
 ) -> Collector:
     """A collector of text episodes sampled with `engine`; the others as in Collector."""
     env, rollout = config.text_env, config.rollout
-    chat = chat_format(config, inputs.tokenizer, inputs.end_token_ids)
+    chat = chat_format(config, inputs.tokenizer, inputs.end_token_ids, inputs.vision)
     new_driver, close_envs = env.drivers(base_dir, needs_reward=not config.reward.parts)
 
     def driver(sampling: SamplingConfig, context: int | None) -> Driver:

@@ -16,6 +16,7 @@ from braid.data.worked import ExampleSet, load_examples
 from braid.envs.simulators.base import reset_prompts
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
+from braid.models.vision import Vision, load_vision
 from braid.plan import Verb, policy_size
 from braid.plan.rewards import mix_problems, source_problems, weight_problems
 from braid.rollout.collector import Use
@@ -34,6 +35,8 @@ class TextInputs:
     examples: ExampleSet
     end_token_ids: tuple[int, ...]
     """Ids of all tokens that end an answer."""
+    vision: Vision | None = None
+    """How the model reads pictures; None if it reads only text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids to text, with special tokens."""
@@ -52,14 +55,14 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
     if config.env.is_simulator:
         return None
     tokenizer, data = load_tokenizer(config.model), config.data
-    ends = end_token_ids(config.model, tokenizer)
+    ends, vision = end_token_ids(config.model, tokenizer), load_vision(config.model, data.image, tokenizer)
     train = data.train if verb == "train" else ()
     examples = config.sft.data if config.sft is not None and verb != "eval" else ()
     size = policy_size(config)
     max_positions = None if size is None else size.max_positions
     prompts: dict[Use, PromptSet] = {
-        "train": load_prompts(train, data, tokenizer, base_dir=base_dir, role="train"),
-        "eval": load_prompts(data.eval, data, tokenizer, base_dir=base_dir, role="eval"),
+        "train": load_prompts(train, data, tokenizer, base_dir=base_dir, role="train", vision=vision),
+        "eval": load_prompts(data.eval, data, tokenizer, base_dir=base_dir, role="eval", vision=vision),
     }
     if config.makes_tasks:
         for use in prompts:
@@ -73,12 +76,14 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
             examples,
             data,
             tokenizer,
-            conversation=chat_format(config, tokenizer, ends).examples,
+            conversation=chat_format(config, tokenizer, ends, vision).examples,
             base_dir=base_dir,
             max_positions=max_positions,
             end_token_ids=ends,
+            vision=vision,
         ),
         ends,
+        vision,
     )
 
 

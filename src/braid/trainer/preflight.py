@@ -48,7 +48,7 @@ def check(loaded: Loaded, plan: Plan) -> tuple[Plan, Trajectory | None]:
         if inputs is None or plan.verb == "sft" or not loaded.config.reward.parts:
             return plan, None
         prompts = inputs.train.prompts + inputs.eval.prompts
-        chat = chat_format(loaded.config, inputs.tokenizer, inputs.end_token_ids)
+        chat = chat_format(loaded.config, inputs.tokenizer, inputs.end_token_ids, inputs.vision)
         return plan, _example(prompts[0], chat) if prompts else None
 
 
@@ -61,7 +61,7 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
         if plan.verb == "train":
             check_sources(loaded, inputs)
         prompts = inputs.train.prompts + inputs.eval.prompts
-        chat = chat_format(config, inputs.tokenizer, inputs.end_token_ids)
+        chat = chat_format(config, inputs.tokenizer, inputs.end_token_ids, inputs.vision)
         named = {source for part in config.reward.parts for source in part.sources}
         for i, part in enumerate(config.reward.parts):
             covered = prompts.chosen(prompts.are_covered(part.sources, named))

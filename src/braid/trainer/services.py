@@ -15,7 +15,7 @@ from braid.models.chat import ChatFormat
 from braid.models.sequence_classifier import load_classifier
 from braid.rewards.base import Services
 from braid.rollout.engine import Request, RolloutEngine, Sampling
-from braid.types import Message
+from braid.types import Message, text_of
 from braid.users import encodable
 
 from .inputs import TextInputs
@@ -72,7 +72,7 @@ class PolicyJudge:
         """Token ids of the messages. Without a chat template they are joined as plain text, separated by
         empty lines."""
         has_template = bool(self._tokenizer.chat_template)
-        text = "\n\n".join(message["content"] for message in messages)
+        text = "\n\n".join(text_of(message["content"]) for message in messages)
         if has_template:
             try:
                 conversation: Any = [dict(message) for message in messages]

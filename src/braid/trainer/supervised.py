@@ -87,7 +87,7 @@ class ExampleRows(Lazy[Row]):
         example = self._examples[index]
         ids = np.array(example.prompt_ids + example.response_ids, np.int64)
         mask = np.array((False,) * len(example.prompt_ids) + example.response_mask)
-        return Row({"input_ids": ids}, mask, group=index, trajectory=index)
+        return Row({"input_ids": ids}, mask, group=index, trajectory=index, images=example.images)
 
 
 def warm_up_config(config: RunConfig) -> RunConfig:

@@ -100,7 +100,10 @@ def _prompt_length(row: Row) -> int:
 def _prompt(row: Row) -> bytes:
     """What rows that share a prompt have in common."""
     length = _prompt_length(row)
-    return b"".join(row.inputs[name][:length].tobytes() for name in sorted(row.inputs)) if length else b""
+    if not length:
+        return b""
+    images = "".join(f"{start} {image.key} " for start, _, image in row.images if start < length)
+    return b"".join([*(row.inputs[name][:length].tobytes() for name in sorted(row.inputs)), images.encode()])
 
 
 def _shared(rows: Sequence[Row]) -> tuple[tuple[int, int], ...]:
@@ -166,6 +169,7 @@ def pack(
         observed=to_device(on_host["observed"], device) if observations else None,
         shared=shared if any(skips) else (),
         trajectories=tuple(numbers[row.trajectory] for row in rows),
+        images=tuple(row.images for row in rows) if any(row.images for row in rows) else (),
         on_host=on_host,
     )
 

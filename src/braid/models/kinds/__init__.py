@@ -1,8 +1,8 @@
 """Kinds of policies, one file each. They import nothing heavy: the config is made of them."""
 
 from .base import PolicyKind
-from .language import BuildSpec, LanguageModel
+from .language import BuildSpec, LanguageModel, VisionConfig
 from .mlp import MlpSpec
 from .vla import VlaConfig
 
-__all__ = ["BuildSpec", "LanguageModel", "MlpSpec", "PolicyKind", "VlaConfig"]
+__all__ = ["BuildSpec", "LanguageModel", "MlpSpec", "PolicyKind", "VisionConfig", "VlaConfig"]

@@ -21,7 +21,7 @@ from braid.models.chat import ChatFormat
 from braid.models.tokenizer import whole_text
 from braid.rollout.conversation import Conversation
 from braid.rollout.engine import RolloutEngine, Sampling
-from braid.types import Action, Group, Key, Message, Prompt, Trajectory, TruncatedBy, Turn, exact_sum
+from braid.types import Action, Group, Key, Message, Prompt, Trajectory, TruncatedBy, Turn, exact_sum, text_of
 from braid.users import described, finite_number, is_the_users, message_of, shown
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class AgentDriver:
         messages = opening.messages or prompt.messages
         is_ready = not opening.messages and (self.chat.is_plain or not opening.tools)
         try:
-            conversation.open(messages, opening.tools, prompt.token_ids if is_ready else ())
+            conversation.open(messages, opening.tools, prompt if is_ready else None)
         except Exception as error:  # the template meets the environment's messages and tools
             raise _failure(error) from error
         if (num := conversation.num_tokens) >= (limit := self.limits.max_context_tokens):
@@ -172,7 +172,7 @@ class AgentDriver:
                 _check(step)
                 _count(step, action, turn, trajectory, time.perf_counter() - start_s)
                 if step.is_done or step.is_truncated or num_turns == limits.max_turns:
-                    trajectory.text += "".join(message["content"] for message in step.messages)
+                    trajectory.text += "".join(text_of(message["content"]) for message in step.messages)
                     if step.is_truncated and not step.is_done:
                         trajectory.truncate("environment")
                     elif not step.is_done:

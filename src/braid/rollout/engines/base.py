@@ -55,6 +55,8 @@ class Engine(Kind):
     config_key = "rollout.engine"
     records_experts: ClassVar[bool] = False
     """Whether its completions have the experts that the model chose (train.router_replay)."""
+    reads_images: ClassVar[bool] = False
+    """Whether it gets the images of prompts."""
     is_served: ClassVar[bool] = False
     """Whether it runs in other processes, to which weights are sent merged with their adapters."""
     parallel_sizes: ClassVar[tuple[str, ...]] = ()

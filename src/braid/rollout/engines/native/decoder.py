@@ -19,6 +19,7 @@ from braid.models.cpu_kernels import CpuKernels, cpu_kernels
 from braid.models.gpu import has_kernels
 from braid.models.routing import Routing, routed
 from braid.models.transfer import to_device
+from braid.models.vision import Sight
 
 from .cache import (
     ROW_MULTIPLE,
@@ -81,7 +82,8 @@ class Decoder:
         self._generation, self._addresses = -1, list[int]()
 
     def logits(self, inputs: NDArray[np.int64]) -> Tensor:
-        """Logits [B, V], B >= N, after the tokens `inputs[0]` at the positions `inputs[1]` [N] of all slots.
+        """Logits [B, V], B >= N, after the tokens `inputs[0]` [N] of all slots, with their indices
+        `inputs[1]` and their positions, the last of `inputs`, which differ after pictures.
 
         The next call may overwrite the result.
         """
@@ -104,10 +106,10 @@ class Decoder:
         return graph.logits
 
     def _batch(self, inputs: NDArray[np.int64]) -> tuple[Tensor, list[Block]]:
-        """Tokens, positions, and of each slot its place in the batch [3, B], with slots in the order of
-        buckets; and the blocks. On CPU padding comes last; elsewhere each bucket has a number of rows from a
-        small set, and padding writes to its unused rows. The slots that are not in use have the places of
-        padding if the model has states."""
+        """Tokens, indices, of each slot its place in the batch, and positions if the model reads pictures
+        [3 or 4, B], with slots in the order of buckets; and the blocks. On CPU padding comes last; elsewhere
+        each bucket has a number of rows from a small set, and padding writes to its unused rows. The slots
+        that are not in use have the places of padding if the model has states."""
         blocks, places, size = list[Block](), list[NDArray[np.int64]](), 0
         buckets = self._cache.buckets()
         is_cpu = self._device.type == "cpu"
@@ -126,9 +128,11 @@ class Decoder:
                 size += rows
         if is_cpu:
             size = padded_rows(size) if self._layers is None else round_up(size, ROW_MULTIPLE)
-        batch = np.zeros((3, size), np.int64)
+        batch = np.zeros((3 if self._lm.vision is None else 4, size), np.int64)
         slots, place = np.concatenate([bucket.slots for bucket in buckets]), np.concatenate(places)
-        batch[:2, place], batch[2, slots] = inputs[:, slots], place
+        batch[:2, place], batch[2, slots] = inputs[:2, slots], place
+        if self._lm.vision is not None:
+            batch[3, place] = inputs[-1, slots]
         if self._lm.has_states:
             batch[2, len(slots) :] = np.setdiff1d(np.arange(size), place)
         return torch.from_numpy(batch), blocks
@@ -156,12 +160,20 @@ class Decoder:
         model = self._lm.model
         return [tensor.data_ptr() for tensor in chain(model.parameters(), model.buffers())]
 
-    def compute(self, tokens: Tensor, positions: Tensor, attention: AttentionContext, rows: Tensor) -> Tensor:
-        """Logits [R, V] after `rows` [R] of the tokens [T] at `positions` [T]."""
+    def compute(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: AttentionContext,
+        rows: Tensor,
+        sight: Sight | None = None,
+    ) -> Tensor:
+        """Logits [R, V] after `rows` [R] of the tokens [T] at `positions` [T], with the pictures of
+        `sight`."""
         if self._layers is not None:
             return self._layers.logits(tokens, positions, attention, rows)
         with routed(routing := Routing() if self._records_experts else None):
-            hidden = self._lm.hidden(tokens, positions, attention)
+            hidden = self._lm.hidden(tokens, positions, attention, sight)
         if routing is not None:
             assert self._lm.routers is not None, "only those of mixtures are recorded"
             self.experts = routing.stacked(self._lm.routers.num_experts)
@@ -170,11 +182,11 @@ class Decoder:
     def _compute(self, batch: Tensor, blocks: list[Block]) -> Tensor:
         if self._gpu_layers is not None:
             return self._gpu_layers.step(batch, blocks)
-        tokens, positions, places = batch
-        attention: AttentionContext = self._attention(positions, blocks)
+        tokens, indices, places, *positions = batch
+        attention: AttentionContext = self._attention(indices, blocks)
         if self._lm.has_states:
             attention = DecodeStates(attention, self._cache.states, places)
-        logits = self.compute(tokens, positions, attention, places)
+        logits = self.compute(tokens, positions[0] if positions else indices, attention, places)
         if self.experts is not None:
             self.experts = self.experts.index_select(0, places)
         return logits

@@ -37,6 +37,7 @@ from braid.models.attention import AttentionContext
 from braid.models.causal_lm import CausalLM
 from braid.models.experts import is_experts
 from braid.models.transfer import to_device
+from braid.models.vision import Sight, Span
 from braid.rollout.engine import Completion, Request, check_request, version_runs
 from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.stepped import SteppedEngine
@@ -102,6 +103,12 @@ class _Sequence:
         return (*self.request.prompt_ids, *self.token_ids) if self.token_ids else self.request.prompt_ids
 
     @property
+    def identity(self) -> tuple[int, ...]:
+        """Equal for equal prefixes, their pictures among them."""
+        identity = self.request.identity
+        return (*identity, *self.token_ids) if self.token_ids else identity
+
+    @property
     def padded_prefix(self) -> int:
         return padded_rows(len(self.request.prompt_ids) + len(self.token_ids))
 
@@ -112,9 +119,9 @@ class _Sequence:
 
 
 class _Prefix(NamedTuple):
-    """Tokens of a conversation, their keys and values by layer, the states after them, which follow from no
-    shorter part of it, and parts of their experts. `num_tokens`: the tokens whose keys and values take as
-    much memory as keys, values and states."""
+    """A conversation (Request.identity), its keys and values by layer, the states after them, which follow
+    from no shorter part of it, and parts of its experts. `num_tokens`: the tokens whose keys and values take
+    as much memory as keys, values and states."""
 
     ids: tuple[int, ...]
     stored: list[tuple[Tensor, Tensor]]
@@ -168,10 +175,10 @@ class NativeEngine(SteppedEngine):
             records_experts=run.records_experts,
         )
         self._stops = StopFinder(run.decode)
-        # Of each slot: the next input token, its position, the most tokens of prompt and output, and whether
-        # it has stop strings.
-        self._slots = np.zeros((4, slots), np.int64)
-        self._tokens, self._positions, self._longest, self._has_strings = self._slots
+        # Of each slot: the next input token, its index, its position (another one after pictures), the most
+        # tokens of prompt and output, and whether it has stop strings.
+        self._slots = np.zeros((5, slots), np.int64)
+        self._tokens, self._indices, self._positions, self._longest, self._has_strings = self._slots
         self._is_end_token = np.zeros(lm.vocab_size, np.bool_)  # of any request so far
         self._prefixes: OrderedDict[tuple[int, ...], _Prefix] = OrderedDict()
         self._prefix_tokens = 0
@@ -199,7 +206,7 @@ class NativeEngine(SteppedEngine):
         end_tokens = frozenset(request.sampling.stop_token_ids)
         sequence = _Sequence(request, future, time.time(), end_tokens)
         last = self._waiting[-1] if self._waiting and self._cache.shares_prompts else None
-        if last and not last.token_ids and last.request.prompt_ids == request.prompt_ids:
+        if last and not last.token_ids and last.request.identity == request.identity:
             last.shares_prompt = sequence.shares_prompt = True
         self._waiting.append(sequence)
         self._start_stepping()
@@ -380,7 +387,7 @@ class NativeEngine(SteppedEngine):
         """Of each sequence; those after one another that share a prompt need it once."""
         last: tuple[int, ...] | None = None
         for sequence in sequences:
-            need, prompt = sequence.need, sequence.request.prompt_ids
+            need, prompt = sequence.need, sequence.request.identity
             yield need._replace(prompt=0) if sequence.shares_prompt and prompt == last else need
             last = prompt if sequence.shares_prompt else None
 
@@ -392,7 +399,7 @@ class NativeEngine(SteppedEngine):
             if (known := self._known_prefix(sequence)) is not None:
                 continued.append((sequence, known))
             else:
-                groups.setdefault(sequence.prefix, []).append(sequence)
+                groups.setdefault(sequence.identity, []).append(sequence)
         if continued:
             continued.sort(
                 key=lambda pair: (size_class(pair[0].need.alone), len(pair[1].ids), len(pair[0].prefix))
@@ -413,7 +420,7 @@ class NativeEngine(SteppedEngine):
         """Take out the stored start of a sequence's prefix, if there is one."""
         if sequence.shares_prompt:
             return None
-        known, prefix = self._pop_prefix(sequence.request.conversation or ()), sequence.prefix
+        known, prefix = self._pop_prefix(sequence.request.conversation or ()), sequence.identity
         is_start = known and len(known.ids) < len(prefix) and prefix[: len(known.ids)] == known.ids
         return known if is_start else None
 
@@ -432,13 +439,14 @@ class NativeEngine(SteppedEngine):
             self._continue(continued[:middle])
             self._continue(continued[middle:])
             return
-        first, tokens, positions = len(self._running), list[int](), list[int]()
+        first, tokens, positions, spans = len(self._running), list[int](), list[int](), list[Span]()
         for (sequence, known), (start, _) in zip(continued, sizes, strict=True):
             self._start(sequence)
             self._cache.restore(sequence.slot, known.stored)
             self._cache.states.restore(sequence.slot, known.states)
             tokens += sequence.prefix[start:]
             positions += range(start, len(sequence.prefix))
+            spans.append(Span(start, len(sequence.prefix), sequence.request.images))
         padding = [0] * (padded_rows(len(tokens)) - len(tokens))
         attention: AttentionContext = ContinueAttention(self._cache, first, sizes)
         if self._lm.has_states:
@@ -447,7 +455,8 @@ class NativeEngine(SteppedEngine):
         last = [end - 1 for end in ends]
         last += last[:1] * (padded_rows(len(last)) - len(last))
         with self._autocast():
-            logits = self._logits(tokens + padding, positions + padding, attention, last)
+            sight = self._lm.sight([*spans, Span(0, len(padding), ())])
+            logits = self._logits(tokens + padding, positions + padding, attention, last, sight)
         if (experts := self._experts()) is not None:
             for (sequence, known), (start, num_new), end in zip(continued, sizes, ends, strict=True):
                 if not sequence.num_routed:
@@ -457,10 +466,10 @@ class NativeEngine(SteppedEngine):
 
     def _keep_prefix(self, sequence: _Sequence) -> None:
         """Keep the cache of a conversation's turn; drop the oldest of others above the budget."""
-        name, num = sequence.request.conversation, int(self._positions[sequence.slot])
+        name, num = sequence.request.conversation, int(self._indices[sequence.slot])
         if name is None or not self._config.prefix_caching or sequence.has_old_cache:
             return
-        ids = (*sequence.request.prompt_ids, *sequence.token_ids)[:num]
+        ids = sequence.identity[:num]
         self._pop_prefix(name)
         experts = [np.concatenate(sequence.experts)] if sequence.experts else []
         stored, states = self._cache.stored(sequence.slot, num), self._cache.states.stored(sequence.slot)
@@ -479,7 +488,7 @@ class NativeEngine(SteppedEngine):
         positions: list[int] = []
         ends: list[int] = []
         prompt_of: list[int] = []
-        places = _places(pack)
+        places, spans = _places(pack), list[Span]()
         for index, group in enumerate(pack):
             prefix, width = group[0].prefix, group[0].padded_prefix
             ends.append(len(tokens) + len(prefix) - 1)
@@ -487,8 +496,9 @@ class NativeEngine(SteppedEngine):
             padding = [0] * (width - len(prefix))
             tokens += [*prefix, *padding]
             positions += [*range(len(prefix)), *padding]
+            spans.append(Span(0, width, group[0].request.images))
             for sequence in group:
-                self._start(sequence, places[prefix] if sequence.shares_prompt else None)
+                self._start(sequence, places[sequence.identity] if sequence.shares_prompt else None)
         prompts = [(group[0].padded_prefix, len(group)) for group in pack]
         attention: AttentionContext = PrefillAttention(
             self._cache, first, prompts, self._decoder.prefill_kernel
@@ -498,7 +508,7 @@ class NativeEngine(SteppedEngine):
             attention = PrefillStates(attention, self._cache.states, first, sizes)
         ends += ends[:1] * (padded_rows(len(ends)) - len(ends))
         with self._autocast():
-            logits = self._logits(tokens, positions, attention, ends)
+            logits = self._logits(tokens, positions, attention, ends, self._lm.sight(spans))
         if (experts := self._experts()) is not None:
             for group, end in zip(pack, ends, strict=False):
                 chosen = experts[end + 1 - len(group[0].prefix) : end + 1].copy()
@@ -512,10 +522,9 @@ class NativeEngine(SteppedEngine):
         slot, request, prefix = len(self._running), sequence.request, sequence.prefix
         self._sampler.put(slot, request.sampling, request.key, prefix, len(sequence.token_ids))
         self._cache.add(sequence.need.alone, prompt)
-        self._positions[slot], self._longest[slot] = (
-            len(prefix),
-            len(request.prompt_ids) + request.sampling.max_new_tokens,
-        )
+        shift = 0 if self._lm.vision is None else self._lm.vision.shift(request.images)
+        self._indices[slot], self._positions[slot] = len(prefix), len(prefix) + shift
+        self._longest[slot] = len(request.prompt_ids) + request.sampling.max_new_tokens
         self._has_strings[slot] = bool(request.sampling.stop_strings)
         self._is_end_token[[token for token in sequence.end_tokens if token < self._lm.vocab_size]] = True
         sequence.slot, sequence.has_old_cache = slot, False
@@ -525,11 +534,11 @@ class NativeEngine(SteppedEngine):
         """Sample one more token for every running sequence."""
         num = len(self._running)
         with self._autocast():
-            logits = self._decoder.logits(self._slots[:2, :num])
+            logits = self._decoder.logits(self._slots[:3, :num])
         if (experts := self._experts()) is not None:
             for sequence in self._running:
-                sequence.route(experts[sequence.slot, None], int(self._positions[sequence.slot]))
-        self._positions[:num] += 1
+                sequence.route(experts[sequence.slot, None], int(self._indices[sequence.slot]))
+        self._slots[1:3, :num] += 1
         self._take(logits[:num], 0)
 
     def _experts(self) -> NDArray[np.signedinteger] | None:
@@ -547,7 +556,7 @@ class NativeEngine(SteppedEngine):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
-        may_stop = self._is_end_token[tokens] | (self._positions[slots] + 1 >= self._longest[slots])
+        may_stop = self._is_end_token[tokens] | (self._indices[slots] + 1 >= self._longest[slots])
         may_stop |= (self._has_strings[slots] > 0) | ~np.isfinite(logprobs)
         done: list[_Sequence] = []
         for sequence in (running[i] for i in np.flatnonzero(may_stop)):
@@ -600,7 +609,7 @@ class NativeEngine(SteppedEngine):
         """Free a slot and move the last running sequence into it, so that slots stay compact."""
         slot, last = sequence.slot, self._running.pop()
         with self._on_stream():  # also called between steps
-            self._cache.remove(slot, self._positions)
+            self._cache.remove(slot, self._indices)
             if last is not sequence:
                 self._sampler.move(last.slot, slot)
         if last is not sequence:
@@ -629,11 +638,16 @@ class NativeEngine(SteppedEngine):
                 sequence.future.set_exception(error)
 
     def _logits(
-        self, tokens: list[int], positions: list[int], attention: AttentionContext, rows: list[int]
+        self,
+        tokens: list[int],
+        positions: list[int],
+        attention: AttentionContext,
+        rows: list[int],
+        sight: Sight | None,
     ) -> Tensor:
-        """Logits [R, V] after `rows` of the tokens at `positions`."""
+        """Logits [R, V] after `rows` of the tokens at `positions`, with the pictures of `sight`."""
         ids, places, chosen = (to_device(numbers, self._device) for numbers in (tokens, positions, rows))
-        return self._decoder.compute(ids, places, attention, chosen)
+        return self._decoder.compute(ids, places, attention, chosen, sight)
 
 
 def _places(groups: Sequence[Sequence[_Sequence]]) -> dict[tuple[int, ...], Prompt]:
@@ -641,7 +655,7 @@ def _places(groups: Sequence[Sequence[_Sequence]]) -> dict[tuple[int, ...], Prom
     places: dict[tuple[int, ...], Prompt] = {}
     shared = [group[0] for group in groups if any(each.shares_prompt for each in group)]
     for width, same in itertools.groupby(shared, key=lambda sequence: sequence.padded_prefix):
-        prompts = [sequence.prefix for sequence in same]
+        prompts = [sequence.identity for sequence in same]
         bucket = Bucket(len(prompts), width)
         places |= {prompt: Prompt(bucket, row, len(prompt)) for row, prompt in enumerate(prompts)}
     return places

@@ -54,6 +54,7 @@ class Native(Engine):
     it either way."""
 
     records_experts = True
+    reads_images = True
 
     def build(self, lm: CausalLM, run: InProcess) -> NativeEngine:
         from .engine import NativeEngine

@@ -1,0 +1,281 @@
+"""Pictures in prompts: the tokens that stand for each, its features, and positions around it.
+
+The processor of the model's folder is the only source of placeholders and pixels, for engines and trainers
+alike. The features of a pass's distinct pictures are computed once and handed to transformers' own module,
+which puts them at the placeholders; so there is no code for an architecture but the table `_FAMILIES`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from braid.config.data import ImageLimits
+from braid.config.model import ModelConfig, VisionConfig
+from braid.errors import ModelError
+from braid.types import Image, Placed
+
+from .build import config_of, processor_of, token_ids
+from .folders import read
+from .tokenizer import model_path
+from .transfer import to_device
+
+_CACHED_BYTES = 256 << 20
+_PROJECTOR = re.compile(r"(merger|projector|connector)")
+"""In the names of layers that project the tower's features to the language model's size."""
+
+
+class Pixels(NamedTuple):
+    """A picture as the vision tower reads it: the processor's `inputs`, the text that takes the place of its
+    placeholder, and the rows and columns of its tokens, (0, 0) where their positions are in one dimension."""
+
+    inputs: dict[str, Tensor]
+    text: str
+    grid: tuple[int, int]
+
+
+class Span(NamedTuple):
+    """Positions `start` to `stop` of a sequence with these pictures, those before `start` among them."""
+
+    start: int
+    stop: int
+    images: Sequence[Placed]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a pass over T positions reads besides tokens: the tower's output for the pictures in the order of
+    their placeholders (None if the pass begins after them), and coordinates [3, T], or None where positions
+    are in one dimension."""
+
+    features: Any
+    coordinates: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """How the processors of some architectures write a picture: `text(vision, inputs)` replaces the
+    placeholder that the chat template writes. `mark` is the tokenizer's attribute with this placeholder."""
+
+    text: Callable[[Vision, Mapping[str, Tensor]], str]
+    mark: str = "image_token"
+    has_grid: bool = False
+
+
+def _of_patches(vision: Vision, inputs: Mapping[str, Tensor]) -> str:
+    return vision.token * (int(inputs["image_grid_thw"].prod()) // vision.merge**2)
+
+
+def _of_crop(vision: Vision, inputs: Mapping[str, Tensor]) -> str:
+    height, width = inputs["pixel_values"].shape[-2:]
+    size = vision.config.vision_config.patch_size
+    return vision.token * (int(height) // size * (int(width) // size))
+
+
+def _of_tiles(vision: Vision, inputs: Mapping[str, Tensor]) -> str:
+    tokenizer: Any = vision.tokenizer
+    num = vision.config.image_seq_length * len(inputs["pixel_values"])
+    return f"{tokenizer.start_image_token}{vision.token * num}{tokenizer.end_image_token}"
+
+
+_PATCHES = _Family(_of_patches, has_grid=True)
+_FAMILIES: dict[str, _Family] = {
+    **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"), _PATCHES),
+    "internvl": _Family(_of_tiles, mark="context_image_token"),
+    "llava": _Family(_of_crop),
+}
+
+
+class Vision:
+    """How one model reads pictures."""
+
+    def __init__(self, config: PreTrainedConfig, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """`config` is the whole model's, `processor` its image processor. Raises ModelError for an
+        architecture whose pictures braid cannot place."""
+        family = _FAMILIES.get(config.model_type)
+        if family is None:
+            raise ModelError(
+                f"pictures of models of type {config.model_type} are not supported; these are: "
+                f"{', '.join(_FAMILIES)}"
+            )
+        self.config, self.tokenizer, self.processor, self._family = config, tokenizer, processor, family
+        token_id = getattr(config, "image_token_id", None)
+        self.token_id: int = config.image_token_index if token_id is None else token_id
+        self.token = str(tokenizer.convert_ids_to_tokens(self.token_id))
+        self.merge: int = getattr(config.vision_config, "spatial_merge_size", 1)
+        self.mark: str = getattr(tokenizer, family.mark, None) or self.token
+        self.placeholder = cast("int", tokenizer.convert_tokens_to_ids(self.mark))
+        ids = (getattr(config, name, None) for name in ("video_token_id", "audio_token_id"))
+        self.reserved = tuple({self.token_id, self.placeholder, *(i for i in ids if type(i) is int)})
+        self._recent: OrderedDict[str, Pixels] = OrderedDict()
+        self._bytes = 0
+
+    def read(self, image: Image) -> Pixels:
+        """The picture for the tower; recent ones are kept."""
+        if (pixels := self._recent.get(image.key)) is not None:
+            self._recent.move_to_end(image.key)
+            return pixels
+        inputs = dict(self.processor([opened(image)], return_tensors="pt"))
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        grid = (0, 0)
+        if self._family.has_grid:
+            rows, columns = (tensors["image_grid_thw"][0, 1:] // self.merge).tolist()
+            grid = rows, columns
+        pixels = self._recent[image.key] = Pixels(tensors, self._family.text(self, tensors), grid)
+        self._bytes += _size(pixels)
+        while self._bytes > _CACHED_BYTES and len(self._recent) > 1:
+            self._bytes -= _size(self._recent.popitem(last=False)[1])
+        return pixels
+
+    def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[Placed, ...]]:
+        """Token ids with the placeholders of `images`, in order, replaced by the tokens that stand for them;
+        and where these are. Raises ModelError if the numbers of placeholders and pictures differ."""
+        places = [place for place, token in enumerate(ids) if token == self.placeholder]
+        if len(places) != len(images):
+            raise ModelError(
+                f"the chat template shows {len(places)} of {len(images)} pictures; pass them in messages of "
+                "roles whose pictures it shows"
+            )
+        out, placed, end = list[int](), list[Placed](), 0
+        for place, image in zip(places, images, strict=True):
+            out += ids[end:place]
+            tokens = self.tokenizer.encode(self.read(image).text, add_special_tokens=False)
+            placed.append(Placed(len(out), len(tokens), image))
+            out += tokens
+            end = place + 1
+        return [*out, *ids[end:]], tuple(placed)
+
+    def coordinates(self, length: int, images: Sequence[Placed]) -> NDArray[np.int64] | None:
+        """Positions [3, length + 1] of a sequence's tokens, and of the one after it, in time, rows and
+        columns (Qwen2-VL, arXiv 2409.12191): those of a picture start together, and the next token follows
+        its largest. None if positions are in one dimension."""
+        if not self._family.has_grid:
+            return None
+        out, at, following = np.empty((3, length + 1), np.int64), 0, 0
+        for start, num, image in images:
+            out[:, at:start] = following + np.arange(start - at)
+            following += start - at
+            rows, columns = self.read(image).grid
+            out[:, start : start + num] = following + np.indices((1, rows, columns)).reshape(3, -1)
+            at, following = start + num, following + max(rows, columns)
+        out[:, at:] = following + np.arange(length + 1 - at)
+        return out
+
+    def shift(self, images: Sequence[Placed]) -> int:
+        """How far positions are ahead of indices after these pictures."""
+        if not self._family.has_grid:
+            return 0
+        return sum(max(self.read(image).grid) - num for _, num, image in images)
+
+    def sight(self, backbone: PreTrainedModel, spans: Sequence[Span], device: torch.device) -> Sight | None:
+        """What a pass over `spans`, one after the other, reads; None if there are no pictures in or before
+        them. Each picture goes through the tower of `backbone` once."""
+        if not any(span.images for span in spans):
+            return None
+        placed = [one.image for span in spans for one in span.images if one.start >= span.start]
+        features = self._features(backbone, placed, device) if placed else None
+        lines = [(span, self.coordinates(span.stop, span.images)) for span in spans]
+        if lines[0][1] is None:
+            return Sight(features, None)
+        parts = [line[:, span.start : span.stop] for span, line in lines if line is not None]
+        return Sight(features, to_device(torch.from_numpy(np.concatenate(parts, axis=1)), device))
+
+    def plain_inputs(self, ids: Tensor, images: Sequence[Placed]) -> dict[str, Tensor]:
+        """What transformers' own forward pass of a row [1, L] takes beside its tokens."""
+        if not images:
+            return {}
+        inputs = self._joined([self.read(one.image).inputs for one in images])
+        if self._family.has_grid:
+            inputs["mm_token_type_ids"] = (ids == self.token_id).int()
+        return {name: to_device(value, ids.device) for name, value in inputs.items()}
+
+    def _joined(self, inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        names = inputs[0].keys() & {"pixel_values", "image_grid_thw"}
+        return {name: torch.cat([one[name] for one in inputs]) for name in sorted(names)}
+
+    def _features(self, backbone: Any, images: Sequence[Image], device: torch.device) -> Any:
+        """The tower's output as if it had read `images`, which may repeat some."""
+        distinct = list(dict.fromkeys(images))
+        pixels = [self.read(image).inputs for image in distinct]
+        joined = self._joined(pixels)
+        tiles = [len(one["pixel_values"]) for one in pixels]
+        out = backbone.get_image_features(
+            **{name: to_device(value, device) for name, value in joined.items()}, return_dict=True
+        )
+        order = [distinct.index(image) for image in images]
+        if order == list(range(len(distinct))):
+            return out
+        out, pooled = copy.copy(out), out.pooler_output
+        if isinstance(pooled, Tensor):
+            parts = pooled.split(tiles)
+            out.pooler_output = torch.cat([parts[i] for i in order])
+        else:
+            out.pooler_output = tuple(pooled[i] for i in order)
+        if getattr(out, "deepstack_features", None):
+            out.deepstack_features = [tuple(layer[i] for i in order) for layer in out.deepstack_features]
+        return out
+
+
+def load_vision(
+    config: ModelConfig, limits: ImageLimits, tokenizer: PreTrainedTokenizerBase
+) -> Vision | None:
+    """How the model of a config reads pictures; None if it reads only text. Raises ModelError."""
+    if config.vision is None:
+        return None
+    if config.build is not None:
+        model_config = config_of(config.build, **token_ids(tokenizer))
+        assert config.build.vision_tower is not None, "the plan refuses pictures for models without a tower"
+        processor = processor_of(config.build.vision_tower)
+    else:
+        path, remote = model_path(config), {"trust_remote_code": config.trust_remote_code}
+        model_config = read(path, "model.path", "vision-language model", AutoConfig.from_pretrained, **remote)
+        load = AutoImageProcessor.from_pretrained
+        processor = read(path, "model.path", "image processor", load, backend="pil", **remote)
+    bounds = (("shortest_edge", limits.min_pixels), ("longest_edge", limits.max_pixels))
+    for name, pixels in bounds:
+        if pixels is not None:
+            processor.size[name] = pixels
+    return Vision(model_config, processor, tokenizer)
+
+
+def freeze(model: PreTrainedModel, config: VisionConfig) -> None:
+    """Freeze what `config` does not train of the vision tower and its projector."""
+    head: Any = model.get_output_embeddings()
+    decoder = {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in decoder:
+            is_projector = _PROJECTOR.search(name) is not None
+            parameter.requires_grad_(config.train == "all" or (config.train == "projector" and is_projector))
+
+
+def opened(image: Image) -> Any:
+    """The picture as PIL's, in RGB, turned as its EXIF data say. Raises ValueError if it cannot be read."""
+    import PIL.Image
+    from PIL import ImageOps
+
+    try:
+        with PIL.Image.open(BytesIO(image.data)) as picture:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except Exception as error:  # Pillow's plugins raise many types for damaged files
+        raise ValueError(f"the picture cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _size(pixels: Pixels) -> int:
+    return sum(value.nbytes for value in pixels.inputs.values())

@@ -1,0 +1,172 @@
+"""Packed rows with pictures give the log-probs and gradients of the plain model's, row by row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.pictures import FAMILIES, PAD, model_of, picture, vision_of
+
+from braid.errors import ModelError
+from braid.models.causal_lm import CausalLM
+from braid.models.selfcheck import check_pictures
+from braid.models.value import ValueModel
+from braid.models.vision import Vision
+from braid.training.packing import pack
+from braid.types import Image, Placed, Row
+
+PICTURES = [picture(seed) for seed in range(4)]
+RESERVED = list(vision_of("glm4v").reserved)
+_RNG = np.random.default_rng(0)
+
+
+def _text(num: int) -> list[int]:
+    return _RNG.integers(3, 30, num).tolist()
+
+
+def _conversations() -> list[tuple[list[int], list[Image]]]:
+    """Rows with 0, 1 and 2 pictures, two of which share a prompt with one."""
+    prompt = [*_text(5), PAD, *_text(4)]
+    return [
+        (_text(17), []),
+        ([*prompt, *_text(9)], [PICTURES[1]]),
+        ([*prompt, *_text(6)], [PICTURES[1]]),
+        ([*_text(3), PAD, *_text(2), PAD, *_text(8)], [PICTURES[0], PICTURES[2]]),
+        ([*_text(2), PAD, *_text(7), PAD, *_text(5)], [PICTURES[1], PICTURES[3]]),
+    ]
+
+
+def _row(ids: Sequence[int], images: tuple[Placed, ...], num_prompt: int) -> Row:
+    mask = (np.arange(len(ids)) >= num_prompt) & ~np.isin(ids, RESERVED)
+    fields = {"behavior_logprobs": np.zeros(len(ids), np.float32)}
+    return Row({"input_ids": np.array(ids)}, mask, group=0, trajectory=0, fields=fields, images=images)
+
+
+def _plain_logprobs(model: Any, vision: Vision, ids: Sequence[int], images: Sequence[Placed]) -> torch.Tensor:
+    """Log-probs [L - 1] of a row in the model's own forward pass, from its processor's inputs."""
+    x, inputs = torch.tensor([ids]), [vision.read(one.image).inputs for one in images]
+    kwargs: dict[str, Any] = (
+        {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]} if inputs else {}
+    )
+    kwargs = {name: value for name, value in kwargs.items() if name in ("pixel_values", "image_grid_thw")}
+    if inputs and hasattr(model.model, "get_rope_index"):
+        kwargs["mm_token_type_ids"] = (x == PAD).int()
+    if hasattr(model.model, "rope_deltas"):
+        model.model.rope_deltas = None
+    logits = model(input_ids=x, use_cache=False, **kwargs).logits[0].float()
+    is_reserved = torch.zeros(logits.shape[-1], dtype=torch.bool)
+    is_reserved[list(vision.reserved)] = True  # the policy never writes them
+    logits = logits.masked_fill(is_reserved, float("-inf")).log_softmax(-1)
+    return logits[:-1].gather(1, x[0, 1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_with_pictures_are_those_of_the_plain_model(family: str, recomputes: bool) -> None:
+    model, vision = model_of(family), vision_of(family)
+    plain = copy.deepcopy(model)
+    lm = CausalLM(model)
+    lm.vision = vision
+    lm.set_gradient_checkpointing(recomputes)
+    rows = []
+    for number, (ids, images) in enumerate(_conversations()):
+        expanded, placed = vision.expand(ids, images)
+        end = placed[0].start + placed[0].num + 4 if number in (1, 2) else 1
+        rows.append(_row(expanded, placed, end))
+    batch = pack(rows, torch.device("cpu"))
+    assert sum(num for _, num in batch.shared), "two rows share a prompt with a picture"
+    got = lm.forward(batch, frozenset({"logprobs"}))["logprobs"]
+    weights = torch.rand(len(got), generator=torch.Generator().manual_seed(0))
+    (got * weights).sum().backward()
+    loss: Any = 0
+    for row, part, weight in zip(rows, got.split(batch.stored), weights.split(batch.stored), strict=True):
+        mask = torch.from_numpy(row.mask)
+        written = mask[len(row) - len(part) :]
+        expected = _plain_logprobs(plain, vision, row.inputs["input_ids"].tolist(), row.images)[mask[1:]]
+        assert (part[written] - expected).abs().max() < 1e-5
+        loss = loss + (expected * weight[written]).sum()
+    loss.backward()
+    for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert mine.grad is not None, name
+            scale = theirs.grad.abs().max() + 1e-2
+            assert (mine.grad.to_dense() - theirs.grad).abs().max() / scale < 1e-3, name
+    tower = [p.grad for name, p in model.named_parameters() if "vis" in name]
+    assert any(grad is not None and grad.abs().sum() > 0 for grad in tower)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_picture_changes_the_log_probs(family: str) -> None:
+    model, vision = model_of(family), vision_of(family)
+    lm = CausalLM(model)
+    lm.vision = vision
+    logprobs = []
+    for image in (PICTURES[0], picture(4)):
+        ids, placed = vision.expand([*_text(0), 5, PAD, 6, 7, 8], [image])
+        batch = pack([_row(ids, placed, len(ids) - 2)], torch.device("cpu"))
+        logprobs.append(lm.forward(batch, frozenset({"logprobs"}))["logprobs"])
+    assert (logprobs[0] - logprobs[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_load_check_accepts_a_model_and_refuses_one_that_is_wrong(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = CausalLM(model_of(family))
+    lm.vision = vision_of(family)
+    check_pictures(lm, lm.vision)
+    backbone: Any = lm.backbone
+    encode = type(backbone).get_image_features
+
+    def blind(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = encode(self, *args, **kwargs)
+        pooled = out.pooler_output
+        out.pooler_output = (
+            0 * pooled if isinstance(pooled, torch.Tensor) else tuple(0 * one for one in pooled)
+        )
+        if getattr(out, "deepstack_features", None):
+            out.deepstack_features = [tuple(0 * one for one in layer) for layer in out.deepstack_features]
+        return out
+
+    monkeypatch.setattr(type(backbone), "get_image_features", blind)
+    with pytest.raises(ModelError, match="does not see pictures"):
+        check_pictures(lm, lm.vision)
+    monkeypatch.undo()
+    if lm.vision._family.has_grid:  # the positions after a picture are off by one
+        coordinates = Vision.coordinates
+        monkeypatch.setattr(
+            Vision,
+            "coordinates",
+            lambda self, length, images: coordinates(self, length, images) + (np.arange(length + 1) > 12),
+        )
+        with pytest.raises(ModelError, match="packed rows that have pictures"):
+            check_pictures(lm, lm.vision)
+
+
+def test_a_critic_sees_the_pictures_of_its_rows() -> None:
+    lm = CausalLM(model_of("qwen3_vl"))
+    lm.vision = vision_of("qwen3_vl")
+    critic = ValueModel.copy_of(lm)
+    torch.nn.init.normal_(critic.value_head.weight)
+    rows = []
+    for ids, images in _conversations():
+        expanded, placed = lm.vision.expand(ids, images)
+        rows.append(_row(expanded, placed, 1))
+    batch = pack(rows, torch.device("cpu"))
+    with torch.no_grad():
+        together = critic.forward(batch, frozenset({"values"}))["values"].split(batch.stored)
+        for row, values in zip(rows, together, strict=True):
+            alone = critic.forward(pack([row], torch.device("cpu")), frozenset({"values"}))["values"]
+            assert (values - alone[-len(values) :]).abs().max() < 1e-4
+    swapped = rows[1].images[0]._replace(image=picture(5))
+    row = _row(rows[1].inputs["input_ids"].tolist(), (swapped,), 1)
+    with torch.no_grad():
+        values = [
+            critic.forward(pack([one], torch.device("cpu")), frozenset({"values"}))["values"]
+            for one in (rows[1], row)
+        ]
+    assert (values[0] - values[1]).abs().max() > 1e-3

@@ -1,0 +1,102 @@
+"""Runs of a vision-language model: warm-up, rounds, evaluation, export, and a run of the export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tests.pictures import picture
+
+from braid.config.load import load_config
+from braid.errors import ConfigError
+from braid.report.samples import read_samples
+from braid.trainer import commands
+
+BUILD = {
+    "architecture": "qwen3_vl", "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2,
+    "num_kv_heads": 1, "head_dim": 16, "characters": "abcdefgh ?",
+    "tower": {"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "depth": 2},
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    rows = []
+    for i, letter in enumerate("abcd"):
+        (tmp_path / f"{i}.png").write_bytes(picture(i).data)
+        rows.append({"prompt": "<image> a?", "answer": letter, "images": [f"{i}.png"]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "file", "path": "rows.jsonl"}
+    tree: dict[str, Any] = {
+        "run": {"name": "run", "output_dir": str(tmp_path / "runs"), "max_rounds": 2, "device": "cpu", "num_threads": 1},
+        "model": {"vision": {"train": "all"}, "build": BUILD},
+        "data": {"train": [source], "eval": [source], "max_prompt_tokens": 64},
+        "sft": {"data": [source | {"response_key": "answer"}], "steps": 2, "rows_per_step": 4},
+        "rollout": {"prompts_per_round": 4, "group_size": 4, "sampling": {"max_new_tokens": 3}},
+        "reward": {"parts": [{"kind": "exact"}]},
+        "algorithm": {"recipe": "grpo"},
+        "report": {"console": "none", "tensorboard": False, "samples_every_rounds": 1},
+    }  # fmt: skip
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def rounds_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_exports_and_the_export_is_a_model_that_sees(config: Path) -> None:
+    run_dir = commands.train(load_config(config)).run_dir
+    assert rounds_of(run_dir)[-1]["policy/logprob_mismatch_kl"] < 1e-6
+    samples = list(read_samples(run_dir / "samples/round_000002.jsonl"))
+    assert {sample.trajectory.prompt.images[0].image for sample in samples} <= {picture(i) for i in range(4)}
+    exported = commands.export(run_dir)
+    again = ["run.name=again", f"model={{path: {exported}, vision: {{}}}}", "sft=null", "run.max_rounds=1"]
+    first = rounds_of(commands.train(load_config(config, again)).run_dir)
+    assert first[-1]["policy/logprob_mismatch_kl"] < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["pipeline={max_lag: 1}"],
+        ["model.lora={rank: 2}", "model.vision.train=none", "algorithm.kl_coef=0.01"],
+        ["algorithm.recipe=ppo", "critic.train={}"],
+        ["model.vision.train=projector", "train.gradient_checkpointing=true", "algorithm.kl_coef=0.01"],
+        ["train.autocast=bf16"],
+    ],
+    ids=["pipelined", "adapters and a reference", "critic", "projector, recomputed", "bf16"],
+)
+def test_images_go_with_what_else_a_run_may_have(config: Path, overrides: list[str]) -> None:
+    run_dir = commands.train(load_config(config, overrides)).run_dir
+    bound = 1e-2 if "train.autocast=bf16" in overrides else 1e-6
+    assert rounds_of(run_dir)[-1]["policy/logprob_mismatch_kl"] < bound
+
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_the_unbroken_one(config: Path) -> None:
+    whole = rounds_of(commands.train(load_config(config, ["checkpoint.every_rounds=1"])).run_dir)
+    commands.train(load_config(config, ["run.name=cut", "run.max_rounds=1", "checkpoint.every_rounds=1"]))
+    cut = rounds_of(commands.train(load_config(config, ["run.name=cut", "run.resume=latest"])).run_dir)
+    for name in ("reward/mean", "policy/loss", "policy/grad_norm"):
+        assert cut[-1][name] == whole[-1][name], name
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.backend=fsdp2"], "fsdp2 does not shard a vision tower"),
+        (["rollout.engine=vllm"], "vllm does not get the images of prompts"),
+        (["model.lora={rank: 2}"], "model.lora freezes all but its adapters"),
+        (["model.build={architecture: qwen3}"], "qwen3 has no vision tower"),
+        (["model.build.tower.patch_size=5"], "is not a multiple of 2 x patch_size=5"),
+    ],
+)
+def test_what_images_do_not_go_with_is_refused(config: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        commands.resolve(load_config(config, overrides).config, 4)
