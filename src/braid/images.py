@@ -23,6 +23,10 @@ class PlacesImages(Protocol):
 
     def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[Placed, ...]]: ...
 
+    def places(self, ids: Sequence[int], num_images: int) -> list[int]: ...
+
+    def num_tokens(self, image: Image) -> int: ...
+
 
 MARK = "<image>"
 """Stands for a picture in plain text."""
@@ -74,14 +78,12 @@ def content_of(content: Any, base_dir: Path) -> Any:
         if kind in ("text", "input_text", "output_text") and isinstance(text := part.get("text"), str):
             parts.append({"type": "text", "text": text})
         elif kind in ("image", "image_url", "input_image"):
-            values = [
-                part[key] for key in ("image", "image_url", "url", "path", "bytes", "base64") if part.get(key)
-            ]
-            if not values:
+            value = _first(part, ("image", "image_url", "url", "path", "bytes", "base64"))
+            if value is None:
                 raise ValueError(
                     f"the part {part!r:.200} has no picture; give it an image, path, bytes or base64"
                 )
-            parts.append({"type": "image", "image": image_of(values[0], base_dir)})
+            parts.append({"type": "image", "image": image_of(value, base_dir)})
         else:
             raise ValueError(
                 f"the part {part!r:.200} is neither text nor a picture; write {{type: text, text: ...}} or "
@@ -116,9 +118,7 @@ def _data_of(value: Any, base_dir: Path) -> bytes:
     if isinstance(value, str):
         return _data_of_text(value, base_dir)
     if isinstance(value, Mapping):
-        inner = next(
-            (value[key] for key in ("bytes", "path", "base64", "url", "image") if value.get(key)), None
-        )
+        inner = _first(value, ("bytes", "path", "base64", "url", "image"))
         if inner is not None:
             return _data_of(inner, base_dir)
     elif hasattr(value, "save") and hasattr(value, "size"):  # of PIL
@@ -128,6 +128,12 @@ def _data_of(value: Any, base_dir: Path) -> bytes:
 
         return _encoded(PIL.Image.fromarray(value))
     raise ValueError(f"a picture must be {FORMS}, not {value!r:.200}")
+
+
+def _first(value: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    """The first of the keys' values that is neither null nor empty."""
+    given = (value[key] for key in keys if value.get(key) is not None)
+    return next((one for one in given if not isinstance(one, str | bytes) or one), None)
 
 
 def _data_of_text(text: str, base_dir: Path) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
 from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import pytest
-from tests.pictures import PAD, TOKENIZER, picture, vision_of
+from tests.pictures import FAMILIES, PAD, TOKENIZER, picture, vision_of
 
 from braid.config.data import DataConfig, FileSource
 from braid.data.prompts import PromptSet, load_prompts
@@ -22,6 +23,7 @@ from braid.images import image_of, images_of
 from braid.models.chat import ChatFormat
 from braid.models.vision import Vision
 from braid.types import Image
+from braid.users import messages_of
 
 IMAGE = picture(0)
 TEXT = base64.b64encode(IMAGE.data).decode()
@@ -140,7 +142,7 @@ def test_marks_place_pictures_and_chosen_columns_have_them(load: Loader) -> None
         (
             {"prompt": "x", "image": "a.png"},
             {"max_prompt_tokens": 4, "overlong": "truncate_left"},
-            "cannot be cut; raise data.max_prompt_tokens",
+            "data.max_prompt_tokens=4 tokens, and it cannot be cut; raise it",
         ),
     ],
 )
@@ -219,3 +221,34 @@ def test_an_image_is_equal_to_those_with_equal_bytes() -> None:
 def test_a_column_of_images_that_is_not_read_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     Loader(folder, None)({"prompt": "x", "image": "a.png"})
     assert "the column 'image' is not read, since the model reads only text" in caplog.text
+
+
+def test_a_truncated_file_is_refused_with_its_row(load: Loader) -> None:
+    (load.folder / "half.png").write_bytes(IMAGE.data[: len(IMAGE.data) // 2])
+    assert "row 0: the picture cannot be read" in load.error({"prompt": "x", "image": "half.png"})
+
+
+def test_a_placeholder_in_the_text_of_a_row_is_refused(load: Loader) -> None:
+    assert "the prompt has 0 pictures, but 1 placeholders (<|image_pad|>)" in load.error(
+        {"prompt": "x<|image_pad|>"}
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_number_of_tokens_follows_from_the_size(family: str) -> None:
+    for seed in range(4):
+        unread, read = vision_of(family), vision_of(family)
+        assert unread.num_tokens(picture(seed)) == read.expand([PAD], [picture(seed)])[1][0].num
+
+
+def test_an_array_may_be_a_part_of_a_message() -> None:
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    (message,) = messages_of([{"role": "user", "content": [{"type": "image", "image": pixels}]}])
+    assert isinstance(message["content"][0]["image"], Image)
+
+
+def test_a_copy_for_another_process_has_no_pictures(vision: Vision) -> None:
+    vision.read(IMAGE)
+    again = pickle.loads(pickle.dumps(vision))
+    assert not again._recent
+    assert again.expand([PAD], [IMAGE]) == vision.expand([PAD], [IMAGE])

@@ -395,15 +395,24 @@ class Encoder:
         self, index: int, token_ids: tuple[int, ...], messages: Sequence[Message]
     ) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
         """Tokens with those that stand for the pictures of a row, and where these are."""
-        images = images_in(messages) if self._vision is not None else ()
-        if not images:
+        if self._vision is None:
             return token_ids, ()
-        assert self._vision is not None, "`messages` refuses pictures without it"
         try:
-            expanded, placed = self._vision.expand(token_ids, images)
+            expanded, placed = self._vision.expand(token_ids, images_in(messages))
         except (ModelError, ValueError) as error:
             raise DataError(f"{self.source.where(index)}: {error}") from error
         return tuple(expanded), placed
+
+    def _more_tokens(self, index: int, token_ids: Sequence[int]) -> int:
+        """How many tokens the pictures of a row have beyond their placeholders among `token_ids`."""
+        if self._vision is None:
+            return 0
+        images = images_in(self.messages(index)[0])
+        try:
+            self._vision.places(token_ids, len(images))
+            return sum(self._vision.num_tokens(image) - 1 for image in images)
+        except (ModelError, ValueError) as error:
+            raise DataError(f"{self.source.where(index)}: {error}") from error
 
     def _cut(
         self,
@@ -419,8 +428,9 @@ class Encoder:
         limit = self._config.max_prompt_tokens
         if images_in(messages):
             raise DataError(
-                f"{self.source.where(index)}: the prompt has {len(token_ids)} tokens with its pictures, "
-                f"which cannot be cut; raise data.max_prompt_tokens ({limit}), or set data.overlong to drop"
+                f"{self.source.where(index)}: with its pictures the prompt has more than "
+                f"data.max_prompt_tokens={limit} tokens, and it cannot be cut; raise it, or set "
+                "data.overlong to drop"
             )
         if self._config.overlong == "truncate_left":
             return token_ids[-limit:]
@@ -454,16 +464,16 @@ class Encoder:
         def measure() -> None:
             ids = self._tokenize([text for _, _, text, _ in waiting], [flag for *_, flag in waiting])
             for (index, row, text, is_templated), token_ids in zip(waiting, ids, strict=True):
-                token_ids, _ = self._expanded(index, token_ids, self.messages(index)[0])
-                if not token_ids:
+                length = len(token_ids) + self._more_tokens(index, token_ids)
+                if not length:
                     raise DataError(f"{source.where(index)}: the prompt has no tokens")
-                if len(token_ids) > limit:
-                    lengths.append((len(token_ids), index))
+                if length > limit:
+                    lengths.append((length, index))
                     if rule in ("truncate_left", "truncate_right"):
                         self._cut(index, self.messages(index)[0], text, token_ids, is_templated)
                     is_kept[index] = rule != "drop"
                 if is_kept[index]:
-                    check(index, row, min(len(token_ids), limit))
+                    check(index, row, min(length, limit))
             waiting.clear()
 
         for index, row in enumerate(source.rows):
@@ -517,8 +527,7 @@ class Encoder:
             return most
         messages, is_templated = self.messages(index)
         text = self._text(index, messages, is_templated)
-        has_pictures = self._vision is not None and images_in(messages)
-        if self.bound and text and not has_pictures and (most := self.bound.most(text)) <= limit:
+        if self.bound and text and self._vision is None and (most := self.bound.most(text)) <= limit:
             return most
         return text, is_templated
 

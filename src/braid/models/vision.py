@@ -144,23 +144,44 @@ class Vision:
             self._bytes -= _size(self._recent.popitem(last=False)[1])
         return pixels
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For other processes: without the pictures that were read."""
+        return {**vars(self), "_recent": OrderedDict(), "_bytes": 0}
+
+    def num_tokens(self, image: Image) -> int:
+        """The number of tokens that stand for a picture. It is decoded, but where its size tells the number
+        not prepared for the tower. Raises ValueError if it cannot be read."""
+        count = getattr(self.processor, "get_number_of_image_patches", None)
+        if image.key in self._recent or not self._family.has_grid or count is None:
+            return len(self._tokens(image))
+        width, height = opened(image).size
+        return count(height, width, {}) // self.merge**2
+
+    def _tokens(self, image: Image) -> list[int]:
+        return self.tokenizer.encode(self.read(image).text, add_special_tokens=False)
+
     def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[Placed, ...]]:
         """Token ids with the placeholders of `images`, in order, replaced by the tokens that stand for them;
         and where these are. Raises ModelError if the numbers of placeholders and pictures differ."""
-        places = [place for place, token in enumerate(ids) if token == self.placeholder]
-        if len(places) != len(images):
-            raise ModelError(
-                f"the chat template shows {len(places)} of {len(images)} pictures; pass them in messages of "
-                "roles whose pictures it shows"
-            )
         out, placed, end = list[int](), list[Placed](), 0
-        for place, image in zip(places, images, strict=True):
+        for place, image in zip(self.places(ids, len(images)), images, strict=True):
             out += ids[end:place]
-            tokens = self.tokenizer.encode(self.read(image).text, add_special_tokens=False)
+            tokens = self._tokens(image)
             placed.append(Placed(len(out), len(tokens), image))
             out += tokens
             end = place + 1
         return [*out, *ids[end:]], tuple(placed)
+
+    def places(self, ids: Sequence[int], num_images: int) -> list[int]:
+        """Where the placeholders of `num_images` pictures are. Raises ModelError if there are not as many."""
+        places = [place for place, token in enumerate(ids) if token == self.placeholder]
+        if len(places) != num_images:
+            raise ModelError(
+                f"the prompt has {num_images} pictures, but {len(places)} placeholders ({self.mark}) once it "
+                "is rendered: the chat template does not show pictures in messages of this role, or a text has "
+                "a placeholder"
+            )
+        return places
 
     def coordinates(self, length: int, images: Sequence[Placed]) -> NDArray[np.int64] | None:
         """Positions [3, length + 1] of a sequence's tokens, and of the one after it, in time, rows and
