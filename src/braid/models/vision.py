@@ -178,8 +178,8 @@ class Vision:
         if len(places) != num_images:
             raise ModelError(
                 f"the prompt has {num_images} pictures, but {len(places)} placeholders ({self.mark}) once it "
-                "is rendered: the chat template does not show pictures in messages of this role, or a text has "
-                "a placeholder"
+                "is rendered: the chat template does not show pictures in messages of this role, or a text "
+                "has a placeholder"
             )
         return places
 
