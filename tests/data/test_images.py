@@ -15,10 +15,10 @@ import PIL.Image
 import pytest
 from tests.pictures import FAMILIES, PAD, TOKENIZER, picture, vision_of
 
-from braid.config.data import DataConfig, FileSource
+from braid.config.data import DataConfig, FileSource, ImageLimits
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.worked import load_examples
-from braid.errors import DataError
+from braid.errors import DataError, ModelError
 from braid.images import image_of, images_of
 from braid.models.chat import ChatFormat
 from braid.models.vision import Vision
@@ -252,3 +252,17 @@ def test_a_copy_for_another_process_has_no_pictures(vision: Vision) -> None:
     again = pickle.loads(pickle.dumps(vision))
     assert not again._recent
     assert again.expand([PAD], [IMAGE]) == vision.expand([PAD], [IMAGE])
+
+
+def test_limits_scale_pictures_and_are_refused_where_a_model_has_a_size_of_its_own() -> None:
+    vision = vision_of("qwen3_vl")
+    num = vision.num_tokens(IMAGE)
+    vision.limit(ImageLimits(max_pixels=64))
+    assert vision.num_tokens(IMAGE) < num
+    assert vision.num_tokens(IMAGE) == vision.expand([PAD], [IMAGE])[1][0].num
+    with pytest.raises(
+        ModelError, match=r"data\.image: models of type llava scale images to a size of their own"
+    ):
+        vision_of("llava").limit(ImageLimits(max_pixels=64))
+    with pytest.raises(ValueError, match="min_pixels=9 is above max_pixels=4"):
+        ImageLimits(min_pixels=9, max_pixels=4)

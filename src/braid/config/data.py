@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from braid.sections import Section, Unused
 
@@ -138,6 +138,12 @@ class ImageLimits(Section):
     """Fewest pixels (width x height); the processor's own limit when null."""
     max_pixels: PositiveInt | None = None
     """Most pixels (width x height); the processor's own limit when null."""
+
+    @model_validator(mode="after")
+    def _are_ordered(self) -> ImageLimits:
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels={self.min_pixels} is above max_pixels={self.max_pixels}")
+        return self
 
 
 class DataConfig(Section):

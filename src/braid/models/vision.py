@@ -127,6 +127,18 @@ class Vision:
         self._recent: OrderedDict[str, Pixels] = OrderedDict()
         self._bytes = 0
 
+    def limit(self, limits: ImageLimits) -> None:
+        """Scale pictures to these sizes. Raises ModelError for a model that scales all to one of its own."""
+        bounds = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
+        chosen = {name: pixels for name, pixels in bounds.items() if pixels is not None}
+        if chosen and not self._family.has_grid:
+            raise ModelError(
+                f"data.image: models of type {self.config.model_type} scale images to a size of their own; "
+                "remove its limits"
+            )
+        for name, pixels in chosen.items():  # areas, in spite of their names
+            self.processor.size[name] = pixels
+
     def read(self, image: Image) -> Pixels:
         """The picture for the tower; recent ones are kept."""
         if (pixels := self._recent.get(image.key)) is not None:
@@ -269,11 +281,9 @@ def load_vision(
         model_config = read(path, "model.path", "vision-language model", AutoConfig.from_pretrained, **remote)
         load = AutoImageProcessor.from_pretrained
         processor = read(path, "model.path", "image processor", load, backend="pil", **remote)
-    bounds = (("shortest_edge", limits.min_pixels), ("longest_edge", limits.max_pixels))
-    for name, pixels in bounds:
-        if pixels is not None:
-            processor.size[name] = pixels
-    return Vision(model_config, processor, tokenizer)
+    vision = Vision(model_config, processor, tokenizer)
+    vision.limit(limits)
+    return vision
 
 
 def freeze(model: PreTrainedModel, config: VisionConfig) -> None:
