@@ -132,8 +132,8 @@ def _data_of(value: Any, base_dir: Path) -> bytes:
 
 def _first(value: Mapping[str, Any], keys: Sequence[str]) -> Any:
     """The first of the keys' values that is neither null nor empty."""
-    given = (value[key] for key in keys if value.get(key) is not None)
-    return next((one for one in given if not isinstance(one, str | bytes) or one), None)
+    values = (value[key] for key in keys if value.get(key) is not None)
+    return next((one for one in values if not isinstance(one, str | bytes) or one), None)
 
 
 def _data_of_text(text: str, base_dir: Path) -> bytes:
