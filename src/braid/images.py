@@ -166,6 +166,13 @@ def _encoded(picture: Any) -> bytes:
     return out.getvalue()
 
 
+def plain_content(content: Any, mark: str) -> str:
+    """A content as plain text, with `mark` for each picture."""
+    if isinstance(content, str):
+        return content
+    return "".join(part["text"] if part["type"] == "text" else mark for part in content)
+
+
 def shown_content(content: Any) -> Any:
     """A content as transformers' chat templates take it: a picture is a part without its data."""
     if isinstance(content, str) or content is None:

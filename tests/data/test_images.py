@@ -261,7 +261,8 @@ def test_limits_scale_pictures_and_are_refused_where_a_model_has_a_size_of_its_o
     assert vision.num_tokens(IMAGE) < num
     assert vision.num_tokens(IMAGE) == vision.expand([PAD], [IMAGE])[1][0].num
     with pytest.raises(
-        ModelError, match=r"data\.image: models of type llava scale images to a size of their own"
+        ModelError,
+        match=r"data\.image: models of type llava resize every image to a fixed size; remove data.image",
     ):
         vision_of("llava").limit(ImageLimits(max_pixels=64))
     with pytest.raises(ValueError, match="min_pixels=9 is above max_pixels=4"):

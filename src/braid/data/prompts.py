@@ -15,7 +15,7 @@ from importlib.metadata import version
 from operator import itemgetter
 from pathlib import Path
 from string import Formatter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from braid.images import (
     images_of,
     marked_content,
     placed_in_messages,
+    plain_content,
     shown_content,
 )
 from braid.types import Image, Message, Placed, Prompt, images_in, text_of
@@ -311,6 +312,16 @@ class Encoded:
     images: tuple[Placed, ...] = ()
 
 
+class _Unmeasured(NamedTuple):
+    """A prompt's text before it is tokenized, whether it comes from the chat template, the number of its
+    pictures, and of the tokens that these have beyond their placeholders."""
+
+    text: str
+    is_templated: bool
+    num_images: int
+    num_more: int
+
+
 class Encoder:
     """From a source's rows to tokenized prompts: applies templates, and handles overlong prompts as
     `config.overlong` says."""
@@ -403,15 +414,12 @@ class Encoder:
             raise DataError(f"{self.source.where(index)}: {error}") from error
         return tuple(expanded), placed
 
-    def _more_tokens(self, index: int, token_ids: Sequence[int]) -> int:
-        """How many tokens the pictures of a row have beyond their placeholders among `token_ids`."""
-        if self._vision is None:
-            return 0
-        images = images_in(self.messages(index)[0])
+    def _check_places(self, index: int, token_ids: Sequence[int], num_images: int) -> None:
+        """Raise DataError if a row's tokens do not have a placeholder for each of its pictures."""
         try:
-            self._vision.places(token_ids, len(images))
-            return sum(self._vision.num_tokens(image) - 1 for image in images)
-        except (ModelError, ValueError) as error:
+            if self._vision is not None:
+                self._vision.places(token_ids, num_images)
+        except ModelError as error:
             raise DataError(f"{self.source.where(index)}: {error}") from error
 
     def _cut(
@@ -459,18 +467,19 @@ class Encoder:
         source, limit, rule = self.source, self._config.max_prompt_tokens, self._config.overlong
         is_kept = np.ones(len(source.rows), bool)
         lengths: list[tuple[int, int]] = []  # of the overlong prompts, with their indices
-        waiting: list[tuple[int, DataRow, str, bool]] = []  # index, row, text, and whether it is templated
+        waiting: list[tuple[int, DataRow, _Unmeasured]] = []
 
         def measure() -> None:
-            ids = self._tokenize([text for _, _, text, _ in waiting], [flag for *_, flag in waiting])
-            for (index, row, text, is_templated), token_ids in zip(waiting, ids, strict=True):
-                length = len(token_ids) + self._more_tokens(index, token_ids)
+            texts, flags = ([getattr(one, name) for *_, one in waiting] for name in ("text", "is_templated"))
+            for (index, row, one), token_ids in zip(waiting, self._tokenize(texts, flags), strict=True):
+                self._check_places(index, token_ids, one.num_images)
+                length = len(token_ids) + one.num_more
                 if not length:
                     raise DataError(f"{source.where(index)}: the prompt has no tokens")
                 if length > limit:
                     lengths.append((length, index))
                     if rule in ("truncate_left", "truncate_right"):
-                        self._cut(index, self.messages(index)[0], text, token_ids, is_templated)
+                        self._cut(index, self.messages(index)[0], one.text, token_ids, one.is_templated)
                     is_kept[index] = rule != "drop"
                 if is_kept[index]:
                     check(index, row, min(length, limit))
@@ -481,14 +490,13 @@ class Encoder:
             if isinstance(measured, int):
                 check(index, row, measured)
                 continue
-            text, is_templated = measured
-            if len(text) > LONG_CHARACTERS:
+            if len(measured.text) > LONG_CHARACTERS:
                 logger.warning(
                     "%s: the prompt has %s characters; tokenizing them may take a minute",
                     source.where(index),
-                    f"{len(text):,}",
+                    f"{len(measured.text):,}",
                 )
-            waiting.append((index, row, text, is_templated))
+            waiting.append((index, row, measured))
             if len(waiting) == TOKENIZER_BATCH:
                 measure()
         measure()
@@ -518,9 +526,8 @@ class Encoder:
                 "raise it, or set data.overlong to truncate_left or truncate_right"
             )
 
-    def _bounded_or_text(self, index: int, row: DataRow) -> int | tuple[str, bool]:
-        """An upper bound of the tokens of a row's prompt, if they certainly fit; else the text to tokenize,
-        and whether it comes from the chat template."""
+    def _bounded_or_text(self, index: int, row: DataRow) -> int | _Unmeasured:
+        """An upper bound of the tokens of a row's prompt, if they certainly fit; else what to measure."""
         limit = self._config.max_prompt_tokens
         most = None if self._vision is not None else self.most_tokens(index, row)
         if most is not None and most <= limit:
@@ -529,7 +536,12 @@ class Encoder:
         text = self._text(index, messages, is_templated)
         if self.bound and text and self._vision is None and (most := self.bound.most(text)) <= limit:
             return most
-        return text, is_templated
+        images = images_in(messages) if self._vision is not None else ()
+        try:
+            num_more = sum(self._vision.num_tokens(image) - 1 for image in images) if self._vision else 0
+        except ValueError as error:
+            raise DataError(f"{self.source.where(index)}: {error}") from error
+        return _Unmeasured(text, is_templated, len(images), num_more)
 
     def most_tokens(self, index: int, row: DataRow) -> int | None:
         """An upper bound of the tokens of a row's prompt, which then has at least one; None if none is known
@@ -589,11 +601,7 @@ class Encoder:
     def _text(self, index: int, messages: tuple[Message, ...], is_templated: bool) -> str:
         if is_templated:
             return render(self.source, index, messages, self._config, self._tokenizer)
-        content = messages[-1]["content"]
-        if isinstance(content, str) or self._vision is None:
-            return text_of(content)
-        mark = self._vision.mark
-        return "".join(part["text"] if part["type"] == "text" else mark for part in content)
+        return plain_content(messages[-1]["content"], "" if self._vision is None else self._vision.mark)
 
     def _tokenize(self, texts: Sequence[str], are_templated: Sequence[bool]) -> list[tuple[int, ...]]:
         """Tokenize texts. Plain ones get the tokenizer's leading special tokens, but no end token, because

@@ -51,6 +51,7 @@ class CausalLM(TrainableModel):
     reference: Callable[[PackedBatch], TiledLogits] | None = None
     replays_experts = False
     vision: Vision | None = None
+    _excluded: Tensor | None = None
 
     def __init__(
         self,
@@ -109,9 +110,13 @@ class CausalLM(TrainableModel):
         accumulates = self._writes_gradients and not has_hooks
         bias = self._head.bias
         if self.vision is not None:  # a placeholder that the policy wrote would stand for no picture
-            is_free = weight.new_zeros(len(weight))
-            is_free[list(self.vision.reserved)] = float("-inf")
-            bias = is_free if bias is None else bias + is_free
+            excluded = self._excluded
+            if excluded is None or (excluded.device, excluded.dtype) != (weight.device, weight.dtype):
+                with torch.inference_mode(False):  # training uses what an engine has made
+                    excluded = weight.new_zeros(len(weight))
+                    excluded[list(self.vision.reserved)] = float("-inf")
+                self._excluded = excluded
+            bias = excluded if bias is None else bias + excluded
         return Head(weight, bias, self._logit_scale, self._softcap, accumulates=accumulates)
 
     def leave_gradients_to_autograd(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from braid.errors import ModelError
+from braid.images import plain_content
 from braid.reasoning import OF_MODELS
 from braid.types import Action, Message, Placed, StopReason, ToolCall, images_in
 from braid.users import encodable
@@ -471,10 +472,7 @@ class ChatFormat:
 
     def _plain(self, content: Any) -> str:
         """Text, with a placeholder for each picture."""
-        if isinstance(content, str):
-            return content
-        token = "" if self._vision is None else self._vision.mark
-        return "".join(part["text"] if part["type"] == "text" else token for part in content)
+        return plain_content(content, "" if self._vision is None else self._vision.mark)
 
     def _marked(self, value: Any) -> Any:
         """`value` with a mark after the first character of each added token in its texts, and pictures as

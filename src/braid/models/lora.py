@@ -23,6 +23,7 @@ from braid.errors import ModelError, suggest
 from .base import unique_weights
 from .experts import is_experts
 from .stateful import layers_read_by_weight
+from .vision import modules_of_tower
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -197,7 +198,7 @@ def _experts(model: nn.Module) -> list[str]:
 def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str], list[str]]:
     """The linear layers and the parameters of experts that `names` select. Each is a suffix of a dotted name;
     all-linear selects all of them except the head. A vision tower has none."""
-    by_weight, tower = layers_read_by_weight(model), _layers_of_tower(model)
+    by_weight, tower = layers_read_by_weight(model), modules_of_tower(model)
     layers = [
         name
         for name, layer in model.named_modules()
@@ -223,14 +224,6 @@ def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str],
     are_chosen = [name for name in layers if f".{name}".endswith(chosen)]
     named = are_chosen if tower else list(names)  # layers of the tower may have the same names
     return named if are_chosen else [], [name for name in experts if f".{name}".endswith(chosen)]
-
-
-def _layers_of_tower(model: PreTrainedModel) -> set[str]:
-    """Names of the modules of a vision-language model that are not of its language model."""
-    if not hasattr(getattr(model, "config", None), "vision_config"):  # a robot's policy has no such config
-        return set()
-    modules = {id(module) for module in (*model.get_decoder().modules(), model.get_output_embeddings())}
-    return {name for name, module in model.named_modules() if id(module) not in modules}
 
 
 def _check(model: PreTrainedModel, settings: Any) -> None:

@@ -11,11 +11,10 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from braid.errors import ModelError
+from braid.images import image_of
 from braid.plan import rotary_problem
 from braid.types import Image, Placed
 
@@ -164,21 +164,16 @@ def check_pictures(lm: CausalLM, vision: Vision) -> None:
 def noise(seed: int) -> Image:
     """A picture of noise, whose sides differ."""
     pixels = np.random.default_rng(seed).integers(0, 256, (64, 96, 3), dtype=np.uint8)
-    out = BytesIO()
-    PIL.Image.fromarray(pixels).save(out, "PNG")
-    return Image.of(out.getvalue())
+    return image_of(pixels, Path())
 
 
-def picture_row(
-    lm: CausalLM, vision: Vision, pictures: Sequence[int], num_last: int = 9
-) -> tuple[Tensor, list[Placed]]:
-    """Tokens [L] of a row with these pictures of noise, and where they are; it ends with `num_last` tokens of
-    text."""
+def picture_row(lm: CausalLM, vision: Vision, pictures: Sequence[int]) -> tuple[Tensor, list[Placed]]:
+    """Tokens [L] of a row with these pictures of noise, and where they are; it ends with nine of text."""
     numbers, free = random.Random(len(pictures)), _free_ids(lm)
     ids = numbers.choices(free, k=3)
     for _ in pictures:
         ids += [vision.placeholder, *numbers.choices(free, k=2)]
-    expanded, placed = vision.expand([*ids, *numbers.choices(free, k=num_last)], list(map(noise, pictures)))
+    expanded, placed = vision.expand([*ids, *numbers.choices(free, k=9)], list(map(noise, pictures)))
     return torch.tensor(expanded, device=lm.device), list(placed)
 
 

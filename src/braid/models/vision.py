@@ -128,13 +128,13 @@ class Vision:
         self._bytes = 0
 
     def limit(self, limits: ImageLimits) -> None:
-        """Scale pictures to these sizes. Raises ModelError for a model that scales all to one of its own."""
+        """Scale images to these limits. Raises ModelError for a model whose images all have one size."""
         bounds = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
         chosen = {name: pixels for name, pixels in bounds.items() if pixels is not None}
         if chosen and not self._family.has_grid:
             raise ModelError(
-                f"data.image: models of type {self.config.model_type} scale images to a size of their own; "
-                "remove its limits"
+                f"data.image: models of type {self.config.model_type} resize every image to a fixed size; "
+                "remove data.image"
             )
         for name, pixels in chosen.items():  # areas, in spite of their names
             self.processor.size[name] = pixels
@@ -286,12 +286,19 @@ def load_vision(
     return vision
 
 
+def modules_of_tower(model: PreTrainedModel) -> set[str]:
+    """Names of the modules of a vision-language model that are not of its language model; none for others."""
+    if not hasattr(getattr(model, "config", None), "vision_config"):  # a robot's policy has no such config
+        return set()
+    modules = {id(module) for module in (*model.get_decoder().modules(), model.get_output_embeddings())}
+    return {name for name, module in model.named_modules() if id(module) not in modules}
+
+
 def freeze(model: PreTrainedModel, config: VisionConfig) -> None:
     """Freeze what `config` does not train of the vision tower and its projector."""
-    head: Any = model.get_output_embeddings()
-    decoder = {id(parameter) for part in (model.get_decoder(), head) for parameter in part.parameters()}
+    tower = modules_of_tower(model)
     for name, parameter in model.named_parameters():
-        if id(parameter) not in decoder:
+        if name.rpartition(".")[0] in tower:
             is_projector = _PROJECTOR.search(name) is not None
             parameter.requires_grad_(config.train == "all" or (config.train == "projector" and is_projector))
 

@@ -90,6 +90,11 @@ class _Sequence:
     versions: list[int] = field(default_factory=list)
     experts: list[NDArray[np.signedinteger]] = field(default_factory=list)
     num_routed: int = 0
+    prompt: tuple[int, ...] = field(init=False)
+    """Request.identity."""
+
+    def __post_init__(self) -> None:
+        self.prompt = self.request.identity
 
     def route(self, chosen: NDArray[np.signedinteger], start: int = 0) -> None:
         """Add the experts `chosen` [n, L, K] for the tokens from `start` on. Tokens that have some are
@@ -105,8 +110,7 @@ class _Sequence:
     @property
     def identity(self) -> tuple[int, ...]:
         """Equal for equal prefixes, their pictures among them."""
-        identity = self.request.identity
-        return (*identity, *self.token_ids) if self.token_ids else identity
+        return (*self.prompt, *self.token_ids) if self.token_ids else self.prompt
 
     @property
     def padded_prefix(self) -> int:
@@ -206,7 +210,7 @@ class NativeEngine(SteppedEngine):
         end_tokens = frozenset(request.sampling.stop_token_ids)
         sequence = _Sequence(request, future, time.time(), end_tokens)
         last = self._waiting[-1] if self._waiting and self._cache.shares_prompts else None
-        if last and not last.token_ids and last.request.identity == request.identity:
+        if last and not last.token_ids and last.prompt == sequence.prompt:
             last.shares_prompt = sequence.shares_prompt = True
         self._waiting.append(sequence)
         self._start_stepping()
@@ -387,7 +391,7 @@ class NativeEngine(SteppedEngine):
         """Of each sequence; those after one another that share a prompt need it once."""
         last: tuple[int, ...] | None = None
         for sequence in sequences:
-            need, prompt = sequence.need, sequence.request.identity
+            need, prompt = sequence.need, sequence.prompt
             yield need._replace(prompt=0) if sequence.shares_prompt and prompt == last else need
             last = prompt if sequence.shares_prompt else None
 
