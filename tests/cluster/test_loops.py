@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import threading
 import time
@@ -47,7 +48,7 @@ def test_the_exception_of_a_call_is_raised() -> None:
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RoundCut, SystemExit])
 @pytest.mark.parametrize("awaits", ["group", "gather", "await"])
 def test_an_interrupt_in_a_task_is_raised_once(awaits: str, interrupt: type[BaseException]) -> None:
-    """Those who await the task are cancelled, and later calls of the loop are not disturbed."""
+    """Those who await the task end with it, without disturbing later calls of the loop."""
     ended: list[str] = []
 
     async def sample() -> None:
@@ -62,9 +63,8 @@ def test_an_interrupt_in_a_task_is_raised_once(awaits: str, interrupt: type[Base
                 await asyncio.gather(sample(), asyncio.sleep(LIMIT_S))
             else:
                 await asyncio.create_task(sample())
-        except asyncio.CancelledError:
-            ended.append("cancelled")
-            raise
+        finally:
+            ended.append("ended")
 
     async def begin() -> asyncio.Task[None]:
         return asyncio.create_task(outer())
@@ -80,7 +80,25 @@ def test_an_interrupt_in_a_task_is_raised_once(awaits: str, interrupt: type[Base
         loop.run(asyncio.sleep(LIMIT_S))
     loop.run(stop(task))
     loop.close()
-    assert ended == ["cancelled", "stopped"]
+    assert ended == ["ended", "stopped"]
+
+
+def test_a_task_that_nobody_asks_for_its_interrupt_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    async def sample() -> None:
+        raise KeyboardInterrupt
+
+    async def begin() -> None:
+        tasks.append(asyncio.create_task(sample()))
+        await asyncio.sleep(LIMIT_S)
+
+    tasks: list[asyncio.Task[None]] = []
+    loop = Loop()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(begin())
+    tasks.clear()
+    gc.collect()
+    loop.close()
+    assert not caplog.records
 
 
 def test_an_interrupt_ends_the_call_that_waits_and_the_loop_goes_on() -> None:

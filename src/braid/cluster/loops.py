@@ -19,12 +19,12 @@ class Loop:
     one running loop per thread.
 
     A KeyboardInterrupt may be raised in any task, by a signal's handler. It ends the call that waits, once:
-    the task counts as cancelled, since an exception of a task is raised again by whatever awaits it, which
-    would interrupt the later calls that close what is open."""
+    asyncio stops the loop again at each task that passes it on to the one that awaits it, which would
+    interrupt the later calls that close what is open."""
 
     def __init__(self, *, in_background: bool = False) -> None:
         self._loop = asyncio.new_event_loop()
-        self._loop.set_task_factory(self._task)
+        self._loop.set_exception_handler(self._report)
         self._interrupt: BaseException | None = None
         self._thread: threading.Thread | None = None
         if in_background or _is_running():
@@ -34,28 +34,25 @@ class Loop:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run the coroutine to completion and return its result. With a thread, several threads may call."""
         if self._thread is None:
-            try:
-                return self._loop.run_until_complete(coroutine)
-            finally:
-                interrupt, self._interrupt = self._interrupt, None
-                if interrupt is not None:
-                    raise interrupt
+            task = self._loop.create_task(coroutine)
+            while True:
+                try:
+                    return self._loop.run_until_complete(task)
+                except (KeyboardInterrupt, SystemExit) as interrupt:
+                    if interrupt is self._interrupt and not task.done():
+                        continue
+                    self._interrupt = interrupt
+                    raise
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         finally:
             future.cancel()  # after an interrupt
 
-    def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-        async def guarded() -> Any:
-            try:
-                return await coroutine
-            except (KeyboardInterrupt, SystemExit) as error:
-                self._interrupt = error
-                loop.stop()
-                raise asyncio.CancelledError from error
-
-        return asyncio.Task(guarded(), loop=loop, **options)
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log what asyncio reports, but for a task that nobody asked for its interrupt."""
+        if not isinstance(context.get("exception"), (KeyboardInterrupt, SystemExit)):
+            loop.default_exception_handler(context)
 
     def close(self) -> None:
         """Cancel all tasks, and close the loop and its thread. Idempotent."""
