@@ -69,7 +69,8 @@ def test_every_architecture_gets_the_sizes_asked_for(architecture: str, tied: bo
     assert config.max_position_embeddings == 128
     assert (config.pad_token_id, config.eos_token_id) == (0, 1)
     assert (lm.head.weight is lm.model.get_input_embeddings().weight) == tied
-    assert dict(lm.named_weights())["model.layers.1.self_attn.k_proj.weight"].shape == (2 * 8, 32)
+    part = "model.language_model" if spec.vision_tower is not None else "model"
+    assert dict(lm.named_weights())[f"{part}.layers.1.self_attn.k_proj.weight"].shape == (2 * 8, 32)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_sixteen() -> None:

@@ -21,23 +21,23 @@ from braid.types import Image, Placed, Row
 
 PICTURES = [picture(seed) for seed in range(4)]
 RESERVED = list({token for family in FAMILIES for token in vision_of(family).reserved})
-_RNG = np.random.default_rng(0)
-
-
-def _text(num: int) -> list[int]:
-    return _RNG.integers(3, 30, num).tolist()
 
 
 def _conversations(vision: Vision) -> list[tuple[list[int], list[Image]]]:
     """Rows with 0, 1 and 2 pictures, two of which share a prompt with one."""
+    rng = np.random.default_rng(0)
+
+    def text(num: int) -> list[int]:
+        return rng.integers(3, 30, num).tolist()
+
     mark = vision.placeholder
-    prompt = [*_text(5), mark, *_text(4)]
+    prompt = [*text(5), mark, *text(4)]
     return [
-        (_text(17), []),
-        ([*prompt, *_text(9)], [PICTURES[1]]),
-        ([*prompt, *_text(6)], [PICTURES[1]]),
-        ([*_text(3), mark, *_text(2), mark, *_text(8)], [PICTURES[0], PICTURES[2]]),
-        ([*_text(2), mark, *_text(7), mark, *_text(5)], [PICTURES[1], PICTURES[3]]),
+        (text(17), []),
+        ([*prompt, *text(9)], [PICTURES[1]]),
+        ([*prompt, *text(6)], [PICTURES[1]]),
+        ([*text(3), mark, *text(2), mark, *text(8)], [PICTURES[0], PICTURES[2]]),
+        ([*text(2), mark, *text(7), mark, *text(5)], [PICTURES[1], PICTURES[3]]),
     ]
 
 
@@ -83,7 +83,9 @@ def test_packed_rows_with_pictures_are_those_of_the_plain_model(family: str, rec
         mask = torch.from_numpy(row.mask)
         written = mask[len(row) - len(part) :]
         expected = _plain_logprobs(plain, vision, row.inputs["input_ids"].tolist(), row.images)[mask[1:]]
-        assert (part[written] - expected).abs().max() < 1e-5
+        # a gated delta net amplifies rounding, and Gemma 4's embeddings are large
+        bound = {"qwen3_5": 1e-4, "gemma4": 4e-5}.get(family, 1e-5)
+        assert (part[written] - expected).abs().max() < bound
         loss = loss + (expected * weight[written]).sum()
     loss.backward()
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -102,7 +104,7 @@ def test_another_picture_changes_the_log_probs(family: str) -> None:
     lm.vision = vision
     logprobs = []
     for image in (PICTURES[0], picture(4)):
-        ids, placed = vision.expand([*_text(0), 5, vision.placeholder, 6, 7, 8], [image])
+        ids, placed = vision.expand([5, vision.placeholder, 6, 7, 8], [image])
         batch = pack([_row(ids, placed, len(ids) - 2)], torch.device("cpu"))
         logprobs.append(lm.forward(batch, frozenset({"logprobs"}))["logprobs"])
     assert (logprobs[0] - logprobs[1]).abs().max() > 1e-3

@@ -227,7 +227,7 @@ def _targets(model: PreTrainedModel, names: tuple[str, ...]) -> tuple[list[str],
 
 def _layers_of_tower(model: PreTrainedModel) -> set[str]:
     """Names of the modules of a vision-language model that are not of its language model."""
-    if not hasattr(model.config, "vision_config"):
+    if not hasattr(getattr(model, "config", None), "vision_config"):  # a robot's policy has no such config
         return set()
     modules = {id(module) for module in (*model.get_decoder().modules(), model.get_output_embeddings())}
     return {name for name, module in model.named_modules() if id(module) not in modules}

@@ -28,6 +28,8 @@ class LanguageModel(PolicyKind):
     def problems(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         if config.model.vision is not None:
             yield from _problems_of_pictures(config)
+        elif config.model.build is not None and config.model.build.vision_tower is not None:
+            yield "model.build.architecture", "it reads images; set model.vision={}, or another architecture"
         if not config.env.is_simulator:
             return
         built = "path" if config.model.path else "build"
