@@ -34,7 +34,7 @@ _START, _END = (TOKENIZER.convert_tokens_to_ids(name) for name in SPECIAL[:2])
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 48, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
