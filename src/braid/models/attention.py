@@ -44,6 +44,26 @@ AttentionKernel = Callable[[LayerCall, Tensor, Tensor, Tensor], Tensor]
 """Kernel for attention over right-padded rows; see causal_attention."""
 
 
+@dataclass(frozen=True, slots=True)
+class ImageBlocks:
+    """The number of each position's image in its sequence [T], -1 for text. The positions of an image see
+    each other (Gemma 3, arXiv 2503.19786), in all layers or `only_in_windows`."""
+
+    numbers: Tensor
+    only_in_windows: bool
+
+    def visible(self, call: LayerCall, queries: Tensor, keys: Tensor, first: int = 0) -> Tensor | None:
+        """Keys [B, Q, K] that the queries of a layer see, of the numbers [B, Q] and [B, K] of their images;
+        the first query is at place `first` of the keys. None: as without images."""
+        if self.only_in_windows and call.sliding_window is None:
+            return None
+        places = torch.arange(keys.shape[1], device=keys.device)
+        behind = places[first : first + queries.shape[1], None] - places[None, :]
+        is_same = (queries[:, :, None] == keys[:, None, :]) & (queries >= 0)[:, :, None]
+        visible = (behind >= 0) | is_same
+        return visible if call.sliding_window is None else visible & (behind < call.sliding_window)
+
+
 class AttentionContext(Protocol):
     """Determines which positions attend to which, and stores keys and values if needed. One context serves
     one forward pass."""
@@ -160,8 +180,28 @@ class PackedAttention:
         self._shared = shared or [(0, 0)] * len(lengths)
         self._layouts: dict[bool, Layout] = {}
         self._states: PackedStates | None = None
+        self._blocks: ImageBlocks | None = None
+        self._seen: dict[int | None, tuple[Tensor, ...]] = {}
+
+    def see(self, blocks: ImageBlocks) -> None:
+        """Let the positions of images see each other."""
+        self._blocks, self._seen = blocks, {}
+
+    def _of_images(self, call: LayerCall) -> LayerCall:
+        """The call of a layer with the keys that are visible where there are images."""
+        blocks, window = self._blocks, call.sliding_window
+        if blocks is None:
+            return call
+        if window not in self._seen:
+            layout = self._layout(is_varlen=False)
+            numbers = layout.split(layout.lay(blocks.numbers))
+            masks = [blocks.visible(call, part, part) for part in numbers]
+            self._seen[window] = tuple(mask for mask in masks if mask is not None)
+        seen = self._seen[window]
+        return replace(call, chosen=seen, sliding_window=None) if seen else call
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        call = self._of_images(call)
         is_varlen = self._kernel is None and has_varlen_kernel(call, query, value)
         layout = self._layout(is_varlen=is_varlen)
         laid = [layout.lay(x) for x in (query, key, value)]

@@ -289,6 +289,8 @@ def hidden_states(
     if sight is not None:
         places = places if sight.coordinates is None else sight.coordinates.unsqueeze(1)
         pictures = {} if sight.features is None else {"mm_encoder_outputs": {"image": sight.features}}
+        if sight.blocks is not None:
+            cast("Any", context).see(sight.blocks)
     with attention.attending(context):
         out = backbone(input_ids=input_ids.unsqueeze(0), position_ids=places, use_cache=False, **pictures)
     return out.last_hidden_state[0]

@@ -11,9 +11,9 @@ import copy
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from braid.config.model import ModelConfig, VisionConfig
 from braid.errors import ModelError
 from braid.types import Image, Placed
 
+from .attention import ImageBlocks
 from .build import config_of, processor_of, token_ids
 from .folders import read
 from .tokenizer import model_path
@@ -62,21 +63,28 @@ class Span(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Sight:
     """What a pass over T positions reads besides tokens: the tower's output for the pictures in the order of
-    their placeholders (None if the pass begins after them), and coordinates [3, T], or None where positions
-    are in one dimension."""
+    their placeholders (None if the pass begins after them), coordinates [3, T], or None where positions are
+    in one dimension, and which positions are of one image where these see each other."""
 
     features: Any
     coordinates: Tensor | None
+    blocks: ImageBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     """How the processors of some architectures write a picture: `text(vision, inputs)` replaces the
-    placeholder that the chat template writes. `mark` is the tokenizer's attribute with this placeholder."""
+    placeholder that the chat template writes. `mark` is the tokenizer's attribute with this placeholder.
+    `inputs` are those of the tower, joined along `axis`; `options` are the processor's. The positions of a
+    picture `see` each other: never, in all layers, or in those with a window."""
 
-    text: Callable[[Vision, Mapping[str, Tensor]], str]
+    text: Callable[[Vision, Mapping[str, Any]], str]
     mark: str = "image_token"
     has_grid: bool = False
+    inputs: tuple[str, ...] = ("pixel_values",)
+    axis: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    see: Literal["never", "always", "in_windows"] = "never"
 
 
 def _of_patches(vision: Vision, inputs: Mapping[str, Tensor]) -> str:
@@ -95,11 +103,45 @@ def _of_tiles(vision: Vision, inputs: Mapping[str, Tensor]) -> str:
     return f"{tokenizer.start_image_token}{vision.token * num}{tokenizer.end_image_token}"
 
 
-_PATCHES = _Family(_of_patches, has_grid=True)
+def _of_soft_tokens(vision: Vision, _: Mapping[str, Any]) -> str:
+    tokenizer: Any = vision.tokenizer
+    num = vision.config.mm_tokens_per_image
+    return f"\n\n{tokenizer.boi_token}{vision.token * num}{tokenizer.eoi_token}\n\n"
+
+
+def _of_pooled(vision: Vision, inputs: Mapping[str, Any]) -> str:
+    tokenizer: Any = vision.tokenizer
+    (num,) = inputs["num_soft_tokens_per_image"]
+    return f"{tokenizer.boi_token}{vision.token * int(num)}{tokenizer.eoi_token}"
+
+
+def _of_numbered_tiles(vision: Vision, inputs: Mapping[str, Any]) -> str:
+    tokenizer: Any = vision.tokenizer
+    around = getattr(tokenizer, "fake_image_token", "<fake_token_around_image>")
+    whole = getattr(tokenizer, "global_image_token", "<global-img>")
+    tower = vision.config.vision_config
+    num = (tower.image_size // tower.patch_size // vision.config.scale_factor) ** 2
+    [[rows]], [[columns]] = inputs["rows"], inputs["cols"]
+    text = ""
+    for row in range(rows):
+        text += "".join(f"{around}<row_{row + 1}_col_{i + 1}>{vision.token * num}" for i in range(columns))
+        text += "\n"
+    return f"{text}{chr(10) if rows else ''}{around}{whole}{vision.token * num}{around}"
+
+
+_PATCHES = _Family(_of_patches, has_grid=True, inputs=("pixel_values", "image_grid_thw"))
 _FAMILIES: dict[str, _Family] = {
     **dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"), _PATCHES),
     "internvl": _Family(_of_tiles, mark="context_image_token"),
     "llava": _Family(_of_crop),
+    "gemma3": _Family(_of_soft_tokens, mark="boi_token", see="always"),
+    "gemma4": _Family(_of_pooled, inputs=("pixel_values", "image_position_ids"), see="in_windows"),
+    "smolvlm": _Family(
+        _of_numbered_tiles,
+        inputs=("pixel_values", "pixel_attention_mask"),
+        axis=1,
+        options={"return_row_col_info": True},
+    ),
 }
 
 
@@ -144,13 +186,13 @@ class Vision:
         if (pixels := self._recent.get(image.key)) is not None:
             self._recent.move_to_end(image.key)
             return pixels
-        inputs = dict(self.processor([opened(image)], return_tensors="pt"))
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        inputs = dict(self.processor([opened(image)], return_tensors="pt", **self._family.options))
+        tensors = {name: inputs[name] for name in self._family.inputs}
         grid = (0, 0)
         if self._family.has_grid:
             rows, columns = (tensors["image_grid_thw"][0, 1:] // self.merge).tolist()
             grid = rows, columns
-        pixels = self._recent[image.key] = Pixels(tensors, self._family.text(self, tensors), grid)
+        pixels = self._recent[image.key] = Pixels(tensors, self._family.text(self, inputs), grid)
         self._bytes += _size(pixels)
         while self._bytes > _CACHED_BYTES and len(self._recent) > 1:
             self._bytes -= _size(self._recent.popitem(last=False)[1])
@@ -224,31 +266,50 @@ class Vision:
             return None
         placed = [one.image for span in spans for one in span.images if one.start >= span.start]
         features = self._features(backbone, placed, device) if placed else None
+        blocks = self._blocks(spans, device) if placed else None
         lines = [(span, self.coordinates(span.stop, span.images)) for span in spans]
         if lines[0][1] is None:
-            return Sight(features, None)
+            return Sight(features, None, blocks)
         parts = [line[:, span.start : span.stop] for span, line in lines if line is not None]
         return Sight(features, to_device(torch.from_numpy(np.concatenate(parts, axis=1)), device))
+
+    def _blocks(self, spans: Sequence[Span], device: torch.device) -> ImageBlocks | None:
+        """Which positions are of one image, where these see each other."""
+        rule = self._family.see
+        if rule == "in_windows":
+            config = self.config.get_text_config(decoder=True)
+            rule = "in_windows" if config.use_bidirectional_attention == "vision" else "never"
+        if rule == "never":
+            return None
+        lines: list[NDArray[np.int64]] = []
+        for span in spans:
+            line = np.full(span.stop, -1)
+            for number, (start, num, image) in enumerate(span.images):
+                tokens = np.array(self._tokens(image)) == self.token_id
+                line[start : start + num][tokens] = number
+            lines.append(line[span.start :])
+        numbers = to_device(torch.from_numpy(np.concatenate(lines)), device)
+        return ImageBlocks(numbers, only_in_windows=rule == "in_windows")
 
     def plain_inputs(self, ids: Tensor, images: Sequence[Placed]) -> dict[str, Tensor]:
         """What transformers' own forward pass of a row [1, L] takes beside its tokens."""
         if not images:
             return {}
         inputs = self._joined([self.read(one.image).inputs for one in images])
-        if self._family.has_grid:
-            inputs["mm_token_type_ids"] = (ids == self.token_id).int()
+        types = {"always": "token_type_ids", "in_windows": "mm_token_type_ids"}
+        if self._family.has_grid or self._family.see != "never":
+            inputs[types.get(self._family.see, "mm_token_type_ids")] = (ids == self.token_id).int()
         return {name: to_device(value, ids.device) for name, value in inputs.items()}
 
     def _joined(self, inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        names = inputs[0].keys() & {"pixel_values", "image_grid_thw"}
-        return {name: torch.cat([one[name] for one in inputs]) for name in sorted(names)}
+        return {name: torch.cat([one[name] for one in inputs], self._family.axis) for name in inputs[0]}
 
     def _features(self, backbone: Any, images: Sequence[Image], device: torch.device) -> Any:
         """The tower's output as if it had read `images`, which may repeat some."""
         distinct = list(dict.fromkeys(images))
         pixels = [self.read(image).inputs for image in distinct]
         joined = self._joined(pixels)
-        tiles = [len(one["pixel_values"]) for one in pixels]
+        tiles = [one["pixel_values"].shape[self._family.axis] for one in pixels]
         out = backbone.get_image_features(
             **{name: to_device(value, device) for name, value in joined.items()}, return_dict=True
         )

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from braid.models.attention import (
     AttentionKernel,
+    ImageBlocks,
     LayerCall,
     causal_attention,
     softmax_with_sinks,
@@ -355,14 +356,36 @@ class PrefillAttention:
             first_slot += len(prompt_of)
         self._sizes = [width * num for width, num, _ in self._blocks]
         self._next_layer, self._kernel = itertools.count(), kernel
+        self._images: ImageBlocks | None = None
+        self._seen: dict[int | None, list[Tensor | None]] = {}
+
+    def see(self, blocks: ImageBlocks) -> None:
+        """Let the positions of images see each other."""
+        self._images = blocks
+
+    def _calls(self, call: LayerCall) -> list[LayerCall]:
+        """The call of a layer for each block of prompts, with the keys that are visible where there are
+        images."""
+        images, window = self._images, call.sliding_window
+        if images is None:
+            return [call] * len(self._blocks)
+        if window not in self._seen:
+            parts = zip(self._blocks, images.numbers.split(self._sizes), strict=True)
+            numbers = (part.unflatten(0, (num, width)) for (width, num, _), part in parts)
+            self._seen[window] = [images.visible(call, part, part) for part in numbers]
+        return [
+            call if seen is None else replace(call, chosen=(seen,), sliding_window=None)
+            for seen in self._seen[window]
+        ]
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layer = next(self._next_layer)
         outs: list[Tensor] = []
         parts = zip(*(x.split(self._sizes) for x in (query, key, value)), strict=True)
-        for (width, num, writes), qkv in zip(self._blocks, parts, strict=True):
+        for of_block, (width, num, writes), qkv in zip(self._calls(call), self._blocks, parts, strict=True):
             q, k, v = (x.unflatten(0, (num, width)) for x in qkv)
-            outs.append(self._kernel(call, q, k, v).flatten(0, 1))
+            kernel = causal_attention if of_block.chosen else self._kernel
+            outs.append(kernel(of_block, q, k, v).flatten(0, 1))
             for bucket, row, chosen in writes:
                 if chosen != list(range(num)):
                     index = self._chosen.get((id(bucket), row))
@@ -404,6 +427,11 @@ class ContinueAttention:
             rows = [row for _, row, *_ in same]
             self._blocks.append((bucket, slice(rows[0], rows[-1] + 1), known, new))
         self._next_layer = itertools.count()
+        self._images: ImageBlocks | None = None
+
+    def see(self, blocks: ImageBlocks) -> None:
+        """Let the positions of the new images see each other."""
+        self._images = blocks
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         layer, heads = next(self._next_layer), key.shape[1]
@@ -421,20 +449,26 @@ class ContinueAttention:
             sinks = (
                 None if call.sinks is None else call.sinks.view(heads, -1, 1).repeat_interleave(new, dim=1)
             )
-            mask = self._mask(call.sliding_window, known, new, query).repeat(groups, 1)
+            mask = self._mask(call, known, new, query, tokens).repeat(1, groups, 1)[:, None]
             out = _attend(call, q, k, v, mask, sinks).unflatten(2, (groups, new)).flatten(1, 2)
             outs.append(out.transpose(1, 2).flatten(0, 1))
             start += num * new
         outs.append(outs[0].new_zeros(len(query) - start, *outs[0].shape[1:]))
         return torch.cat(outs)
 
-    def _mask(self, window: int | None, known: int, new: int, query: Tensor) -> Tensor:
-        """Additive attention mask [new, known + new]."""
+    def _mask(self, call: LayerCall, known: int, new: int, query: Tensor, tokens: slice) -> Tensor:
+        """Additive attention mask [1 or n, new, known + new] of sequences whose new tokens are `tokens`."""
         column = torch.arange(known + new, device=query.device)
-        last = column[known:, None]
+        last, window = column[known:, None], call.sliding_window
         is_hidden = column > last
         if window is not None:
             is_hidden |= column <= last - window
+        is_hidden = is_hidden[None]
+        if self._images is not None:
+            of_new = self._images.numbers[tokens].unflatten(0, (-1, new))
+            of_all = F.pad(of_new, (known, 0), value=-1)
+            visible = self._images.visible(call, of_new, of_all, known)
+            is_hidden = is_hidden if visible is None else ~visible
         zeros = torch.zeros(is_hidden.shape, dtype=query.dtype, device=query.device)
         return zeros.masked_fill_(is_hidden, float("-inf"))
 
