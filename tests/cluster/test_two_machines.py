@@ -208,6 +208,7 @@ def test_vllm_on_the_other_machine_samples_from_the_weights_of_each_round(
     _assert_empty(cluster)
 
 
+@pytest.mark.nightly
 def test_a_run_folder_that_is_not_shared_is_refused(cluster: Cluster, shared: Path) -> None:
     path = _spread(shared / "unshared", _ON_BOTH, _FSDP2)
     code, said = _train(cluster.one, path, "run.output_dir=/tmp/own")
@@ -301,6 +302,7 @@ Machines(config, [0, 0], 1, is_restart=True)
 """
 
 
+@pytest.mark.nightly
 def test_a_machine_that_does_not_come_back_is_named(fragile: Cluster) -> None:
     """Ray has not noticed its end when the restart begins."""
     command = fragile.one.command(sys.executable, "-c", _RESTART, "20")

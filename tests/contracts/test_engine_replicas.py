@@ -19,6 +19,7 @@ from .test_engine import generate, prompt, scale, trainer_greedy
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("vllm")
 @WITH_VLLM
 def test_every_replica_has_the_trainers_tokens_after_each_weight_sync_also_with_tensor_parallelism(

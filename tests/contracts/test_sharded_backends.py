@@ -59,6 +59,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "deepspeed, away between steps": {"backend": "deepspeed", "offload": LEAVES},
     "deepspeed, sequences shared": {"backend": "deepspeed", "sequence_parallel": 2},
 }
+RARE = ("deepspeed, secondary partitions", "deepspeed, away between steps", "fsdp, nothing sharded")
+"""Layouts of `make nightly`."""
 OF_FOUR = {
     "fsdp2, shards of two, sequences shared": {
         "backend": {"kind": "fsdp2", "size": 2},
@@ -162,12 +164,16 @@ def _train(
     return [backend.train(rows, weights, loss) for _ in range(num_steps)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * (name in RARE)) for name in LAYOUTS]
+)
 def test_a_layout_of_two_matches_one_process(pair: RayGroup, layout: str) -> None:
     _holds_as_one_process(pair, LAYOUTS[layout])
 
 
-@pytest.mark.parametrize("layout", OF_FOUR)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.nightly] * ("deepspeed" in name)) for name in OF_FOUR]
+)
 def test_a_layout_of_four_matches_one_process(four: RayGroup, layout: str) -> None:
     _holds_as_one_process(four, OF_FOUR[layout])
 
@@ -311,18 +317,27 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return folders
 
 
+EVERY_TIME = [
+    ("qwen3_next", "fsdp2"),
+    ("bamba", "fsdp"),
+    ("jamba", "fsdp2"),
+    *(("bamba", layout) for layout in OF_HYBRIDS if "shared" in layout),
+]
+"""Hybrids on layouts that `make slow` has; the others are of `make nightly`."""
+
+
 @pytest.mark.parametrize(
     ("architecture", "layout", "lora"),
     [
         *(
-            pytest.param(
-                name, layout, None, marks=[pytest.mark.nightly] * (name != "bamba" and "shared" in layout)
-            )
+            pytest.param(name, layout, None, marks=[pytest.mark.nightly] * ((name, layout) not in EVERY_TIME))
             for name in ("qwen3_next", "bamba", "jamba")
             for layout in OF_HYBRIDS
         ),
-        *(("glm_moe_dsa", layout, None) for layout in ("fsdp2", "fsdp")),
-        *(("bamba", layout, {"rank": 2}) for layout in ("fsdp2", "fsdp")),
+        ("glm_moe_dsa", "fsdp2", None),
+        pytest.param("glm_moe_dsa", "fsdp", None, marks=pytest.mark.nightly),
+        ("bamba", "fsdp2", {"rank": 2}),
+        pytest.param("bamba", "fsdp", {"rank": 2}, marks=pytest.mark.nightly),
     ],
 )
 def test_layers_with_a_state_or_an_indexer_are_sharded(

@@ -66,6 +66,7 @@ def test_adapters_of_experts_are_merged_into_what_vllm_samples_from(
     torch.testing.assert_close(torch.tensor(completion.logprobs), ours, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
+@pytest.mark.nightly
 def test_a_missing_part_of_a_fused_parameter_is_an_error(tmp_path: Path) -> None:
     lm = load_policy(MODEL, temperature=1.0, seed=0, device=torch.device("cpu"))
     with vllm(lm, tmp_path) as engine:

@@ -115,6 +115,7 @@ def check(scores: tuple[float, float]) -> None:
     assert after > 0.9
 
 
+@pytest.mark.nightly
 def test_rlinf_s_math_file_learns_with_grpo(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = [
         f"runner.output_dir={home}/rlinf",

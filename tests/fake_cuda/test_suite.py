@@ -14,10 +14,8 @@ from tests.gpu import machine
 
 NUM_DEVICES = 3
 ENVIRONMENTS: dict[str, dict[str, str]] = {
-    "gpu/test_native_engine.py": {},
     "gpu/test_training.py": {},
-    "fake_cuda/on_device/test_device.py": {},
-    "fake_cuda/on_device/test_streams.py": {},
+    "gpu/test_native_engine.py fake_cuda/on_device/test_device.py fake_cuda/on_device/test_streams.py "
     "fake_cuda/on_device/test_waits.py": {},
     "fake_cuda/on_device/test_live_runs.py": {"FAKE_CUDA_OWN_IPC": "1"},  # threads stand in for processes
     "fake_cuda/on_device/test_clusters.py": {
@@ -25,16 +23,26 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
         "RAY_OVERRIDE_RESOURCES": json.dumps({"GPU": NUM_DEVICES}),
     },
 }
-"""Files with tests, and what they need in the environment beside the device."""
+"""Files with tests that share a process, and what they need in the environment beside the device."""
 _GROUPS = {"fake_cuda/on_device/test_clusters.py": [pytest.mark.xdist_group("workers")]}
 STEPS = [s.__name__ for s in machine.STEPS if s.__name__ not in ("tests", "engines", "offloading")]
 """Steps of `make gpu` but that of the tests above, that of engines, which are not built for the device, and
 one that asks another process for the device's free memory, of which each process has its own count."""
+ALL_STEPS = """
+import sys
+import torch
+from tests.gpu.machine import STEPS, Machine
+
+if __name__ == "__main__":
+    for step in STEPS:
+        if step.__name__ in sys.argv[1:]:
+            assert isinstance(step(Machine(torch.device("cuda"), is_tiny=True)), dict), step
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("path", "tier"),
+    ("paths", "tier"),
     [
         pytest.param(path, tier, marks=_GROUPS.get(path, []) + [pytest.mark.nightly] * (tier == "nightly"))
         for path, tier in [
@@ -44,10 +52,10 @@ one that asks another process for the device's free memory, of which each proces
         ]
     ],
 )
-def test_tests_pass_on_the_device(path: str, tier: str) -> None:
+def test_tests_pass_on_the_device(paths: str, tier: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--show-capture=no", "-m", tier, f"tests/{path}"],
-        env=environment(**ENVIRONMENTS[path]),
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "--show-capture=no", "-m", tier, *(f"tests/{path}" for path in paths.split())],
+        env=environment(**ENVIRONMENTS[paths]),
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -58,12 +66,12 @@ def test_tests_pass_on_the_device(path: str, tier: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", STEPS)
-def test_steps_of_make_gpu_run_on_the_device(step: str, tmp_path: Path) -> None:
-    """Small, and without their time limits, which are those of a GPU."""
-    output = tmp_path / "output.json"
+def test_steps_of_make_gpu_run_on_the_device(tmp_path: Path) -> None:
+    """Small, without their time limits, which are those of a GPU, and all in one process, for speed."""
+    script = tmp_path / "all_steps.py"
+    script.write_text(ALL_STEPS)
     done = subprocess.run(
-        [sys.executable, "tests/gpu/machine.py", "--tiny", "--step", step, "--output", str(output)],
+        [sys.executable, str(script), *STEPS],
         env=environment(),
         cwd=REPOSITORY,
         capture_output=True,
@@ -71,6 +79,3 @@ def test_steps_of_make_gpu_run_on_the_device(step: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(output.read_text())
-    assert "error" not in report, report["error"]
-    assert isinstance(report["result"], dict)

@@ -244,6 +244,7 @@ def test_an_engine_killed_while_idle_ends_the_run_and_is_named(
     assert ["vLLM engine 0 exited" in text for text in failures] == [True] * len(_ENGINE_KILLS)
 
 
+@pytest.mark.nightly
 def test_a_run_whose_worker_is_stopped_restarts_within_ten_seconds_of_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

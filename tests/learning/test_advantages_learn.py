@@ -184,6 +184,7 @@ def _packed(rows: list[Row]) -> PackedBatch:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_turns_that_are_rewarded_at_once_are_learned(family: str) -> None:
     assert _learn(FAMILIES[family], AT_ONCE) > 0.8  # 1/9 at the start

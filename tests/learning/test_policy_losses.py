@@ -243,7 +243,7 @@ def _learn(recipe: Recipe, sampler_shift: Tensor | None = None) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", ["token", pytest.param("sequence", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_bandit_learns_its_best_answer(name: str, level: str) -> None:
     chosen = {"cov_low": 0.1, "cov_fraction": 0.05, "cov_coef": 0.1}

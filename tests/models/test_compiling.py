@@ -50,7 +50,7 @@ def _outputs(compiles: bool, *, softcap: float | None, chunk_bytes: int) -> list
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("softcap", [pytest.param(None, marks=pytest.mark.nightly), 5.0])
 @pytest.mark.parametrize("chunk_bytes", [2**12, pytest.param(2**20, marks=pytest.mark.nightly)])
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # inductor's own
 def test_compiling_does_not_change_results(softcap: float | None, chunk_bytes: int) -> None:

@@ -65,7 +65,9 @@ def train(folder: Path, num_rounds: int, cluster: dict[str, Any]) -> None:
     [
         pytest.param(4, {}, id="one process"),
         pytest.param(30, {}, id="one process, for long", marks=pytest.mark.nightly),
-        pytest.param(1, ON_WORKERS, id="workers", marks=pytest.mark.xdist_group("workers")),
+        pytest.param(
+            1, ON_WORKERS, id="workers", marks=[pytest.mark.nightly, pytest.mark.xdist_group("workers")]
+        ),
     ],
 )
 def test_a_killed_run_trains_on_every_prompt_once(

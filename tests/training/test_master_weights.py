@@ -256,7 +256,10 @@ def _assert_all_move_alike(folder: Path, names: list[str], lora: dict[str, Any] 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
+@pytest.mark.parametrize(
+    "lora",
+    [pytest.param(None, id="all weights"), pytest.param(LORA, id="adapters", marks=pytest.mark.nightly)],
+)
 def test_every_backend_moves_half_precision_weights_as_far_as_float32(
     tmp_path: Path, lora: dict[str, Any] | None
 ) -> None:
