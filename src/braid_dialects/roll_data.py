@@ -46,11 +46,6 @@ _PARTS: dict[str, dict[str, Any]] = {
     _JUDGE: {"kind": "judge", "prompt": _JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
 }
 """Reward worker -> its first reward part."""
-_UNSCORED = {
-    "DetectionRewardWorker": "write the score of boxes as",
-    "VideoR1RewardWorker": "videos are not read; for images write",
-}
-"""Reward worker that braid lacks -> the beginning of what to do."""
 _WORKERS = {
     "math_rule": "MathRuleRewardWorker", "multiple_choice_boxed": "MultipleChoiceBoxedRuleRewardWorker",
     "crossthinkqa": _CHOICE, "code_sandbox": "CodeSandboxRewardWorker", "llm_judge": _JUDGE,
@@ -274,9 +269,8 @@ DATA = rows(
 REWARDS = rows(
     section("rewards.*", "reward")(
         to("worker_cls", ".parts", "text",
-           lambda v, _: v if (worker := v.rpartition(".")[2]) in _PARTS else unsupported(
-               f"{_UNSCORED.get(worker, 'use')} a function (braid.reward.parts, kind function); if ignored, "
-               "rows are dropped"),
+           lambda v, _: v if v.rpartition(".")[2] in _PARTS else unsupported(
+               "use a function (braid.reward.parts, kind function); if ignored, rows are dropped"),
            _IS_SCORED, _PARTS_OF_ALL, note="reward part of this domain's rows"),
         to("tag_included", ".parts", "[text]", _SEVERAL, _IS_SCORED, _PARTS_OF_ALL),
         to("reward_type", ".parts", "text", _IS_SCORED,
