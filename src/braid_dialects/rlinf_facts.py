@@ -53,6 +53,15 @@ def engine(source: Source) -> str:
     return "vllm" if named == "vllm" else "native"
 
 
+VISION_MODELS = {"qwen2.5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl"}
+"""model_type of models that read images -> architecture in transformers."""
+
+
+def reads_images(source: Source) -> bool:
+    """Whether prompts may have images: RLinf's kind of data decides."""
+    return not is_robots(source) and source["data.type"] in ("vlm", "vision_language")
+
+
 def precision(source: Source) -> str:
     """Native dtype of the policy's matrix products."""
     return DTYPES.get(str(source["actor.model.precision"]), "fp32")
@@ -225,6 +234,7 @@ def _has_constant_rate(source: Source) -> bool:
 
 TEXT_ONLY = unless(is_robots, "for language models only; runner.task_type is embodied")
 ROBOTS_ONLY = unless(lambda s: not is_robots(s), "for robots only; runner.task_type is a text task")
+HAS_IMAGES = unless(lambda s: not reads_images(s), "for data.type=vlm only")
 MEGATRON, FSDP = of_backend("megatron"), of_backend("fsdp", "fsdp2")
 FSDP1, FSDP2 = of_backend("fsdp"), of_backend("fsdp2")
 SGLANG, VLLM, SERVED = of_engine("sglang"), of_engine("vllm"), of_engine("sglang", "vllm")

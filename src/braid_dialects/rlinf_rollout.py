@@ -23,7 +23,7 @@ ROBOT_MODELS = {name: {"model.vla.kind": name} for name in facts.OPENVLA} | {
 }
 """model_type of a robot policy -> native keys."""
 OTHER_MODELS = (
-    "qwen2.5_vl", "qwen3_vl", "gr00t", "dexbotic_pi", "dexbotic_dm0", "flow_policy", "starvla", "lingbotvla", "abot_m0",
+    "qwen3_vl_moe", "gr00t", "dexbotic_pi", "dexbotic_dm0", "flow_policy", "starvla", "lingbotvla", "abot_m0",
     "evo1", "molmoact2", "dreamzero", "openpi_rlinf", "cma",
 )  # fmt: skip
 PRECISION = Takes(
@@ -33,16 +33,18 @@ PRECISION = Takes(
 )
 FOLDER = Takes("a string, or null", lambda v: v is None or isinstance(v, str))
 """Path of a model; empty or null where there is none."""
-MODEL_TYPE = choice(*ARCHITECTURES, *ROBOT_MODELS, *OTHER_MODELS)
+MODEL_TYPE = choice(*ARCHITECTURES, *facts.VISION_MODELS, *ROBOT_MODELS, *OTHER_MODELS)
 
 
 def model_type(value: str, source: Source) -> Became:
     """Convert model_type to the policy's architecture, or the kind of a robot policy."""
-    fitting = tuple(ROBOT_MODELS if is_robots(source) else ARCHITECTURES)
+    kinds = facts.VISION_MODELS if facts.reads_images(source) else ARCHITECTURES
+    fitting = tuple(ROBOT_MODELS if is_robots(source) else kinds)
     if value not in fitting:
         task = source["runner.task_type"]
-        return unsupported(f"use one of {', '.join(fitting)} with runner.task_type={task}")
-    return Became(ROBOT_MODELS[value] if is_robots(source) else {"model.architecture": ARCHITECTURES[value]})
+        data = " and data.type=vlm" if facts.reads_images(source) else ""
+        return unsupported(f"use one of {', '.join(fitting)} with runner.task_type={task}{data}")
+    return Became(ROBOT_MODELS[value] if is_robots(source) else {"model.architecture": kinds[value]})
 
 
 def _recompute(value: bool, source: Source) -> str:
@@ -259,6 +261,7 @@ _ROLLOUT = section("rollout", "rollout.engine")(
        note="true: the trainer's; false: the engine's, or in decoupled_actor_critic interpolated"),
     always("return_logprobs", "the engine's log-probs are always kept", "bool"),
     to("validate_weight", "rollout.check_weights", "bool", note="checks weights after each sync"),
+    ignored("seed", "sampling follows from braid.run.seed, which is actor.seed"),
     to("validate_save_dir", "rollout.check_weights_dir", "path?", needs("rollout.validate_weight")),
     to("print_outputs", "rollout.print_outputs", "bool"),
     # robots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from . import rlinf_agents
 from . import rlinf_facts as facts
 from .conditions import needs, overridden, unless
 from .conversions import at_least_0, computed, folder_name, listed, positive, presets, unless_null, wandb_mode
-from .rlinf_facts import ROBOTS_ONLY, TEXT_ONLY, WORKERS, is_robots
+from .rlinf_facts import HAS_IMAGES, ROBOTS_ONLY, TEXT_ONLY, WORKERS, is_robots
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Source, no_effect, unsupported
 from .values import Takes, choice
@@ -100,10 +101,33 @@ def given_sources(source: Source) -> list[str]:
 
 
 def _data_type(value: str, source: Source) -> Became:
+    if facts.reads_images(source):
+        trained = "none" if source["actor.model.is_lora"] else "all"
+        kind = {"data.train[0].kind": "file"} if source["data.train_data_paths"] else {}
+        note = "the vision tower is trained too, unless there are adapters"
+        return Became({"model.vision.train": trained} | kind, note=note)
     if value not in ("math", "reasoning"):
         return unsupported("use math: rows with a prompt and its solutions")
     native = {"data.train[0].kind": "file"} if source["data.train_data_paths"] else {}
     return Became(native, note="rows have a prompt and `solutions`, a list; any of them is accepted")
+
+
+def _image_column(value: list[str], _: Source) -> Any:
+    if len(value) > 1:
+        return unsupported("put the images of a row into one column, a list")
+    return value[0] if value else no_effect("rows have no images")
+
+
+_FOLDER = re.compile(r"/$|/[^./*]+$")
+"""A path without an extension: a folder, in which RLinf reads all files."""
+
+
+def _paths(value: Any, source: Source) -> list[str]:
+    """Files; with images RLinf also takes folders, of which it reads all files."""
+    paths = listed(value, source)
+    if not facts.reads_images(source):
+        return paths
+    return [f"{path.rstrip('/')}/**/*.*" if _FOLDER.search(path) else path for path in paths]
 
 
 def eval_prompts(source: Source) -> int | None:
@@ -250,22 +274,41 @@ _RUNNER = section("runner")(
     to("max_prompt_length", "model.vla.max_prompt_tokens", "count", ROBOTS_ONLY, facts.VLA,
        overridden("actor.model.max_prompt_length")),
     always("weight_sync_interval", "weights are synced after every round", choice(1)),
+    ignored("pad_after_pack", "rows are packed without padding"),
     missing("overlap_env_bootstrap", "use env.pipeline_stages to overlap simulation and policy"),
     missing("use_training_pipeline", "the update always starts when the round is complete"))
 
 _DATA = section("data", "data", TEXT_ONLY)(
-    to("type", "", "math|reasoning|vision_language|wideseek_r1|rstar2|searchr1", _data_type),
+    to("type", "", "math|reasoning|vlm|vision_language|wideseek_r1|rstar2|searchr1", _data_type),
     to("max_prompt_length", ".max_prompt_tokens", "count"),
-    to("filter_prompt_by_length", ".overlong", "bool", lambda v, _: "drop" if v else "truncate_right",
-       default=True),
+    to("filter_prompt_by_length", ".overlong", "bool",
+       unless(facts.reads_images, "with images longer prompts are always dropped; RLinf cuts within an image"),
+       lambda v, _: "drop" if v else "truncate_right", default=True),
     to("rollout_batch_size", "rollout.prompts_per_round", "count"),
     to("val_rollout_batch_size", "eval.batch_prompts", "count?", computed(eval_prompts),
        note="null: data.rollout_batch_size. RLinf takes the whole set if given, else no batch"),
     ignored("{num_workers,process_workers,process_batch_size}", "prompts are tokenized once, at the start"),
-    ignored("dataset_name", "data.type determines how rows are read"),
+    missing("dataset_name",
+            "use base, with choices and their letters in the column of prompt_key, the right letter in that "
+            "of answer_key, and braid.reward.parts=[{kind: choice}]",
+            unless(lambda s: not facts.reads_images(s), "data.type determines how rows are read"),
+            default="base"),
+    to("image_keys", "{given}.images_key", "[text]?", HAS_IMAGES, _HAS_DATA,
+       unless_null("rows have no images"), _image_column, note="<image> in a prompt places each; without it they come first"),
+    to("use_chat_template", ".use_chat_template", "bool", HAS_IMAGES,
+       lambda v, _: "always" if v else "never"),
+    to("system_prompt", "{given}.system", "text?", HAS_IMAGES, _HAS_DATA, unless_null()),
+    missing("choice_key", "write the choices into the prompt", HAS_IMAGES),
+    ignored("solution_key lazy_loading", "rewards read answer_key, and rows stay in their files"),
+    to("prepend_prompt", "{given}.template", "text?", HAS_IMAGES, _HAS_DATA, unless_null(),
+       lambda v, _: v.replace("{", "{{").replace("}", "}}") + "{prompt}", note="before the prompt, in its message"),
+    missing("video_root data_root video_nframes video_fps video_max_pixels",
+            "videos are not read; write frames as images"),
     to("prompt_key", "{given}.prompt_key", "text", _HAS_DATA),
     to("answer_key", "{given}.answer_key", "text", _HAS_DATA, default="solutions"),
-    to("apply_chat_template", ".use_chat_template", "bool", rlinf_agents.use_template, default=False,
+    to("apply_chat_template", ".use_chat_template", "bool",
+       unless(facts.reads_images, "with images data.use_chat_template decides"), rlinf_agents.use_template,
+       default=False,
        note=
            "RLinf's data is chat-formatted already; planner and workers (agentloop.workflow=mas) speak by "
            "the template, if there is one"),
@@ -273,9 +316,9 @@ _DATA = section("data", "data", TEXT_ONLY)(
     to("shuffle", ".shuffle", "bool", note="false: in the files' order"),
     to("validation_shuffle", "eval.shuffle", "bool"),
     to("seed", ".seed", "natural"),
-    to("train_data_paths", {"data.train[0].kind": "file", "data.train[0].path": listed}, "path or [path]?",
+    to("train_data_paths", {"data.train[0].kind": "file", "data.train[0].path": _paths}, "path or [path]?",
        unless_null()),
-    to("val_data_paths", {"data.eval[0].kind": "file", "data.eval[0].path": listed}, "path or [path]?",
+    to("val_data_paths", {"data.eval[0].kind": "file", "data.eval[0].path": _paths}, "path or [path]?",
        unless_null()))
 
 _REWARD = section("reward", "reward.parts[0]")(
@@ -284,7 +327,8 @@ _REWARD = section("reward", "reward.parts[0]")(
     to("reward_type", ".kind", "math|vqa|code_offline|searchr1|rstar2", TEXT_ONLY,
        unless(lambda s: s["reward.use_reward_model"], "overridden by reward.use_reward_model"),
        lambda v, _: v if v == "math" else unsupported(
-           "use math, or a custom function: braid.reward.parts=[{kind: function, path: file.py:score}]"),
+           "use math, braid.reward.parts=[{kind: choice}], or a function: "
+           "[{kind: function, path: file.py:score}]"),
        default="math",
        note="1 if math-verify finds the answer equal to a solution, else 0; see reward_scale"),
     to("reward_scale", "", "positive", TEXT_ONLY, _reward_scale, default=1.0,

@@ -26,11 +26,16 @@ def _base(source: Source) -> dict[str, Any]:
     """Native settings that depend on several keys: data, rewards, evaluation, micro-batches, offloading."""
     made: dict[str, Any] = {"model.path": NO_MODEL, "reward.parts": reward_parts(source)}
     made |= agentic_base(source)
+    if facts.reads_images(source):
+        made |= facts.image_limits(source)
     for role, native in _DATA.items():
         if source[f"{role}.data_args.file_name"]:
             made |= {f"{native}.kind": "file", f"{native}.answer_key": "ground_truth"}
             made[f"{native}.prompt_key"] = facts.column_of(source, role)
-            if len(facts.domains(source)) > 1:
+            if facts.reads_images(source):
+                columns = facts.columns_of_images(source, role)
+                made |= {f"{native}.{name}": column for name, column in columns.items()}
+            elif len(facts.domains(source)) > 1:
                 made[f"{native}.source_key"] = source[f"{role}.data_args.tag"] or "tag"
     is_colocated = set(facts.devices(source, "actor_train")) & set(facts.devices(source, "actor_infer"))
     if is_colocated and not facts.is_one_process(source):

@@ -175,8 +175,9 @@ AGENTIC = rows(
             {f"{s.native[0]}.{name}": value for name, value in (v or {}).items()}),
            note="arguments of the environment"),
         to("env_manager_cls", ".history_length", "text",
-           lambda v, _: v if v.rpartition(".")[2] in _MANAGERS else unsupported(
-               f"use {' or '.join(_MANAGERS)}; {_OWN_PROGRAM}"),
+           lambda v, _: v if (name := v.rpartition(".")[2]) in _MANAGERS else unsupported(
+               f"{'boards are not drawn; ' if name.startswith('VL') else ''}use {' or '.join(_MANAGERS)}; "
+               f"{_OWN_PROGRAM}"),
            lambda v, s: s[".history_length"] or 1 if v.rpartition(".")[2] in _STEPWISE else implied(
                "an episode is one conversation"),
            note="StepEnvManager: each turn is a row, which reads the history in its template"),

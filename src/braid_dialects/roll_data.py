@@ -10,7 +10,7 @@ from braid.config.data import REST
 from . import roll_facts as facts
 from .conditions import refused, unless
 from .conversions import at_least_0, computed, greedy_at_0, null_as, unless_null
-from .roll_facts import NO_VALIDATION, role_of
+from .roll_facts import HAS_IMAGES, NO_VALIDATION, role_of
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Convert, Source, implied, unsupported
 from .values import choice
@@ -59,7 +59,32 @@ _CHOICE_SCORES = {
 """reward_type of crossthinkqa -> scores of the choice part."""
 
 
+def _folders(value: str | list[str], _: Source) -> Any:
+    """Paths of files; of a folder all its files."""
+    paths = [
+        f"{path}*.*" if path.endswith("/") else path
+        for path in ([value] if isinstance(value, str) else value)
+    ]
+    return paths[0] if isinstance(value, str) else paths
+
+
+def _same_limit(value: int, source: Source) -> Any:
+    """Bounds of images, which evaluation shares with training."""
+    trained = source[f"actor_train.data_args.{source.name}"]
+    if trained is None:
+        trained = facts.image_limits(source)[source.native[0]]
+    if role_of(source) == "actor_train":
+        return value
+    return (
+        implied("same as in training")
+        if value == trained
+        else unsupported(f"set it to that of training, {trained}")
+    )
+
+
 def _same_template(value: str, source: Source) -> Became:
+    if facts.reads_images(source):
+        return implied("the model's own template")
     trained = source["actor_train.data_args.template"]
     if value == trained or {value, trained} <= set(_OWN_TEMPLATES):
         return implied("same as in training")
@@ -175,27 +200,41 @@ _HAS_COLUMN = refused(lambda _, s: facts.column_of(s, role_of(s)) is None and "s
                       "data_args.prompt for plain text, or data_args.messages for chat messages")
 _ONE_COLUMN = refused(lambda v, s: v and s[".prompt"] and "conflicts with data_args.prompt; set one of them, "
                       "and the other to null")
+_SET_BY_PIPELINE = unless(lambda s: facts.reads_images(s) and not facts.is_geometry(s),
+                          "ROLL's pipeline with images reads prompt, images, reward_model.ground_truth and data_source")
+_NO_MESSAGES = unless(facts.is_geometry, "ROLL's pipeline for geometry reads data_args.prompt")
 _OTHER_COLUMN = unless_null("the other one of prompt and messages is used", implied)
 DATA = rows(
     to("actor_train.data_args.template", "data.use_chat_template", _TEMPLATES,
-       unless(facts.is_agentic, "episodes are written in the tokenizer's own chat template, as in ROLL"), default="native",
+       unless(facts.is_agentic, "episodes are written in the tokenizer's own chat template, as in ROLL"),
+       unless(facts.reads_images, "with images the template is the model's own, as in ROLL"), default="native",
        note="native, qwen2_5, qwen3: the tokenizer's own; without one, plain text is unchanged"),
     section("{actor_train,validation}.data_args", "{data}", _EVALUATES)(
-        to("file_name", ".path", "text or [text]", _HAS_COLUMN,
+        to("file_name", ".path", "text or [text]", _HAS_COLUMN, _folders,
            note="JSON, JSONL, CSV or Parquet; several files are concatenated"),
-        to("prompt", ".prompt_key", "text?", _OTHER_COLUMN,
+        to("prompt", ".prompt_key", "text?", _SET_BY_PIPELINE, _OTHER_COLUMN,
            note="plain text, to which the chat template is applied, unlike in ROLL's code"),
-        to("messages", ".prompt_key", "text?", _ONE_COLUMN, _OTHER_COLUMN, note="column of chat messages"),
-        to("tag", ".source_key", "text?", _SEVERAL),
+        to("messages", ".prompt_key", "text?", _SET_BY_PIPELINE, _NO_MESSAGES, _ONE_COLUMN, _OTHER_COLUMN,
+           note="column of chat messages"),
+        to("tag", ".source_key", "text?", _SET_BY_PIPELINE, _SEVERAL),
         to("domain_interleave_probs", "", "{non-negative}?",
            unless(lambda s: role_of(s) == "validation", "evaluation uses all prompts"), _interleave,
            note="share of each domain's tags in any sequence of prompts; other rows are dropped"),
         always("dataset_type", "determined by the file extension", "text or [text]"),
-        ignored("id response preprocessing_num_workers", "rows are identified by source and number"),
+        ignored("id preprocessing_num_workers", "rows are identified by source and number"),
+        to("response", ".answer_key", "text?", unless_null(), unless(
+            lambda s: not facts.is_geometry(s), "read by ROLL's pipeline for geometry only")),
+        to("image_{max,min}_pixels", "data.image.{max,min}_pixels", "count", HAS_IMAGES, _same_limit,
+           note="larger and smaller images are scaled"),
         ignored("{dataset_dir,interleave_probs,eval_file_name}", "not read by ROLL"),
-        missing("image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_total_pixels "
-                "video_fps video_max_frames video_resize_chunk_frames image_folder video_folder audio_folder "
-                "custom_data_kwargs_func", "remove it; only text prompts are supported")),
+        missing("video_max_pixels video_min_pixels video_total_pixels video_fps video_max_frames "
+                "video_resize_chunk_frames video_folder",
+                "videos are not read; remove it, or write frames as images"),
+        missing("audio_folder", "audio is not read; remove it"),
+        missing("image_folder", "write paths of images that start from braid.run.base_dir"),
+        missing("custom_data_kwargs_func",
+                "write rows with the columns prompt, images, data_source and reward_model.ground_truth; "
+                "ROLL's own functions are for videos and audio, which are not read")),
     section("{actor_infer,validation}.generating_args", "{sampling}", _SAMPLES)(
         to("temperature", ".temperature", "non-negative", greedy_at_0, _of_training(
            "also in training, unlike in ROLL, whose ratios compare two distributions"), default=0.95, note="0: greedy"),

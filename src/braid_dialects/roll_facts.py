@@ -11,7 +11,11 @@ The batch arithmetic is ROLL's, with the file's own device counts regardless of 
 from __future__ import annotations
 
 import math
+import re
+from pathlib import PurePath
 from typing import Any
+
+from braid.config.source import is_within
 
 from .conditions import unless
 from .devices import parse_devices
@@ -264,12 +268,89 @@ def validates(source: Source) -> bool:
     return is_agentic(source) or bool(source["validation.data_args.file_name"])
 
 
+_NAMED_VISION = re.compile(r"(?<![a-z])vl(?![a-z])", re.IGNORECASE)
+"""In the name of a vision-language model, such as Qwen3-VL-4B."""
+
+
+def reads_images(source: Source) -> bool:
+    """Whether the file is of the RLVR pipeline with images, which ROLL tells by the script that starts it:
+    here by what only such files have, or by braid's own `model.vision`."""
+    for path, value in source.braid_values.items():
+        if is_within(path, "model.vision"):
+            return value is not None
+    if is_agentic(source):
+        return False
+    workers = [source[f"rewards.{domain}.worker_cls"] or "" for domain in domains(source)]
+    model = source["actor_train.model_args.model_name_or_path"] or source["pretrain"] or ""
+    return (
+        any(source.has(f"actor_train.data_args.image_{name}_pixels") for name in ("min", "max"))
+        or any(worker.endswith("DetectionRewardWorker") for worker in workers)
+        or source["actor_train.data_args.template"] == "qwen2-vl"
+        or _NAMED_VISION.search(PurePath(model).name) is not None
+    )
+
+
+def is_geometry(source: Source) -> bool:
+    """Whether the file is of the older pipeline with images, which has one domain of questions about
+    geometry and names its columns otherwise."""
+    return reads_images(source) and source["actor_train.data_args.template"] == "qwen2-vl"
+
+
+def trained_tower(source: Source) -> str:
+    """What is trained of the vision tower: all, unless adapters or freeze_module_prefix freeze it. Raises
+    ValueError for modules that can only be trained or frozen together with others."""
+    if source["actor_train.model_args.lora_target"]:
+        return "none"
+    names = frozen_modules(source)
+    if not names:
+        return "all"
+    if all(name.rpartition(".")[2] in _TOWERS for name in names):
+        return "none"
+    if all(re.search(r"\.(blocks|patch_embed|pos_embed)$", name) for name in names):
+        return "projector"
+    raise ValueError(
+        f"freezes {', '.join(names)}, but braid freezes the vision tower (vision_model.blocks,"
+        "vision_model.patch_embed), the tower with the layers that project its features (vision_model), or "
+        "nothing (null); audio is not read"
+    )
+
+
+_TOWERS = ("vision_model", "visual", "vision_tower")
+"""Names of the module with the vision tower and the layers that project its features."""
+
+
+def frozen_modules(source: Source) -> list[str]:
+    """Names in freeze_module_prefix."""
+    value = source["actor_train.model_args.freeze_module_prefix"] or ()
+    return [name.strip() for name in (value.split(",") if isinstance(value, str) else value)]
+
+
+def columns_of_images(source: Source, role: str) -> dict[str, str]:
+    """Native names of columns in a file with images, which ROLL's pipeline sets itself."""
+    if is_geometry(source):
+        answer = source[f"{role}.data_args.response"] or "solution"
+        return {"answer_key": answer, "images_key": "image"}
+    keys = {"answer_key": "reward_model.ground_truth", "images_key": "images"}
+    return keys | ({"source_key": "data_source"} if len(domains(source)) > 1 else {})
+
+
+def image_limits(source: Source) -> dict[str, int]:
+    """Bounds of an image's pixels that ROLL has unless the file sets others."""
+    return {
+        "data.image.min_pixels": 56 * 56,
+        "data.image.max_pixels": 768 * 768 if is_geometry(source) else 4096 * 4096,
+    }
+
+
 def column_of(source: Source, role: str) -> str | None:
     """The prompt column; for evaluation, the one of training by default."""
+    if reads_images(source):
+        return (source[f"{role}.data_args.prompt"] or "problem") if is_geometry(source) else "prompt"
     roles = dict.fromkeys((role, "actor_train"))
     names = (f"{each}.data_args.{key}" for each in roles for key in ("messages", "prompt"))
     return next((column for name in names if (column := source[name])), None)
 
 
 ONE_PROCESS = unless(is_one_process, "the run has a single process (--backend single)")
+HAS_IMAGES = unless(lambda s: not reads_images(s), "the model reads only text")
 NO_VALIDATION = unless(lambda s: not validates(s), "there is no validation.data_args.file_name")

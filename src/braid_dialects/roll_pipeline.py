@@ -172,6 +172,7 @@ PIPELINE = rows(
             "token_level_loss dataset_filter.*", "not read by ROLL"),
     ignored("offload_backend is_offload_states is_offload_optimizer_states_in_train_step",
             "roles on the same devices always take turns"),
+    ignored("vlm_filter.*", "prompts above prompt_length, images counted, are dropped; as its default"),
     ignored("hydra.*", "for Hydra's working directory only"),
     to("defaults", "", "any", presets),
 )

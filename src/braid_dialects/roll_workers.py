@@ -44,6 +44,15 @@ def _scaled(_: str, source: Source) -> Became:
     return Became(dict.fromkeys(source.native, "fp16") | scaler)
 
 
+def _frozen(_: Any, source: Source) -> Any:
+    """What is trained of the vision tower. A file of text has a language model alone."""
+    if facts.reads_images(source):
+        return facts.trained_tower(source)
+    if all(name.startswith("vision") or "visual" in name for name in facts.frozen_modules(source)):
+        return no_effect("the model reads only text, with the language model alone")
+    return unsupported("use adapters: lora_target")
+
+
 def _worker_class(value: str, source: Source) -> Became:
     name = value.rpartition(".")[2]
     if name == "ActorPGWorker":
@@ -162,7 +171,7 @@ _OF_EVERY_ROLE = section("{actor_train,critic,reference,actor_infer}")(
             "model_args.{model_type,num_labels,device_map,autocast_adapter_dtype,flash_attn}",
             "determined by the role, its placement and model_args; rows are always packed"),
     missing("model_args.model_config_kwargs", "set it in config.json of the model folder"),
-    missing("model_args.{freeze_module_prefix,additional_target}", "use adapters: lora_target"))
+    missing("model_args.additional_target", "use adapters: lora_target"))
 
 _TRAINED = section("{actor_train,critic}")(
     to("strategy_args.strategy_name", "{train}.backend.kind", "megatron_train|fsdp2_train", used, _strategy,
@@ -289,6 +298,10 @@ _ACTOR_TRAIN = section("actor_train")(
     to("model_args.model_name_or_path", "model.path", "path", note="takes precedence over pretrain"),
     to("model_args.attn_implementation", "model.attention",
        {"sdpa": "sdpa", "fa2": "flash_attention_2", "auto": "auto", None: "auto"}),
+    to("model_args.freeze_module_prefix", "model.vision.train", "text or [text]?", _frozen, default=None,
+       note=
+           "vision_model: none of the tower; vision_model.blocks,vision_model.patch_embed: projector; "
+           "null: all"),
     to("model_args.lora_target", "model.lora.targets", "text?",
        lambda v, _: implied("all weights are trained") if v is None else [name.strip() for name in v.split(",")]),
     to("model_args.lora_rank", "model.lora.rank", "count?", _IS_LORA, null_as(8), default=8),
@@ -340,6 +353,7 @@ _ACTOR_INFER = section("actor_infer")(
         to("max_num_batched_tokens", ".prefill_tokens", "count"),
         to("distributed_executor_backend", ".executor", "mp|ray|uni"),
         to("max_num_seqs", ".max_running", "count", overridden("max_running_requests")),
+        ignored("limit_mm_per_prompt limit_mm_per_prompt.*", "the length of a prompt limits its images"),
         ignored("disable_custom_all_reduce swap_space optimization_level cuda_graph_sizes "
                 "cudagraph_capture_sizes", "vLLM's default is used; see enforce_eager"),
         ignored("sleep_level enable_memory_saver logprobs_mode disable_mm_preprocessor_cache seed grpc_mode",
@@ -365,6 +379,8 @@ WORKERS = rows(
     _ACTOR_TRAIN, _REFERENCE, _ACTOR_INFER, _OF_EVERY_ROLE, _TRAINED, _WITH_LOGPROBS,
     to("{critic,reference}.model_args.model_name_or_path", "{critic,reference}.path", "path", used,
        note="of the critic, instead of reward_pretrain"),
+    ignored("{reference,actor_infer}.model_args.freeze_module_prefix", "it is not trained"),
+    missing("critic.model_args.freeze_module_prefix", "set it under actor_train"),
     ignored("critic.training_args.save_hf_model", "only the policy is exported"),
     always("{critic,reference}.router_replay.mode", "only the policy's choices are replayed", choice("disable")),
     missing("{critic,reference,actor_infer}.model_args.moe_aux_loss_coef",

@@ -48,7 +48,9 @@ def _base(source: Source) -> dict[str, Any]:
     out: dict[str, Any] = {"run.base_dir": str(Path.cwd())}
     out |= {f"{path}.shuffle": False for path in facts.trained(source)}
     if facts.has_turns(source):
-        out |= {"env.kind": "agent", "env.name": "skyrl_gym", "env.kwargs.id_key": "env_class"}
+        out |= {"env.kind": "agent", "env.name": "skyrl_gym"}
+        if source["environment.env_class"] not in facts.EXAMPLES:
+            out["env.kwargs.id_key"] = "env_class"
         out["env.kwargs.max_turns"] = source["generator.max_turns"]
     if source["trainer.eval_interval"] <= 0:
         out["eval.before"] = False

@@ -20,13 +20,36 @@ GYM = ("gsm8k_multi_turn", "lcb", "search", "searchcode", "text2sql")
 """Environments of skyrl-gym besides gsm8k and aime, which are rules for a single turn."""
 
 
+EXAMPLES = {"geometry3k": "examples.train.geometry3k.env.Geometry3kEnv"}
+"""Environments that scripts in SkyRL's repository register -> their classes."""
+
+
+def reads_images(source: Source) -> bool:
+    """Whether prompts may have images."""
+    return bool(source["generator.vision_language_generator"])
+
+
+def trained_tower(source: Source) -> str:
+    """What is trained of the vision tower: all, unless adapters or Megatron's keys freeze it. Raises
+    ValueError if only the layers that project its features are frozen."""
+    if source["trainer.policy.model.lora.rank"]:
+        return "none"
+    if source["trainer.strategy"] != "megatron":
+        return "all"
+    at = "trainer.policy.megatron_config.transformer_config_kwargs.freeze_vision"
+    tower, projector = (source[f"{at}_{what}"] for what in ("model", "projection"))
+    if projector and not tower:
+        raise ValueError("freezes the projector alone; set freeze_vision_model too, or neither")
+    return ("none" if projector else "projector") if tower else "all"
+
+
 def has_turns(source: Source) -> bool:
     """Whether the file's environment is played in turns, by an environment of skyrl-gym or one of the
     user's."""
     name = source["environment.env_class"] or ""
     if "env.kind" in source.braid_values or "reward.parts" in source.braid_values:
         return False
-    return name in GYM or "." in name or ":" in name or (source["generator.max_turns"] or 1) > 1
+    return name in (*GYM, *EXAMPLES) or "." in name or ":" in name or (source["generator.max_turns"] or 1) > 1
 
 
 def role_of(source: Source) -> str:
@@ -143,6 +166,9 @@ def cluster(source: Source) -> dict[str, Any]:
 
 
 ONE_PROCESS = unless(is_one_process, "train.backend=single runs everything in one process")
+HAS_IMAGES = unless(
+    lambda s: not reads_images(s), "vision_language_generator is off: the model reads only text"
+)
 NO_CRITIC = needs(f"{AT}.advantage_estimator", "gae")
 NO_REFERENCE = unless(
     lambda s: not uses_reference(s), "use_kl_loss and use_kl_in_reward are false, so there is no reference"

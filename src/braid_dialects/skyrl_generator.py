@@ -10,8 +10,8 @@ from . import skyrl_facts as facts
 from .conditions import BY_ENGINE, of_engine, refused, unless
 from .conversions import already, as_is, at_least_0, greedy_at_0, opposite, unless_null
 from .rows import always, ignored, missing, rows, section, to
-from .skyrl_facts import NO_EVALUATION, ONE_PROCESS, SERVED, engine, is_remote
-from .table import Became, Source, implied, unsupported
+from .skyrl_facts import HAS_IMAGES, NO_EVALUATION, ONE_PROCESS, SERVED, engine, is_remote
+from .table import Became, Source, implied, no_effect, unsupported
 
 _FILES = (".parquet", ".json", ".jsonl")
 ANSWER_KEYS = {"gsm8k": "reward_spec.ground_truth", "aime": "reward_model.ground_truth"}
@@ -27,6 +27,8 @@ def _sources(values: list[str], source: Source) -> list[dict[str, Any]]:
     }
     if facts.has_turns(source):
         columns["answer_key"] = None
+    if source["environment.env_class"] in facts.EXAMPLES:
+        columns["source_key"] = None
     files = [value for value in values if PurePath(value).suffix in _FILES]
     out: list[dict[str, Any]] = [{"kind": "file", "path": files, **columns}] if files else []
     for name, _, split in (value.partition(":") for value in values if value not in files):
@@ -35,7 +37,7 @@ def _sources(values: list[str], source: Source) -> list[dict[str, Any]]:
 
 
 _OTHER_ENVIRONMENT = unsupported(
-    f"use {', '.join((*ANSWER_KEYS, *facts.GYM))}, the module that registers it (module:name), or its class "
+    f"use {', '.join((*ANSWER_KEYS, *facts.GYM, *facts.EXAMPLES))}, the module that registers it (module:name), or its class "
     "(package.module.Class)"
 )
 _GSM8K = {"kind": "exact", "name": "gsm8k", "pattern": r"####\s*(-?[\d.,]*\d)", "ignore": ",$"}
@@ -51,6 +53,12 @@ _REWARDS = {
 
 
 def _environment(value: str, source: Source) -> Became:
+    if value in facts.EXAMPLES:
+        note = "an environment of SkyRL's repository, whose folder must be on PYTHONPATH; for all rows"
+        return Became({"env.kwargs.id": facts.EXAMPLES[value]}, note=note)
+    if value == "visgym":
+        where = "examples.train.visgym.env_instruct.VisGymEnv, or env_sft (--env_variant)"
+        return unsupported(f"name the class in SkyRL's repository: {where}")
     if value not in (*_REWARDS, *facts.GYM) and not {".", ":"} & set(value):
         return _OTHER_ENVIRONMENT
     return Became({"env.kwargs.id": value}) if facts.has_turns(source) else _REWARDS[value]
@@ -95,13 +103,27 @@ def _input_length(value: int | None, source: Source) -> Became:
         raise ValueError(why)
     if (value or prompt) < prompt:
         raise ValueError(f"{value} is below trainer.max_prompt_length={prompt}; raise it")
-    names = ("sampling_params", "eval_sampling_params")
-    answers = [source[f"generator.{name}.max_generate_length"] or 0 for name in names]
-    longest = (value or prompt) + max(answers)
+    longest = _longest(source)
     native = {"env.max_context_tokens": longest} if _has_tools(source) else {}
     if engine(source) in SERVED:
         native["rollout.engine.max_model_tokens"] = longest
     return Became(native) if native else implied("a single turn is limited by max_prompt_length")
+
+
+def _longest(source: Source) -> int:
+    """Tokens of the longest request with its answer."""
+    names = ("sampling_params", "eval_sampling_params")
+    answers = [source[f"generator.{name}.max_generate_length"] or 0 for name in names]
+    return (source["generator.max_input_length"] or source["trainer.max_prompt_length"]) + max(answers)
+
+
+def _engine_arguments(value: Any, source: Source) -> Any:
+    """engine_init_kwargs. A context in which every request fits has no effect."""
+    match value:
+        case {"max_model_len": int(length), **others} if not others and length >= _longest(source):
+            return no_effect("the context is max_input_length plus the longest answer")
+        case _:
+            return value
 
 
 def _has_tools(source: Source) -> bool:
@@ -184,8 +206,12 @@ NEWER = section("{generator,generator.inference_engine}")(
             "enable_ray_prometheus_stats offload_kv_for_weight_sync router_init_kwargs",
             "engines are started, reached and freed by the run itself, which writes its own metrics"),
     ignored("use_expandable_segments", "set PYTORCH_CUDA_ALLOC_CONF in braid.cluster.env"),
-    ignored("language_model_only fully_sharded_loras", "models are of text; engines receive merged weights"),
-    missing("engine_init_kwargs speculative_config", "remove it, or use rollout.engine in docs/config.md"),
+    ignored("fully_sharded_loras", "engines receive merged weights"),
+    missing("language_model_only", "set it to false, or vision_language_generator",
+            unless(lambda s: not facts.reads_images(s),
+                   "the model reads only text, with the language model alone"), default=False),
+    missing("engine_init_kwargs", "remove it, or use rollout.engine in docs/config.md", _engine_arguments),
+    missing("speculative_config", "remove it, or use rollout.engine in docs/config.md"),
     ignored("enable_return_routed_experts", "engines return them where they are replayed: see "
             "trainer.policy.megatron_config.moe_enable_routing_replay", "bool"),
     missing("enable_pd", "set it to false; prefill and decoding share an engine", default=False),
@@ -232,7 +258,11 @@ SAMPLING = section("generator")(
        note="true: a row for each turn whose prompt does not begin with the tokens before, as where the chat "
        "template drops reasoning"),
     always("merge_stepwise_output", "turns that continue the tokens before are one row", "bool"),
-    missing("vision_language_generator", "use a text model", default=False))
+    to("vision_language_generator", "model.vision.train", "bool", HAS_IMAGES,
+       lambda _, s: facts.trained_tower(s), default=False,
+       note=
+           "images are parts of messages; the tower is trained too, unless adapters or Megatron's keys "
+           "freeze it"))
 
 GENERATOR = rows(DATA, ENGINES, NEWER, SAMPLING)
 # fmt: on

@@ -30,7 +30,7 @@ from .conversions import (
     wandb_mode,
 )  # fmt: skip
 from .rows import always, ignored, missing, rows, section, to
-from .skyrl_facts import NO_EVALUATION, NO_REFERENCE, ONE_PROCESS, used
+from .skyrl_facts import HAS_IMAGES, NO_EVALUATION, NO_REFERENCE, ONE_PROCESS, used
 from .table import Became, Source, implied, no_effect, unsupported
 from .values import choice, list_of
 
@@ -189,8 +189,12 @@ GENERAL = section("trainer")(
        default=False),
     to("num_warmup_steps", "{trained}.optimizer.schedule.warmup_steps", "natural"),
     to("use_sample_packing", "", "bool", already("rows are always packed"), default=True),
-    to("max_prompt_length", {"data.max_prompt_tokens": as_is, "data.overlong": "truncate_left"}, "count",
-       default=512, note="truncates on the left; SkyRL's code drops (braid.data.overlong=drop)"),
+    to("max_prompt_length", {"data.max_prompt_tokens": as_is,
+                              "data.overlong": lambda _, s: "drop" if facts.reads_images(s) else
+                              "truncate_left"}, "count", default=512,
+       note=
+           "truncates on the left; SkyRL's code drops (braid.data.overlong=drop), as braid does where there "
+           "may be images"),
     to("gradient_checkpointing", "{trained}.gradient_checkpointing", "bool", default=True),
     to("seed", "run.seed", "natural", default=42),
     to("bf16", "{models}.autocast", {True: "auto", False: "none"}, default=True),
@@ -315,6 +319,12 @@ _MEGATRON = section("trainer.{policy,ref}.megatron_config", "{train}.backend", _
             "{hf_export_config,lora_config}.* {transformer_config_kwargs,ddp_config}.*", _OTHER_MEGATRON,
             default=False))
 
+_FREEZING = section("trainer.policy.megatron_config.transformer_config_kwargs", "", unless(
+    lambda s: s["trainer.strategy"] != "megatron", "for trainer.strategy=megatron only"))(
+    to("freeze_vision_{model,projection}", "model.vision.train", "bool", HAS_IMAGES,
+       lambda _, s: facts.trained_tower(s), default=False, note="of the vision tower, and of the layers that project its features"),
+    missing("freeze_language_model", "set it to false", default=False))
+
 _LORA_KEYS = section("policy.model.lora", "model.lora")(
     to("rank", ".rank", "natural", _LORA, default=0, note="0 trains all weights"),
     to("alpha", ".alpha", "positive", _LORA, default=16),
@@ -364,9 +374,11 @@ MODELS = section("trainer")(
             "set it in config.json of the model folder"),
     missing("policy.torch_profiler_config.enable", "use record_memory, or an external profiler",
             default=False),
-    ignored("policy.torch_profiler_config.* policy.inference_only_init {policy,ref}.language_model_only "
-            "ref.use_liger_kernel {critic,ref}.model.lora.*",
-            "for the profiler, adapters, or models of text only, where the policy's setting applies"),
+    ignored("policy.torch_profiler_config.* policy.inference_only_init ref.use_liger_kernel "
+            "{critic,ref}.model.lora.*", "for the profiler or adapters, where the policy's setting applies"),
+    missing("{policy,ref}.language_model_only", "set it to false, or vision_language_generator",
+            unless(lambda s: not facts.reads_images(s),
+                   "the model reads only text, with the language model alone"), default=False),
     missing("reward.model.path", "use braid.reward.parts=[{kind: model, path: ...}]"),
     ignored("reward.* reward.{fsdp_config,deepspeed_config,deepspeed_config.zero_optimization}.*",
             "reward models are reward parts (braid.reward.parts); SkyRL did not implement them"))
@@ -381,6 +393,8 @@ SFT = missing(
 TRAINER = rows(
     to("defaults", "", "any", presets),
     always("hydra.searchpath", "folders searched for the presets of `defaults`", "any"),
-    SFT, PLACEMENT, GENERAL, REPORT, MODELS, _OPTIMIZER, _FSDP, _DEEPSPEED, _TEMPLATES, _ROUTERS, _MEGATRON,
+    SFT, PLACEMENT, GENERAL, REPORT, MODELS, _OPTIMIZER, _FSDP, _DEEPSPEED, _TEMPLATES, _ROUTERS, _MEGATRON, _FREEZING,
+    ignored("trainer.ref.megatron_config.transformer_config_kwargs."
+            "freeze_{vision_model,vision_projection,language_model}", "it is not trained"),
 )
 # fmt: on

@@ -57,6 +57,9 @@ ALL_SEEDS = (
     Seed("rlinf-math-003", "rlinf", ("rlinf-math-003.yaml",)),
     Seed("rlinf-embodied-003", "rlinf", ("rlinf-embodied-003.yaml",), is_text=False),
     Seed("skyrl-004", "skyrl", ("skyrl-004.yaml",)),
+    Seed("roll-images", "roll", ("roll-rlvr-002.yaml", "roll-images.yaml")),
+    Seed("rlinf-images", "rlinf", ("rlinf-math-003.yaml", "rlinf-images.yaml")),
+    Seed("skyrl-images", "skyrl", ("skyrl-004.yaml", "skyrl-images.yaml")),
 )  # fmt: skip
 TEXT_SEEDS = tuple(seed for seed in ALL_SEEDS if seed.is_text)
 

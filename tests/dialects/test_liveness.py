@@ -367,7 +367,7 @@ def _has_effect(key: str, effects: Effects) -> bool:
 EQUAL: dict[str, dict[str, tuple[tuple[Any, ...], ...]]] = {
     "rlinf": {
         "runner.task_type": (("math", "reasoning"),),
-        "data.type": (("math", "reasoning"),),
+        "data.type": (("math", "reasoning"), ("vlm", "vision_language")),
         "data.val_rollout_batch_size": ((None, 8),),  # null: data.rollout_batch_size, which is 8 there
         "algorithm.adv_type": (("grpo", "grpo_dynamic"),),  # apart by algorithm.advantage_mode
         "algorithm.loss_type": (("ppo", "grpo", "actor"),),

@@ -486,11 +486,7 @@ KINDS: dict[str, tuple[list[dict[str, Any]], Collection[str]]] = {
                 },
             },
         ],
-        {
-            "actor_train.model_args.freeze_module_prefix",
-            "actor_train.data_args.image_max_pixels",
-            "rewards.cv_detection.worker_cls",
-        },
+        {"rewards.cv_detection.worker_cls"},
     ),
 }
 """Kind of example -> changes to the file of five domains, and the keys that stay unsupported."""
