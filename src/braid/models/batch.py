@@ -34,7 +34,7 @@ class PackedBatch:
     empty tuple for the whole batch, means that nothing is shared.
 
     `images` are the pictures of each row [B], empty where no row has any. With `runs_tower` the vision tower
-    runs also without any, as the batches of other ranks have some.
+    runs also if there are none (see SingleBackend).
 
     `on_host` has copies of tensors of the batch in host memory, by name: to read them from a GPU, the host
     would wait for all that it has asked of it before.

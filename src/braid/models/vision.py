@@ -149,7 +149,9 @@ _FAMILIES: dict[str, _Family] = {
 
 
 class Vision:
-    """How one model reads pictures."""
+    """How one model reads pictures. `is_trained`: the tower or its projector are."""
+
+    is_trained = False
 
     def __init__(self, config: PreTrainedConfig, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """`config` is the whole model's, `processor` its image processor. Raises ModelError for an
@@ -362,6 +364,7 @@ def load_vision(
         processor = read(path, "model.path", "image processor", load, backend="pil", **remote)
     vision = Vision(model_config, processor, tokenizer)
     vision.limit(limits)
+    vision.is_trained = config.vision.train != "none"
     return vision
 
 

@@ -7,7 +7,7 @@ while a step's loss is a sum over them, so each rank's loss is multiplied by the
 A vision tower is sharded like every other part: a trained one has gradients and moments, most of its memory.
 Its layers are then gathered, and their gradients reduced, by all ranks or none, so a rank whose micro-batch
 has no image runs the tower on a blank one, whose features are multiplied by 0. So it does with a frozen
-tower, which is gathered too. Where no rank has an image in a whole call, none runs its tower.
+tower, which is gathered too. Where no rank has an image in a whole forward-only call, none runs its tower.
 
 With `train.sequence_parallel` neighboring ranks have the same rows, and each holds a slice of every packed
 sequence.
@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from braid.config.train import TrainConfig
@@ -30,7 +29,6 @@ from braid.errors import ModelError
 from braid.models.base import Output, TrainableModel
 from braid.models.batch import PackedBatch
 from braid.models.sequence_parallel import SequenceGroup
-from braid.training.backend import Loss, StepReport
 from braid.training.shards import Boxes, joined
 from braid.types import Row
 
@@ -48,7 +46,6 @@ class RankBackend(SingleBackend):
         """The process group must be initialized."""
         self._sequence = _sequence_group(config.sequence_parallel)
         self._num_sharers = config.sequence_parallel
-        self._runs_tower = False
         super().__init__(model, config, total_steps=total_steps, device=device)
 
     def data_place(self) -> tuple[int, int]:
@@ -64,25 +61,8 @@ class RankBackend(SingleBackend):
         dist.all_gather_object(values, value)
         return values
 
-    def infer(
-        self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row | None = None
-    ) -> list[dict[Output, NDArray[Any]]]:
-        self._runs_tower = self._have_images(rows)
-        return super().infer(rows, outputs, spare)
-
-    def train(
-        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row | None = None
-    ) -> StepReport:
-        self._runs_tower = self._have_images(rows)
-        return super().train(rows, weights, loss, spare)
-
-    def _have_images(self, rows: Sequence[Row]) -> bool:
-        """Whether some rank has an image in its `rows`, of which the spare row is one."""
-        return self._model.vision is not None and any(self._over_ranks(any(row.images for row in rows)))
-
     def _pack(self, rows: Sequence[Row], weights: Sequence[float] | None) -> PackedBatch:
-        batch = super()._pack(rows, weights)
-        return replace(batch, sequence=self._sequence, runs_tower=self._runs_tower)
+        return replace(super()._pack(rows, weights), sequence=self._sequence)
 
     def _go_back(self, loss: Tensor) -> None:
         (loss * dist.get_world_size()).backward()
