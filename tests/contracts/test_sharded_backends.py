@@ -18,7 +18,7 @@ import torch
 from tests.models.test_indexed import SIZES
 from tests.models.test_stateful import hybrid
 from tests.on_ranks import OnRanks
-from tests.pictures import picture
+from tests.pictures import model_of, picture, vision_of
 from tests.rounding import rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -434,6 +434,14 @@ def _rows_with_images(model: ModelConfig, images: list[tuple[int, ...]]) -> list
             row = _row_of(ids, len(prompt), group, len(rows), rng)
             rows.append(replace(row, images=placed))
     return rows
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma4"])
+def test_deepspeed_refuses_images_of_models_that_would_differ(family: str) -> None:
+    policy = CausalLM(model_of(family))
+    policy.vision = vision_of(family)
+    with pytest.raises(ModelError, match=f"deepspeed cannot train a model of type {family} with images"):
+        BACKENDS["deepspeed"]().build(policy, _config({}).train, total_steps=1, device=CPU)
 
 
 def test_deepspeed_refuses_layers_with_a_state(hybrids: dict[str, str]) -> None:
