@@ -12,8 +12,8 @@ from braid.models.indexed import indexers
 from braid.models.stateful import stateful_layers
 
 _WITHOUT_IMAGES = ("llava", "gemma4")
-"""Types of models that differ on two ranks from one process: ranks with and without images record other orders
-of LLaVA's modules, and log-probs of Gemma 4 change by more than rounding."""
+"""Types of models that differ on two ranks from one process: ranks with and without images record different
+orders of LLaVA's modules, and log-probs of Gemma 4 change by more than rounding."""
 
 
 def check_images(model: TrainableModel) -> None:
