@@ -18,10 +18,16 @@ from braid.types import Row
 
 class OnRanks:
     def __init__(
-        self, processes: RayGroup[Rank], role: TrainingRole, config: RunConfig, total_steps: int = 9
+        self,
+        processes: RayGroup[Rank],
+        role: TrainingRole,
+        config: RunConfig,
+        total_steps: int = 9,
+        *,
+        balances: bool = True,
     ) -> None:
         made = partial(make_backend, role=role, config=config, total_steps=total_steps)
-        self.model = ModelGroup.of(processes.add(role, made))
+        self.model = ModelGroup.of(processes.add(role, made), balances=balances)
         self.train, self.close = self.model.train, self.model.ranks.close
 
     def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[str, Any]]:

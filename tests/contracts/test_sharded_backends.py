@@ -18,12 +18,14 @@ import torch
 from tests.models.test_indexed import SIZES
 from tests.models.test_stateful import hybrid
 from tests.on_ranks import OnRanks
+from tests.pictures import model_of, picture, vision_of
 from tests.rounding import rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.recipes import RECIPES
 from braid.cluster.ray import RayGroup, connect, disconnect
+from braid.config.data import ImageLimits
 from braid.config.model import LoraConfig, ModelConfig
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
@@ -31,6 +33,7 @@ from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import load_tokenizer, save_pretrained
 from braid.models.roles import make_critic, make_policy, make_reference
+from braid.models.vision import load_vision
 from braid.training.backend import Loss, StepReport
 from braid.training.backends import BACKENDS
 from braid.training.backends.single.backend import SingleBackend
@@ -138,13 +141,17 @@ def _rows() -> list[Row]:
         prompt = rng.integers(0, 90, rng.integers(5, 9))
         for _ in range(3):
             ids = np.concatenate([prompt, rng.integers(0, 90, rng.integers(3, 40))])
-            mask = np.arange(len(ids)) >= len(prompt)
-            fields = {
-                name: rng.normal(size=len(ids)).astype(np.float32) * mask
-                for name in ("advantages", "values", "returns")
-            }
-            rows.append(Row({"input_ids": ids}, mask, group, len(rows), fields=fields))
+            rows.append(_row_of(ids, len(prompt), group, len(rows), rng))
     return rows
+
+
+def _row_of(ids: Any, num_prompt: int, group: int, index: int, rng: np.random.Generator) -> Row:
+    mask = np.arange(len(ids)) >= num_prompt
+    fields = {
+        name: rng.normal(size=len(ids)).astype(np.float32) * mask
+        for name in ("advantages", "values", "returns")
+    }
+    return Row({"input_ids": ids}, mask, group, index, fields=fields)
 
 
 LOSSES: dict[TrainingRole, Loss] = {
@@ -355,6 +362,88 @@ def test_layers_with_a_state_or_an_indexer_are_sharded(
         group.close()
 
 
+WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{
+        f"{name}, {part} of the tower trained": ({"backend": name}, {"vision": {"train": part}})
+        for name in ON_CPUS
+        for part in ("none", "projector", "all")
+    },
+    "fsdp2, adapters": ({"backend": "fsdp2"}, {"vision": {}, "lora": {"rank": 2}}),
+    "fsdp2 in host memory, gradients travel in the last pass only, layers computed again": (
+        {
+            "backend": {"kind": "fsdp2", "cpu_offload": True, "sync_last_micro_batch_only": True},
+            "gradient_checkpointing": True,
+        },
+        {"vision": {"train": "all"}},
+    ),
+    "fsdp2, replicas of one": (
+        {"backend": {"kind": "fsdp2", "size": 1}},
+        {"vision": {"train": "projector"}},
+    ),
+    "fsdp, nothing sharded": (
+        {"backend": {"kind": "fsdp", "sharding": "none"}},
+        {"vision": {"train": "all"}},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "role"),
+    [
+        *((name, "policy") for name in WITH_IMAGES),
+        *((f"{name}, all of the tower trained", "critic") for name in ON_CPUS),
+    ],
+)
+def test_ranks_with_and_without_images_match_one_process(
+    pair: RayGroup, layout: str, role: TrainingRole
+) -> None:
+    """The first rank has the images, the second one or none; then nobody has any, and a trained tower stays
+    as it is."""
+    train, model = WITH_IMAGES[layout]
+    made = _config(train)
+    spec = made.model.build.model_dump() | {"architecture": "qwen3_vl", "head_dim": 16, "tower": TOWER}
+    changes = {"model": ModelConfig.model_validate({"build": spec, **model})}
+    config = made.model_copy(update=changes)
+    make = make_policy if role == "policy" else make_critic
+    single = SingleBackend(make(config, CPU), made.train, total_steps=9, device=CPU)
+    group = OnRanks(pair, role, config, balances=False)
+    try:
+        for images in ([(0,), (0, 1), (), ()], [(0, 1), (), (2,), ()], [(), (), (), ()], [(), (3,), (), ()]):
+            rows = _rows_with_images(config.model, images)
+            _infer_alike(group, single, OUTPUTS[role], rows)
+            _learn_alike(group, single, LOSSES[role], rows, 1)
+    finally:
+        group.close()
+
+
+TOWER = {"image_size": 16, "hidden_size": 24, "intermediate_size": 30, "num_heads": 2, "depth": 2}
+
+
+def _rows_with_images(model: ModelConfig, images: list[tuple[int, ...]]) -> list[Row]:
+    """Three ragged rows for each prompt with these images."""
+    vision = load_vision(model, ImageLimits(), load_tokenizer(model))
+    assert vision is not None
+    rng = np.random.default_rng(0)
+    rows: list[Row] = []
+    for group, numbers in enumerate(images):
+        text = [int(token) for token in rng.integers(5, 80, 4)]
+        text[2:2] = [vision.placeholder] * len(numbers)
+        prompt, placed = vision.expand(text, [picture(number) for number in numbers])
+        for _ in range(3):
+            ids = np.concatenate([prompt, rng.integers(5, 80, rng.integers(3, 30))])
+            row = _row_of(ids, len(prompt), group, len(rows), rng)
+            rows.append(replace(row, images=placed))
+    return rows
+
+
+@pytest.mark.parametrize("family", ["llava", "gemma4"])
+def test_deepspeed_refuses_images_of_models_that_would_differ(family: str) -> None:
+    policy = CausalLM(model_of(family))
+    policy.vision = vision_of(family)
+    with pytest.raises(ModelError, match=f"deepspeed cannot train a model of type {family} with images"):
+        BACKENDS["deepspeed"]().build(policy, _config({}).train, total_steps=1, device=CPU)
+
+
 def test_deepspeed_refuses_layers_with_a_state(hybrids: dict[str, str]) -> None:
     config = _config({"backend": "deepspeed"})
     policy = make_policy(config.model_copy(update={"model": ModelConfig(path=hybrids["bamba"])}), CPU)
@@ -374,16 +463,19 @@ def _holds_as_one_process(workers: RayGroup, train: dict[str, Any]) -> None:
             group.close()
 
 
-def _infer_alike(group: OnRanks, single: SingleBackend, outputs: Any) -> None:
+def _infer_alike(group: OnRanks, single: SingleBackend, outputs: Any, rows: list[Row] | None = None) -> None:
     # 2 layers: sums over 62 and 93 features and up to 48 positions; numbers of size 1
-    tolerance, rows = rounding(2 * (62 + 93 + 48)), _rows()
+    tolerance, rows = rounding(2 * (62 + 93 + 48)), rows or _rows()
     for mine, other in zip(group.infer(rows, outputs), single.infer(rows, outputs), strict=True):
         for name in outputs:
             np.testing.assert_allclose(mine[name], other[name], atol=tolerance)
 
 
-def _learn_alike(group: OnRanks, single: SingleBackend, loss: Loss) -> None:
-    for mine, other in zip(_train(group, loss, 3), _train(single, loss, 3), strict=True):
+def _learn_alike(
+    group: OnRanks, single: SingleBackend, loss: Loss, rows: list[Row] | None = None, num_steps: int = 3
+) -> None:
+    reports = (_train(backend, loss, num_steps, rows) for backend in (group, single))
+    for mine, other in zip(*reports, strict=True):
         assert mine.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-6)
         assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
         same = ("lr", "num_tokens", "is_skipped", "is_stopped")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 from tests.pictures import FAMILIES, model_of, picture, vision_of
 
+from braid.config.schema import RunConfig
 from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
+from braid.models.roles import make_critic, make_policy
 from braid.models.selfcheck import check_pictures
 from braid.models.value import ValueModel
-from braid.models.vision import Vision
+from braid.models.vision import Vision, modules_of_tower
 from braid.training.packing import pack
 from braid.types import Image, Placed, Row
 
@@ -98,6 +101,32 @@ def test_packed_rows_with_pictures_are_those_of_the_plain_model(family: str, rec
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_picture_that_no_row_has_gives_the_weights_that_one_reaches_a_gradient_of_0(family: str) -> None:
+    model, vision = model_of(family), vision_of(family)
+    lm = CausalLM(model)
+    lm.vision = vision
+    tower = modules_of_tower(model)
+
+    def trained() -> dict[str, torch.Tensor]:
+        grads = {name: p.grad for name, p in model.named_parameters() if name.rpartition(".")[0] in tower}
+        model.zero_grad()
+        return {name: grad for name, grad in grads.items() if grad is not None}
+
+    ids, placed = vision.expand([5, vision.placeholder, 6, 7, 8], [picture(1)])
+    batch = pack([_row(ids, placed, len(ids) - 2)], torch.device("cpu"))
+    lm.forward(batch, frozenset({"logprobs"}))["logprobs"].sum().backward()
+    reached = trained()
+    plain = pack([_row([5, 6, 7], (), 1)], torch.device("cpu"))
+    before = lm.forward(plain, frozenset({"logprobs"}))["logprobs"]
+    after = lm.forward(replace(plain, runs_tower=True), frozenset({"logprobs"}))["logprobs"]
+    assert torch.equal(before, after)
+    after.sum().backward()
+    unseen = trained()
+    assert unseen.keys() == reached.keys()
+    assert not any(grad.any() for grad in unseen.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_another_picture_changes_the_log_probs(family: str) -> None:
     model, vision = model_of(family), vision_of(family)
     lm = CausalLM(model)
@@ -143,6 +172,20 @@ def test_the_load_check_accepts_a_model_and_refuses_one_that_is_wrong(
         )
         with pytest.raises(ModelError, match="packed rows that have pictures"):
             check_pictures(lm, lm.vision)
+
+
+def test_a_critic_trains_what_the_config_says_of_the_tower() -> None:
+    model = {"build": {"architecture": "qwen3_vl"}, "vision": {"train": "projector"}}
+    config = RunConfig.model_validate({"model": model, "run": {"device": "cpu"}})
+    policy = make_policy(config, torch.device("cpu"))
+    for critic in (
+        make_critic(config, torch.device("cpu"), policy),
+        make_critic(config, torch.device("cpu")),
+    ):
+        trained = {name for name, p in critic.module.named_parameters() if p.requires_grad}
+        assert any("merger" in name for name in trained)
+        assert not any("blocks" in name for name in trained)
+        assert any("language_model" in name for name in trained)
 
 
 def test_a_critic_sees_the_pictures_of_its_rows() -> None:

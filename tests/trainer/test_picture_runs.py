@@ -90,7 +90,11 @@ def test_a_resumed_run_equals_the_unbroken_one(config: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["train.backend=fsdp2"], "fsdp2 does not shard a vision tower"),
+        (["train.backend=megatron"], "megatron has no vision towers; set it to single, fsdp2"),
+        (
+            ["train={backend: fsdp2, sequence_parallel: 2}"],
+            "2 devices would share a sequence, but the tokens of an image stay together; set it to 1",
+        ),
         (["rollout.engine=vllm"], "vllm does not get the images of prompts"),
         (["model.lora={rank: 2}"], "model.lora freezes all but its adapters"),
         (["model.build={architecture: qwen3}"], "qwen3 has no vision tower"),

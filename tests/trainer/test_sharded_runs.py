@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tests.needs import WITH_VLLM
+from tests.pictures import picture
 
 from braid.cluster.ray import connect, disconnect
 from braid.config.cluster import ClusterConfig
@@ -140,13 +141,48 @@ def test_a_run_on_workers_matches_one_process_which_can_resume_it(
     tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings, layout = MODES[mode]
+    _matches_one_process(tmp_path, settings, layout, capfd)
+
+
+def test_a_run_with_images_on_workers_matches_one_process_which_can_resume_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, Any]] = [{"prompt": "a?", "answer": "e"}]
+    for i, letter in enumerate("abc"):
+        (tmp_path / f"{i}.png").write_bytes(picture(i).data)
+        rows.append({"prompt": "<image> a?", "answer": letter, "images": [f"{i}.png"]})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "file", "path": "rows.jsonl"}
+    settings: Settings = {
+        "model": {"vision": {"train": "all"}, "build": BUILD | OF_PICTURES},
+        "data": {"train": [source], "eval": [{**source, "name": "held_out"}], "max_prompt_tokens": 64},
+        "sft": {"data": [source | {"response_key": "answer"}], "steps": 2},
+        "algorithm.advantage": "gae",
+        "train.gradient_checkpointing": True,
+    }
+    roles = {"policy,critic,reference,rollout": "0-1"}
+    layout = {"train.backend": "fsdp2", "cluster.placement": roles}
+    _matches_one_process(tmp_path, settings, layout, capfd)
+    assert (tmp_path / "group-export" / "preprocessor_config.json").exists()
+
+
+OF_PICTURES = {
+    "architecture": "qwen3_vl",
+    "characters": "abcdefgh ?",
+    "tower": {"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "depth": 2},
+}
+
+
+def _matches_one_process(
+    tmp_path: Path, settings: Settings, layout: Settings, capfd: pytest.CaptureFixture[str]
+) -> None:
     alone = _run(tmp_path, "alone", settings, rounds=3)
     assert "CPU threads" not in "".join(capfd.readouterr())
     _run(tmp_path, "group", {**settings, **layout}, rounds=2)
     assert "CPU threads: 1 (run.num_threads, in each process)" in "".join(capfd.readouterr())
     group = _run(tmp_path, "group", settings, rounds=3, resume="latest")
     _assert_alike(_lines(group), _lines(alone))
-    for file in sorted((alone / "samples").iterdir()):
+    for file in sorted((alone / "samples").glob("*.jsonl")):
         lines = (group / "samples" / file.name).read_text().splitlines()
         assert len(lines) == len(file.read_text().splitlines())
     mine, other = _weights(group, tmp_path), _weights(alone, tmp_path)

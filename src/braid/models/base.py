@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from braid.types import DecisionLevel
 from .batch import PackedBatch
 from .flops import Flops
 from .value_head import ValueHead
+
+if TYPE_CHECKING:  # imports transformers
+    from .vision import Vision
 
 Output = Literal["logprobs", "entropy", "kl", "logits", "values", "value_deviation", "experts", "routed"]
 
@@ -35,11 +38,13 @@ class Acted(NamedTuple):
 class TrainableModel(ABC):
     """A policy or critic of any kind, as used by the training backends. `module` holds the trained
     parameters; `value_head` computes "values", None for a policy without one. `num_experts` is that of
-    a layer of routed experts whose load is measured; 0 without."""
+    a layer of routed experts whose load is measured; 0 without. `vision` says how a language model reads
+    pictures; None if it reads only text."""
 
     module: nn.Module
     value_head: ValueHead | None = None
     num_experts: int = 0
+    vision: Vision | None = None
 
     @abstractmethod
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class PackedBatch:
     those of an earlier row. They are stored once, with the earlier row, and T counts them once. (0, 0), or an
     empty tuple for the whole batch, means that nothing is shared.
 
-    `images` are the pictures of each row [B], empty where no row has any.
+    `images` are the pictures of each row [B], empty where no row has any. With `runs_tower` the vision tower
+    runs also if there are none (see SingleBackend).
 
     `on_host` has copies of tensors of the batch in host memory, by name: to read them from a GPU, the host
     would wait for all that it has asked of it before.
@@ -55,6 +56,7 @@ class PackedBatch:
     trajectories: tuple[int, ...] = ()
     sequence: SequenceGroup | None = None
     images: tuple[tuple[Placed, ...], ...] = ()
+    runs_tower: bool = False
     on_host: Mapping[str, Tensor] = field(default_factory=dict)
 
     def host(self, name: Literal["mask", "observed"]) -> Tensor:

@@ -43,14 +43,12 @@ class CausalLM(TrainableModel):
     `model` is the Hugging Face module, whose weights the native engine shares; `config` is its text config.
     `has_states`: some layers carry a state along a sequence (models.stateful).
     Log-probs and entropies are those of softmax(logits / temperature). `reference` computes the logits from
-    which the output "kl" is measured; None if there is no reference in this process. `vision` says how the
-    model reads pictures; None if it reads only text. `routers` are those of a
+    which the output "kl" is measured; None if there is no reference in this process. `routers` are those of a
     mixture of experts; with `replays_experts` it chooses the experts of the batch's input "experts".
     """
 
     reference: Callable[[PackedBatch], TiledLogits] | None = None
     replays_experts = False
-    vision: Vision | None = None
     _excluded: Tensor | None = None
 
     def __init__(
@@ -310,13 +308,18 @@ def states_before(
         written, before = written[is_here], before[is_here] - piece.start
         context = ranks.attention(context, batch.num_positions)
         ids, positions = ranks.cut(ids), ranks.cut(positions)
-    sight = None
+    sight, zero = None, None
     if batch.images:
         assert vision is not None, "the plan refuses pictures for models that read only text"
         begin = [num for _, num in batch.shared] or [0] * len(batch.lengths)
         sight = vision.sight(backbone, list(map(Span, begin, batch.lengths, batch.images)), batch.device)
+    if batch.runs_tower and (sight is None or sight.features is None):
+        # before the language model, as on other ranks: passes gather layers in one order
+        assert vision is not None, "only a model with a tower is asked to run it"
+        zero = vision.unseen(backbone, batch.device)
     states = hidden_states(backbone, ids, positions, context, sight)
-    return states.index_select(0, to_device(before, batch.device)), to_device(written, batch.device)
+    states = states.index_select(0, to_device(before, batch.device))
+    return states if zero is None else states + zero.to(states.dtype), to_device(written, batch.device)
 
 
 def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from .causal_lm import CausalLM
 from .cpu_kernels import cpu_kernels
 from .loading import load_policy
 from .value import ValueModel
+from .vision import freeze
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ def make_critic(
         source = _load_folder(config, "critic", config.critic.path, device, rank)
     if source is policy or source.has_adapters:
         critic = ValueModel.copy_of(source, **head)
+        if config.model.vision is not None:
+            freeze(critic.backbone, config.model.vision)
     else:  # the backbone is not used elsewhere
         critic = ValueModel(source.backbone, attention=source.attention, vision=source.vision, **head)
     critic.set_gradient_checkpointing(train.gradient_checkpointing)

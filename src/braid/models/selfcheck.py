@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from braid.errors import ModelError
 from braid.images import image_of
 from braid.plan import rotary_problem
-from braid.types import Image, Placed
+from braid.types import Image, Placed, Row
 
 from . import attention
 from .attention import LayerCall, PackedAttention, causal_attention
@@ -118,7 +118,7 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
     with _plain_attention(model):
         plain = _plain_logprobs(model, rows)
         _check_numbers(model, plain)
-        rounding = _rounding(model, rows, plain).mean().item()
+        rounding = _rounding(model, plain, lambda: _plain_logprobs(model, rows)).mean().item()
     ours = [_of_free(lm, part) for part in check.logprobs(lm, rows)]
     error = _errors(ours, [_of_free(lm, part) for part in plain]).mean().item()
     allowed = _OF_MEAN * rounding + _LEAST
@@ -198,10 +198,10 @@ def _plain_row(model: PreTrainedModel, vision: Vision, ids: Tensor, images: Sequ
 
 @dataclass(frozen=True, slots=True)
 class PlainLogprobs:
-    """Log-probs of the tokens after the first of each of `rows` [L] in the model's own forward pass: a flat
-    array, and its mean rounding error in the type in which a backend computes."""
+    """Log-probs of the masked tokens of `rows` in the model's own forward pass: a flat array, and its mean
+    rounding error in the type in which a backend computes. Some rows have images if the model reads them."""
 
-    rows: list[NDArray[np.int64]]
+    rows: list[Row]
     values: NDArray[np.float32]
     rounding: float
 
@@ -212,29 +212,42 @@ class PlainLogprobs:
     ) -> PlainLogprobs:
         """`longest` as in check_against_plain; `dtype` is the type in which the backend computes, None for
         the model's own. Of a model without weights there are only the rows."""
-        model, rows = lm.model, _random_rows(lm, longest)
-        arrays = [row.cpu().numpy() for row in rows]
+        model, vision, reserved = lm.model, lm.vision, [] if lm.vision is None else list(lm.vision.reserved)
+        read: list[tuple[Tensor, Sequence[Placed]]] = [(ids, ()) for ids in _random_rows(lm, longest)]
+        if vision is not None:
+            read += [picture_row(lm, vision, pictures) for pictures in ((0,), (0, 1))]
+        arrays = [(ids.cpu().numpy(), tuple(images)) for ids, images in read]
+        rows = [
+            Row({"input_ids": ids}, (np.arange(len(ids)) > 0) & ~np.isin(ids, reserved), i, i, images=images)
+            for i, (ids, images) in enumerate(arrays)
+        ]
         if is_hollow:
-            return cls(arrays, np.zeros(0, np.float32), 0.0)
+            return cls(rows, np.zeros(0, np.float32), 0.0)
+
+        def compute() -> list[Tensor]:
+            if vision is None:
+                return _plain_logprobs(model, [ids for ids, _ in read])
+            return [_plain_row(model, vision, *row) for row in read]
+
         with _plain_attention(model):
-            plain = _plain_logprobs(model, rows)
+            plain = compute()
             _check_numbers(model, plain)
             if dtype is None or torch.finfo(dtype).eps <= torch.finfo(model.dtype).eps:
-                error = _rounding(model, rows, plain)
+                error = _rounding(model, plain, compute)
             else:
                 with torch.autocast(lm.device.type, dtype):
-                    error = _errors(_plain_logprobs(model, rows), plain)
+                    error = _errors(compute(), plain)
         logits = torch.cat([p[:-1] for p in plain]).div(lm.temperature)
-        if lm.vision is not None:
-            logits[:, list(lm.vision.reserved)] = float("-inf")
+        logits[:, reserved] = float("-inf")
         logprobs = logits.log_softmax(-1)
-        values = logprobs.gather(1, torch.cat([row[1:] for row in rows])[:, None])[:, 0]
-        rounding = error.mean().item() / min(1.0, lm.temperature)
-        return cls(arrays, values.float().cpu().numpy(), rounding)
+        values = logprobs.gather(1, torch.cat([ids[1:] for ids, _ in read])[:, None])[:, 0]
+        values = values.float().cpu().numpy()[np.concatenate([row.mask[1:] for row in rows])]
+        return cls(rows, values, error.mean().item() / min(1.0, lm.temperature))
 
     def check(self, logprobs: Sequence[NDArray[np.float32]], backend: str) -> None:
         """Raise ModelError if a backend's log-probs [L] of the rows differ by more than rounding."""
-        error = float(np.abs(np.concatenate([row[1:] for row in logprobs]) - self.values).mean())
+        masked = [values[row.mask] for values, row in zip(logprobs, self.rows, strict=True)]
+        error = float(np.abs(np.concatenate(masked) - self.values).mean())
         allowed = _OF_WRAPPED * self.rounding + _LEAST
         if not error <= allowed:
             raise ModelError(
@@ -286,7 +299,8 @@ def _difference(lm: CausalLM, check: Check, passed: frozenset[str]) -> str | Non
     worst = _errors(ours, plain).max().item()
     if worst <= _LEAST:
         return None
-    if worst <= _LEAST + _OF_LARGEST * _rounding(model, rows, plain, fresh=True).max().item():
+    rounding = _rounding(model, plain, lambda: _plain_logprobs(model, rows, fresh=True))
+    if worst <= _LEAST + _OF_LARGEST * rounding.max().item():
         return None
     return f"log-probs differ by up to {worst:.2g} nats from its own forward pass{_reason(tiny, rows[0])}"
 
@@ -353,13 +367,14 @@ def _plain_attention(model: PreTrainedModel) -> Generator[None]:
 
 
 def _rounding(
-    model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], *, fresh: bool = False
+    model: PreTrainedModel, plain: Sequence[Tensor], compute: Callable[[], Sequence[Tensor]]
 ) -> Tensor:
-    """Rounding errors of `plain`, the log-probs of `rows`, relative to the same module computed in a wider
-    type; or, if its code cannot compute in that type, the rounding error of log-probs of magnitude 10."""
+    """Rounding errors of `plain`, log-probs that `compute` gives, relative to the same computed in a wider
+    type; or, if the model's code cannot compute in that type, the rounding error of log-probs of magnitude
+    10."""
     try:
         with _Wider(model.dtype):
-            return _errors(plain, _plain_logprobs(model, rows, fresh=fresh))
+            return _errors(plain, compute())
     except Exception as error:  # an architecture's code may raise anything for an unexpected type
         _log.info("cannot compute %s in a wider type: %s", type(model).__name__, error)
         return torch.tensor(10 * torch.finfo(model.dtype).eps)

@@ -12,7 +12,9 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from io import BytesIO
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
@@ -30,6 +32,7 @@ from transformers import (
 from braid.config.data import ImageLimits
 from braid.config.model import ModelConfig, VisionConfig
 from braid.errors import ModelError
+from braid.images import image_of
 from braid.types import Image, Placed
 
 from .attention import ImageBlocks
@@ -146,7 +149,9 @@ _FAMILIES: dict[str, _Family] = {
 
 
 class Vision:
-    """How one model reads pictures."""
+    """How one model reads pictures. `is_trained`: the tower or its projector are."""
+
+    is_trained = False
 
     def __init__(self, config: PreTrainedConfig, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """`config` is the whole model's, `processor` its image processor. Raises ModelError for an
@@ -273,6 +278,18 @@ class Vision:
         parts = [line[:, span.start : span.stop] for span, line in lines if line is not None]
         return Sight(features, to_device(torch.from_numpy(np.concatenate(parts, axis=1)), device))
 
+    def unseen(self, backbone: PreTrainedModel, device: torch.device) -> Tensor:
+        """0, computed by the tower of `backbone` from a blank image: its gradient by every weight is that of
+        an image which no row has, 0. For ranks that share the tower's shards with one whose rows have
+        images."""
+        inputs = dict(self.read(_blank()).inputs)
+        if not self._family.has_grid:  # one tile of it is enough
+            inputs = {name: value.narrow(self._family.axis, 0, 1) for name, value in inputs.items()}
+        out = self._tower(backbone, inputs, device)
+        layers = [out.pooler_output, *(getattr(out, "deepstack_features", None) or ())]
+        parts = [part for layer in layers for part in (layer if isinstance(layer, tuple | list) else [layer])]
+        return torch.stack([(part * 0.0).sum() for part in parts]).sum()
+
     def _blocks(self, spans: Sequence[Span], device: torch.device) -> ImageBlocks | None:
         """Which positions are of one image, where these see each other."""
         rule = self._family.see
@@ -310,9 +327,7 @@ class Vision:
         pixels = [self.read(image).inputs for image in distinct]
         joined = self._joined(pixels)
         tiles = [one["pixel_values"].shape[self._family.axis] for one in pixels]
-        out = backbone.get_image_features(
-            **{name: to_device(value, device) for name, value in joined.items()}, return_dict=True
-        )
+        out = self._tower(backbone, joined, device)
         order = [distinct.index(image) for image in images]
         if order == list(range(len(distinct))):
             return out
@@ -325,6 +340,11 @@ class Vision:
         if getattr(out, "deepstack_features", None):
             out.deepstack_features = [tuple(layer[i] for i in order) for layer in out.deepstack_features]
         return out
+
+    def _tower(self, backbone: Any, inputs: Mapping[str, Tensor], device: torch.device) -> Any:
+        return backbone.get_image_features(
+            **{name: to_device(value, device) for name, value in inputs.items()}, return_dict=True
+        )
 
 
 def load_vision(
@@ -344,6 +364,7 @@ def load_vision(
         processor = read(path, "model.path", "image processor", load, backend="pil", **remote)
     vision = Vision(model_config, processor, tokenizer)
     vision.limit(limits)
+    vision.is_trained = config.vision.train != "none"
     return vision
 
 
@@ -374,6 +395,11 @@ def opened(image: Image) -> Any:
             return ImageOps.exif_transpose(picture).convert("RGB")
     except Exception as error:  # Pillow's plugins raise many types for damaged files
         raise ValueError(f"the picture cannot be read: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _blank() -> Image:
+    return image_of(np.zeros((32, 32, 3), np.uint8), Path())
 
 
 def _size(pixels: Pixels) -> int:

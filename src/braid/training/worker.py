@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -28,7 +27,7 @@ from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.errors import ConfigError, TrainingError
 from braid.plan import longest_row
-from braid.types import Row, Spaces
+from braid.types import Spaces
 from braid.weights.sender import join_send, open_sender
 from braid.weights.sending import Sender, SendOptions
 
@@ -173,8 +172,8 @@ def _sharded(
     dtype = max((t for t in types if t), key=lambda t: torch.finfo(t).eps, default=None)
     plain = PlainLogprobs.of(model, longest_row(config), dtype, is_hollow=rank > 0)
     backend = train.backend.build(model, train, total_steps=total_steps, device=device)
-    rows = [Row({"input_ids": ids}, np.arange(len(ids)) > 0, i, i) for i, ids in enumerate(plain.rows)]
-    logprobs = [row["logprobs"] for row in backend.infer(rows, frozenset({"logprobs"}), rows[0])]
+    outputs = backend.infer(plain.rows, frozenset({"logprobs"}), plain.rows[0])
+    logprobs = [row["logprobs"] for row in outputs]
     if rank == 0:  # the others may get their weights only when they are wrapped
         plain.check(logprobs, train.backend.kind)
     backend.take_work()  # not the run's

@@ -62,8 +62,14 @@ def _problems_of_pictures(config: RunConfig) -> Iterator[tuple[str, str]]:
         "reference.train": config.reference.train,
     }
     for key, train in sections.items():
-        if train is not None and train.backend.is_sharded:
-            yield f"{key}.backend.kind", f"{train.backend.kind} does not shard a vision tower{_SEE}"
+        if train is None:
+            continue
+        if not train.backend.reads_images:
+            why = f"{train.backend.kind} has no vision towers; set it to single, fsdp2, fsdp or deepspeed"
+            yield f"{key}.backend.kind", f"{why}, or remove model.vision"
+        if (size := train.sequence_parallel) > 1:
+            why = f"{size} devices would share a sequence, but the tokens of an image stay together"
+            yield f"{key}.sequence_parallel", f"{why}; set it to 1, or remove model.vision"
     if config.model.lora is not None and config.model.vision != VisionConfig():
         yield "model.vision.train", "model.lora freezes all but its adapters; set it to none"
     if config.env.kind == "program":

@@ -60,6 +60,8 @@ class Backend(Kind):
     """Whether it trains models other than language models."""
     reads_routers: ClassVar[bool] = True
     """Whether it trains CausalLM itself, whose routers replay choices of experts and have a balance loss."""
+    reads_images: ClassVar[bool] = True
+    """Whether it trains language models with their vision tower (model.vision)."""
     gathers_weights: ClassVar[bool] = False
     """Whether passes compute with weights gathered in the dtype of autocast, instead of under autocast."""
     frees_gradients: ClassVar[bool] = True

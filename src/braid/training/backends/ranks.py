@@ -4,6 +4,11 @@ All ranks run the same number of passes because each pass gathers layers collect
 rows runs a spare row with zero weight. The model wrapper (FSDP, DeepSpeed) averages gradients over ranks,
 while a step's loss is a sum over them, so each rank's loss is multiplied by the number of ranks.
 
+A vision tower is sharded like every other part: a trained one has gradients and moments, most of its memory.
+Its layers are then gathered, and their gradients reduced, by all ranks or none, so a rank whose micro-batch
+has no image runs the tower on a blank one, whose features are multiplied by 0. So it does with a frozen
+tower, which is gathered too. Where no rank has an image in a whole forward-only call, none runs its tower.
+
 With `train.sequence_parallel` neighboring ranks have the same rows, and each holds a slice of every packed
 sequence.
 """

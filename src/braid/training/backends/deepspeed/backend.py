@@ -32,7 +32,7 @@ from braid.training.offload import HOST, moved, num_bytes, release_memory
 from braid.training.optimizer import build_optimizer
 from braid.training.shards import Boxes, WholeMoments
 
-from .checks import check_layers
+from .checks import check_images, check_layers
 from .kind import DeepSpeed
 
 _BUCKET = 2**26
@@ -47,9 +47,9 @@ class DeepSpeedBackend(RankBackend):
     ) -> None:
         """The process group must be initialized. `model` holds its weights on rank 0, and is sharded in
         place. It may be in host memory, from where it is moved tensor by tensor. Raises TrainingError if
-        deepspeed is not installed, and ModelError for a model whose layers carry a state or have an
-        indexer."""
+        deepspeed is not installed, and ModelError for a model that checks.py refuses."""
         check_layers(model.module)
+        check_images(model)
         package = _package(device)
         options = config.backend
         assert isinstance(options, DeepSpeed), "the kind that builds it"

@@ -7,8 +7,23 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from braid.errors import ModelError
+from braid.models.base import TrainableModel
 from braid.models.indexed import indexers
 from braid.models.stateful import stateful_layers
+
+_WITHOUT_IMAGES = ("llava", "gemma4")
+"""Types of models that differ on two ranks from one process: ranks with and without images record different
+orders of LLaVA's modules, and log-probs of Gemma 4 change by more than rounding."""
+
+
+def check_images(model: TrainableModel) -> None:
+    """Raise ModelError for a model that reads images, of a type that does not match one process."""
+    vision = model.vision
+    if vision is not None and (kind := vision.config.model_type) in _WITHOUT_IMAGES:
+        raise ModelError(
+            f"train.backend=deepspeed cannot train a model of type {kind} with images: on several ranks it "
+            "differs from one process; set it to fsdp2 or fsdp, or remove model.vision"
+        )
 
 
 def check_architecture(config: PreTrainedConfig) -> None:

@@ -101,6 +101,7 @@ class Megatron(Backend):
     instead_of_sequence_parallel = "{}.backend.context_parallel"
     trains_robots = False
     reads_routers = False
+    reads_images = False
     frees_gradients = False
     unused_while = (
         ("recompute_granularity", "off", "recompute_method recompute_num_layers"),

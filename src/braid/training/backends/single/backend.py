@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -87,6 +88,7 @@ class SingleBackend:
         )
         self._scale = LossScale(config.grad_scaler) if config.grad_scaler and is_fp16 else None
         self._spare: PackedBatch | None = None
+        self._runs_tower = False
         self._work = Work()
         self._num_steps = self._skipped_in_row = 0
 
@@ -108,6 +110,7 @@ class SingleBackend:
         self, rows: Sequence[Row], outputs: frozenset[Output], spare: Row | None = None
     ) -> list[dict[Output, NDArray[Any]]]:
         start, config = time.perf_counter(), self._config
+        self._runs_tower = self._needs_tower(rows, trains=False)
         results: list[dict[Output, NDArray[Any]]] = [{} for _ in rows]
         max_tokens = config.infer_batch_tokens or config.micro_batch_tokens
         cuts = grouped_micro_batches(rows, max_tokens, config.infer_batch_rows)
@@ -151,6 +154,7 @@ class SingleBackend:
         """See TrainingBackend. All ranks return the same report. Raises TrainingError after
         `max_skipped_steps` consecutive skipped steps."""
         start = time.perf_counter()
+        self._runs_tower = self._needs_tower(rows, trains=True)
         head = self._model.value_head
         if head is not None and head.normalizes and "values" in loss.outputs:
             local_returns = [row.fields["returns"][row.mask] for row in rows] if self._counts_rows else []
@@ -296,7 +300,19 @@ class SingleBackend:
             yield from itertools.repeat(self._spare, num_passes - len(cuts))
 
     def _pack(self, rows: Sequence[Row], weights: Sequence[float] | None) -> PackedBatch:
-        return pack(rows, self._device, weights=weights, with_fields=weights is not None)
+        batch = pack(rows, self._device, weights=weights, with_fields=weights is not None)
+        return replace(batch, runs_tower=True) if self._runs_tower else batch
+
+    def _needs_tower(self, rows: Sequence[Row], *, trains: bool) -> bool:
+        """Whether the vision tower runs also in passes without images: where some rank has images in this
+        call, since all ranks then gather the tower; and in a step without any, in which a trained tower has
+        a gradient of 0, as in any other layout, and not none, with which an optimizer leaves its moments as
+        they are. The spare row is one of some rank's."""
+        vision = self._model.vision
+        if vision is None:
+            return False
+        have_images = self._over_ranks(any(row.images for row in rows))
+        return len(have_images) > 1 if any(have_images) else trains and vision.is_trained
 
     def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
         """Report of the step over the rows of all ranks, the same on each."""
