@@ -16,7 +16,8 @@ from braid.config.load import load_config
 from braid.errors import ConfigError
 from braid.plan import available
 from braid.report.samples import read_samples
-from braid.rollout.engines.vllm import kind
+from braid.rollout.engines.vllm import kind, options
+from braid.rollout.engines.vllm.options import environment
 from braid.trainer import commands
 
 BUILD = {
@@ -87,8 +88,7 @@ def test_images_go_with_what_else_a_run_may_have(config: Path, overrides: list[s
 @WITH_VLLM
 def test_vllm_samples_with_images(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "has_torchvision", lambda: True)
-    for name, path in TORCHVISION.items():
-        monkeypatch.setenv(name, path)
+    monkeypatch.setattr(options, "environment", lambda vllm: environment(vllm) | TORCHVISION)
     overrides = ["rollout.engine={kind: vllm, max_running: 16}", "model.build.head_dim=32"]
     rounds = rounds_of(commands.train(load_config(config, overrides)).run_dir)
     assert [line["policy/logprob_mismatch_max"] < 1e-4 for line in rounds if "policy/loss" in line] == [

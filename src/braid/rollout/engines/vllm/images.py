@@ -44,8 +44,8 @@ class ImageInputs:
 
     def __init__(self, vision: Vision, config: VllmConfig) -> None:
         self._vision = vision
-        model, _ = get_model_architecture(config.model_config)
-        factories: Any = vars(model)["_processor_factory"]
+        model: Any = get_model_architecture(config.model_config)[0]
+        factories = vars(model)["_processor_factory"]
         if not issubclass(factories.info, _Limits):
             info = type(factories.info.__name__, (_Limits, factories.info), {})
             MULTIMODAL_REGISTRY.register_processor(
