@@ -123,7 +123,7 @@ def test_what_images_do_not_go_with_is_refused(config: Path, overrides: list[str
         commands.resolve(load_config(config, overrides).config, 4)
 
 
-@pytest.mark.parametrize(("model_type", "is_refused"), [("llava", True), ("qwen2_5_vl", False)])
+@pytest.mark.parametrize(("model_type", "is_refused"), [("glm4v", True), ("qwen2_5_vl", False)])
 def test_vllm_is_refused_for_models_that_were_not_tested_with_images(
     config: Path, tmp_path: Path, model_type: str, is_refused: bool
 ) -> None:

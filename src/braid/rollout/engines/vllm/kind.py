@@ -26,7 +26,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads for which vLLM has kernels on CPUs (vllm/v1/attention/backends/cpu_attn.py of vLLM
 0.32)."""
 
-FAMILIES_WITH_IMAGES = ("glm4v", "qwen2_5_vl", "qwen3_vl")
+FAMILIES_WITH_IMAGES = ("qwen2_5_vl", "qwen3_vl")
 """Types of models whose log-probs with images were compared with the trainer's."""
 
 
