@@ -155,10 +155,10 @@ def vision_of(family: str) -> Vision:
     return Vision(config_of(family), processor_of(family), TOKENIZER)
 
 
-def model_of(family: str) -> PreTrainedModel:
-    """A random model with weights large enough that each matters."""
+def model_of(family: str, config: Any = None) -> PreTrainedModel:
+    """A random model with weights large enough that each matters; `config` is config_of(family) if None."""
     torch.manual_seed(0)
-    config = config_of(family)
+    config = config or config_of(family)
     config._attn_implementation = "eager"
     model = AutoModelForImageTextToText.from_config(config).eval().float()
     for parameter in model.parameters():

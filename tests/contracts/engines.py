@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -51,6 +52,10 @@ MODEL = ModelConfig.model_validate(
     }
 )
 MAX_TOKENS = 128
+TORCHVISION: dict[str, str] = (
+    {} if find_spec("torchvision") else {"PYTHONPATH": str(Path(__file__).parent / "torchvision_package")}
+)
+"""Where vLLM finds what it imports of torchvision, if that is not installed."""
 SENDING = SendOptions(transport="shared_memory", bucket_bytes=2**14, timeout_s=LIMIT_S)
 
 
@@ -88,12 +93,14 @@ def vllm(lm: CausalLM, folder: Path, **options: Any) -> Iterator[VllmEngine]:
         trust_remote_code=False,
         sleeps=False,
         seed=0,
+        vision=lm.vision,
     )
     engine = VllmEngine(
         engine_arguments(config, model, on_gpu=False),
         process_in(folder, SENDING),
         name=f"vLLM engine in {folder.name}",
-        environment=environment(config),
+        environment={**environment(config), **({} if lm.vision is None else TORCHVISION)},
+        vision=lm.vision,
     )
     with closing(engine):
         yield engine
@@ -171,7 +178,8 @@ def write_folder(lm: CausalLM, folder: Path) -> Path:
     model = folder / "model"
     lm.model.config.architectures = [type(lm.model).__name__]
     lm.model.config.save_pretrained(model)
-    load_tokenizer(MODEL).save_pretrained(model)
+    tokenizer = load_tokenizer(MODEL) if lm.vision is None else lm.vision.tokenizer
+    tokenizer.save_pretrained(model)
     return model
 
 

@@ -8,11 +8,16 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.contracts.engines import TORCHVISION
+from tests.needs import WITH_VLLM
 from tests.pictures import picture
 
 from braid.config.load import load_config
 from braid.errors import ConfigError
+from braid.plan import available
 from braid.report.samples import read_samples
+from braid.rollout.engines.vllm import kind, options
+from braid.rollout.engines.vllm.options import environment
 from braid.trainer import commands
 
 BUILD = {
@@ -79,6 +84,19 @@ def test_images_go_with_what_else_a_run_may_have(config: Path, overrides: list[s
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("vllm")
+@WITH_VLLM
+def test_vllm_samples_with_images(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "has_torchvision", lambda: True)
+    monkeypatch.setattr(options, "environment", lambda vllm: environment(vllm) | TORCHVISION)
+    overrides = ["rollout.engine={kind: vllm, max_running: 16}", "model.build.head_dim=32"]
+    rounds = rounds_of(commands.train(load_config(config, overrides)).run_dir)
+    assert [line["policy/logprob_mismatch_max"] < 1e-4 for line in rounds if "policy/loss" in line] == [
+        True
+    ] * 2
+
+
+@pytest.mark.slow
 def test_a_resumed_run_equals_the_unbroken_one(config: Path) -> None:
     whole = rounds_of(commands.train(load_config(config, ["checkpoint.every_rounds=1"])).run_dir)
     commands.train(load_config(config, ["run.name=cut", "run.max_rounds=1", "checkpoint.every_rounds=1"]))
@@ -95,7 +113,10 @@ def test_a_resumed_run_equals_the_unbroken_one(config: Path) -> None:
             ["train={backend: fsdp2, sequence_parallel: 2}"],
             "2 devices would share a sequence, but the tokens of an image stay together; set it to 1",
         ),
-        (["rollout.engine=vllm"], "vllm does not get the images of prompts"),
+        (["rollout.engine=sglang"], "sglang does not get the images of prompts"),
+        (["rollout.engine={kind: vllm, servers: ['http://a:1']}"], "servers do not get images"),
+        (["rollout.engine={kind: vllm, in_process: false}"], "only in the engine's process; set it to true"),
+        (["rollout.engine={kind: vllm, tensor_parallel: 2}"], "not tested on 2 devices per engine"),
         (["model.lora={rank: 2}"], "model.lora freezes all but its adapters"),
         (["model.build={architecture: qwen3}"], "qwen3 has no vision tower"),
         (["model.build.tower.patch_size=5"], "is not a multiple of 2 x patch_size=5"),
@@ -104,3 +125,22 @@ def test_a_resumed_run_equals_the_unbroken_one(config: Path) -> None:
 def test_what_images_do_not_go_with_is_refused(config: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         commands.resolve(load_config(config, overrides).config, 4)
+
+
+@pytest.mark.parametrize(("model_type", "is_refused"), [("glm4v", True), ("qwen2_5_vl", False)])
+def test_vllm_is_refused_for_models_that_were_not_tested_with_images(
+    config: Path, tmp_path: Path, model_type: str, is_refused: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    loaded = load_config(config, ["model.build=null", f"model.path={tmp_path}", "rollout.engine=vllm"])
+    refusals = [why for _, why in loaded.config.rollout.engine.image_problems(loaded.config)]
+    assert [f"not tested with models of type {model_type}" in why for why in refusals] == [True] * is_refused
+
+
+def test_vllm_needs_torchvision_for_images(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "has_torchvision", lambda: False)
+    monkeypatch.setattr(available, "missing_packages", lambda *_: iter(()))
+    loaded = load_config(config, ["rollout.engine=vllm", "model.build.head_dim=32"])
+    plan = commands.resolve(loaded.config, 0)
+    refusals = [why for _, why in available.machine_problems(loaded.config, plan)]
+    assert any("torchvision for models that read images, and it is not installed" in why for why in refusals)

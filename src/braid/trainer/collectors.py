@@ -77,7 +77,7 @@ def make_collector(
     lm: Any = policy.model if is_local and "policy" in place.workers else None
     if config.rollout.engine.is_served:
         sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
-        engines = start_engines(config, plan, inputs.tokenizer, sending, run_dir / "logs", first=place.rank)
+        engines = start_engines(config, plan, inputs, sending, run_dir / "logs", first=place.rank)
         remote = as_one(engines)
         engine: RolloutEngine = remote
         receiver = PolicyReceiver(place.workers, remote) if is_local else remote

@@ -26,11 +26,13 @@ from braid.rollout.engines.router import Router
 from braid.training.worker import device_of
 from braid.weights.sending import SendOptions
 
+from .inputs import TextInputs
+
 
 def make_engine(
     config: RunConfig,
     plan: Plan,
-    tokenizer: PreTrainedTokenizerBase,
+    inputs: TextInputs,
     sending: SendOptions,
     *,
     number: int,
@@ -50,13 +52,14 @@ def make_engine(
         folder = Path(mkdtemp(prefix=folder_prefix(os.getpid())))
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         model = Model(
-            _model_folder(config, tokenizer, folder, has_weights=engine.load_weights),
+            _model_folder(config, inputs.tokenizer, folder, has_weights=engine.load_weights),
             tokenizer=str(folder),
             dtype=config.model.dtype,
             longest=longest,
             trust_remote_code=config.model.trust_remote_code,
             sleeps=number in plan.engines_in_turns,
             seed=config.run.seed,
+            vision=inputs.vision,
         )
         process = Process(
             logs / f"engine_{number}.log",
@@ -74,7 +77,7 @@ def make_engine(
 def start_engines(
     config: RunConfig,
     plan: Plan,
-    tokenizer: PreTrainedTokenizerBase,
+    inputs: TextInputs,
     sending: SendOptions,
     logs: Path,
     *,
@@ -86,7 +89,7 @@ def start_engines(
     engines: list[RemoteEngine] = []
     try:
         for number in range(first, first + (len(engine.servers) or 1)):
-            started = make_engine(config, plan, tokenizer, sending, number=number, logs=logs)
+            started = make_engine(config, plan, inputs, sending, number=number, logs=logs)
             engines.append(started)
     except BaseException:
         for started in engines:

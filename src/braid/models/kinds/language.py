@@ -56,6 +56,7 @@ def _problems_of_pictures(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "model.build.architecture", why
     if not engine.reads_images:
         yield "rollout.engine.kind", f"{engine.kind} does not get the images of prompts{_SEE}"
+    yield from engine.image_problems(config)
     sections = {
         "train": config.train,
         "critic.train": config.critic.train,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from braid.config.schema import RunConfig
     from braid.models.causal_lm import CausalLM
+    from braid.models.vision import Vision
     from braid.plan import Plan
     from braid.weights.sending import SendOptions
 
@@ -56,7 +57,7 @@ class Engine(Kind):
     records_experts: ClassVar[bool] = False
     """Whether its completions have the experts that the model chose (train.router_replay)."""
     reads_images: ClassVar[bool] = False
-    """Whether it gets the images of prompts."""
+    """Whether it gets the images of prompts; of which models, `image_problems` says."""
     is_served: ClassVar[bool] = False
     """Whether it runs in other processes, to which weights are sent merged with their adapters."""
     parallel_sizes: ClassVar[tuple[str, ...]] = ()
@@ -92,6 +93,11 @@ class Engine(Kind):
         """(key, message) of what it cannot do on this machine; `on_cpu`: without a GPU."""
         yield from ()
 
+    def image_problems(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        """(key, message) of why it cannot sample with images from the model of the config, though it
+        `reads_images`."""
+        yield from ()
+
     def unused(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         """(reason, keys) of settings without effect, as patterns of plan.unused."""
         if config.run.device == "cpu":
@@ -104,7 +110,8 @@ class Engine(Kind):
 
 class Model(NamedTuple):
     """What an engine process loads: `folder` and `tokenizer` are paths, `dtype` is the trainer's, `longest`
-    the longest trajectory in tokens. It `sleeps` while others use its devices."""
+    the longest trajectory in tokens. It `sleeps` while others use its devices. `vision` is how it reads
+    images; None for one that reads only text."""
 
     folder: str
     tokenizer: str
@@ -113,6 +120,7 @@ class Model(NamedTuple):
     trust_remote_code: bool
     sleeps: bool
     seed: int
+    vision: Vision | None = None
 
 
 class Process(NamedTuple):

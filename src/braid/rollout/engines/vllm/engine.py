@@ -14,6 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from braid.errors import EngineError
+from braid.models.vision import Vision
 from braid.rollout.engine import Request, check_request, seed_of
 from braid.rollout.engines.base import Process
 from braid.rollout.engines.child import LONGEST_FOLDER, LoggedProcess
@@ -34,10 +35,11 @@ class VllmEngine(RemoteEngine):
         name: str,
         environment: Mapping[str, str],
         detokenizes: bool = False,
+        vision: Vision | None = None,
     ) -> None:
         """`arguments` are those of vLLM's EngineArgs (options.engine_arguments). With `detokenizes`, vLLM
-        decodes all answers to text. The folder of the `process` is for vLLM's runtime files. `name` as in
-        RemoteEngine.
+        decodes all answers to text. `vision` is how the model reads images; None for one that reads only
+        text. The folder of the `process` is for vLLM's runtime files. `name` as in RemoteEngine.
 
         A request or call fails if the process has been silent for its `timeout_s`.
         """
@@ -59,7 +61,7 @@ class VllmEngine(RemoteEngine):
             environment=environment,
             folder=process.folder,
         )
-        self._channel.send(pickle.dumps((self._arguments, detokenizes)))
+        self._channel.send(pickle.dumps((self._arguments, detokenizes, vision)))
         threading.Thread(target=self._read, name=f"{name} reader", daemon=True).start()
 
     def _check(self, request: Request) -> None:
@@ -77,7 +79,8 @@ class VllmEngine(RemoteEngine):
         self._pending[name] = future
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append((name, request.prompt_ids, request.sampling, seed_of(request.key)))
+        seed = seed_of(request.key)
+        self._outbox.append((name, request.prompt_ids, request.images, request.sampling, seed))
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:

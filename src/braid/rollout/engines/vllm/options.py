@@ -57,6 +57,12 @@ def engine_arguments(config: Vllm, model: Model, *, on_gpu: bool) -> dict[str, A
         arguments["block_size"] = config.block_size
     if config.attention is not None:
         arguments["attention_backend"] = config.attention
+    if model.vision is not None:
+        arguments |= {
+            "mm_device_do_normalize": False,  # it is done
+            "mm_processor_cache_gb": 0.0,  # every request has its pixels
+            "skip_mm_profiling": True,  # vLLM's own processors would make the images
+        }
     return arguments
 
 

@@ -13,15 +13,16 @@ import pickle
 import queue
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm import SamplingParams, TokensPrompt  # noqa: TID251
-from vllm.config import set_current_vllm_config  # noqa: TID251
+from vllm.config import VllmConfig, set_current_vllm_config  # noqa: TID251
 from vllm.engine.arg_utils import EngineArgs  # noqa: TID251
 from vllm.exceptions import VLLMClientError  # noqa: TID251
+from vllm.inputs.engine import MultiModalInput  # noqa: TID251
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: TID251
 from vllm.model_executor.layers.linear import (  # noqa: TID251
     MergedColumnParallelLinear,
@@ -39,16 +40,21 @@ from vllm.v1.engine import FinishReason  # noqa: TID251
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: TID251
 
 from braid.errors import EngineError
+from braid.models.vision import Vision
 from braid.processes import Channel, connect, end_this_process
 from braid.rollout.engine import Sampling
+from braid.types import Placed
 from braid.weights.receiver import open_receiver
 from braid.weights.wire import Ticket
 
+from .images import ImageInputs
 from .options import receiver_name
 
 _log = logging.getLogger(__name__)
 
 _SIGN_OF_LIFE_S = 2.0
+_NEVER = -100.0
+"""Added to logits; the least that vLLM accepts. Probabilities become too small for float32."""
 
 
 class WeightReceiver:
@@ -152,12 +158,20 @@ def _all_parts(layer: Any, parameter: str) -> list[Any]:
 class EngineProcess:
     """vLLM's engine and its request loop."""
 
-    def __init__(self, channel: Channel, arguments: Mapping[str, Any], detokenizes: bool) -> None:
-        """`arguments` are those of EngineArgs; with `detokenizes`, all answers are decoded to text."""
+    def __init__(
+        self, channel: Channel, arguments: Mapping[str, Any], detokenizes: bool, vision: Vision | None
+    ) -> None:
+        """`arguments` are those of EngineArgs; with `detokenizes`, all answers are decoded to text; `vision`
+        is how the model reads images."""
         self._channel, self._detokenizes = channel, detokenizes
+        self._reserved = () if vision is None else vision.reserved
         self._arrived: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        self._engine = make_engine(arguments)
+        config = engine_config(arguments)
+        self._images = None if vision is None else ImageInputs(vision, config)
+        self._engine = LLMEngine.from_vllm_config(
+            config, disable_log_stats=arguments.get("disable_log_stats", False)
+        )
         self._told_s = 0.0
 
     def run(self) -> None:
@@ -187,13 +201,23 @@ class EngineProcess:
         logprobs = [step[token].logprob for step, token in steps if step is not None]
         self._tell("done", output.request_id, token_ids, logprobs, reason)
 
-    def _on_generate(self, requests: list[tuple[str, tuple[int, ...], Sampling, int]]) -> None:
-        for name, prompt_ids, sampling, seed in requests:
+    def _on_generate(
+        self, requests: list[tuple[str, tuple[int, ...], tuple[Placed, ...], Sampling, int]]
+    ) -> None:
+        for name, prompt_ids, images, sampling, seed in requests:
+            params = sampling_params(sampling, seed, self._detokenizes, self._reserved)
             try:
-                prompt = TokensPrompt(prompt_token_ids=list(prompt_ids))
-                self._engine.add_request(name, prompt, sampling_params(sampling, seed, self._detokenizes))
+                self._engine.add_request(name, self._prompt(prompt_ids, images), params)
             except (ValueError, VLLMClientError) as error:
                 self._tell("failed", name, f"vLLM rejects the request: {error}")
+
+    def _prompt(
+        self, prompt_ids: tuple[int, ...], images: tuple[Placed, ...]
+    ) -> TokensPrompt | MultiModalInput:
+        if not images:
+            return TokensPrompt(prompt_token_ids=list(prompt_ids))
+        assert self._images is not None, "the plan refuses images for models that read only text"
+        return self._images.request(prompt_ids, images)
 
     def _on_abort(self, names: list[str]) -> None:
         self._engine.abort_request(names)
@@ -213,6 +237,8 @@ class EngineProcess:
         self._engine.collective_rpc("receive_weights", args=(version, ticket, engine, timeout_s))
         if not self._engine.reset_prefix_cache(reset_running_requests=True):  # cancelled ones
             raise EngineError("vLLM did not empty its prefix cache, which has entries of the old weights")
+        if self._images is not None:
+            self._engine.reset_encoder_cache()
 
     def _interrupt(self) -> None:
         states = list(self._engine.output_processor.request_states.values())
@@ -246,8 +272,8 @@ class EngineProcess:
         self._channel.reply(pickle.dumps(message))
 
 
-def make_engine(arguments: Mapping[str, Any]) -> LLMEngine:
-    """Create vLLM's engine. On CPU the cache size is what the longest requests can use, at most
+def engine_config(arguments: Mapping[str, Any]) -> VllmConfig:
+    """vLLM's config. On CPU the cache size is what the longest requests can use, at most
     gpu_memory_utilization of the free memory; vLLM's default would be that fraction of all memory."""
     args = EngineArgs(**arguments)
     config = args.create_engine_config()
@@ -262,11 +288,14 @@ def make_engine(arguments: Mapping[str, Any]) -> LLMEngine:
         pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         free = int(cache.gpu_memory_utilization * pages)
         cache.kv_cache_memory_bytes = min(blocks * block * per_token, free)
-    return LLMEngine.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
+    return config
 
 
-def sampling_params(sampling: Sampling, seed: int, detokenizes: bool) -> SamplingParams:
-    """Convert the sampling settings to vLLM's. Stop strings always need detokenization."""
+def sampling_params(
+    sampling: Sampling, seed: int, detokenizes: bool, reserved: Sequence[int] = ()
+) -> SamplingParams:
+    """Convert the sampling settings to vLLM's; `reserved` tokens are never sampled. Stop strings always need
+    detokenization."""
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
         min_tokens=sampling.min_new_tokens,
@@ -283,6 +312,7 @@ def sampling_params(sampling: Sampling, seed: int, detokenizes: bool) -> Samplin
         spaces_between_special_tokens=False,
         seed=seed,
         logprobs=0,
+        logit_bias=dict.fromkeys(reserved, _NEVER) if reserved else None,
         detokenize=detokenizes or bool(sampling.stop_strings),
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

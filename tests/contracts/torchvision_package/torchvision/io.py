@@ -1,0 +1,1 @@
+ImageReadMode = decode_image = read_image = None

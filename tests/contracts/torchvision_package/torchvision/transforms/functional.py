@@ -1,0 +1,1 @@
+pil_to_tensor = to_pil_image = None
