@@ -181,24 +181,24 @@ class PackedAttention:
         self._layouts: dict[bool, Layout] = {}
         self._states: PackedStates | None = None
         self._blocks: ImageBlocks | None = None
-        self._seen: dict[int | None, tuple[Tensor, ...]] = {}
+        self._visible: dict[int | None, tuple[Tensor, ...]] = {}
 
     def see(self, blocks: ImageBlocks) -> None:
         """Let the positions of images see each other."""
-        self._blocks, self._seen = blocks, {}
+        self._blocks, self._visible = blocks, {}
 
     def _of_images(self, call: LayerCall) -> LayerCall:
         """The call of a layer with the keys that are visible where there are images."""
         blocks, window = self._blocks, call.sliding_window
         if blocks is None:
             return call
-        if window not in self._seen:
+        if window not in self._visible:
             layout = self._layout(is_varlen=False)
             numbers = layout.split(layout.lay(blocks.numbers))
             masks = [blocks.visible(call, part, part) for part in numbers]
-            self._seen[window] = tuple(mask for mask in masks if mask is not None)
-        seen = self._seen[window]
-        return replace(call, chosen=seen, sliding_window=None) if seen else call
+            self._visible[window] = tuple(mask for mask in masks if mask is not None)
+        visible = self._visible[window]
+        return replace(call, chosen=visible, sliding_window=None) if visible else call
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         call = self._of_images(call)

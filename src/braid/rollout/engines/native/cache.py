@@ -357,7 +357,7 @@ class PrefillAttention:
         self._sizes = [width * num for width, num, _ in self._blocks]
         self._next_layer, self._kernel = itertools.count(), kernel
         self._images: ImageBlocks | None = None
-        self._seen: dict[int | None, list[Tensor | None]] = {}
+        self._visible: dict[int | None, list[Tensor | None]] = {}
 
     def see(self, blocks: ImageBlocks) -> None:
         """Let the positions of images see each other."""
@@ -369,13 +369,13 @@ class PrefillAttention:
         images, window = self._images, call.sliding_window
         if images is None:
             return [call] * len(self._blocks)
-        if window not in self._seen:
+        if window not in self._visible:
             parts = zip(self._blocks, images.numbers.split(self._sizes), strict=True)
             numbers = (part.unflatten(0, (num, width)) for (width, num, _), part in parts)
-            self._seen[window] = [images.visible(call, part, part) for part in numbers]
+            self._visible[window] = [images.visible(call, part, part) for part in numbers]
         return [
-            call if seen is None else replace(call, chosen=(seen,), sliding_window=None)
-            for seen in self._seen[window]
+            call if visible is None else replace(call, chosen=(visible,), sliding_window=None)
+            for visible in self._visible[window]
         ]
 
     def attend(self, call: LayerCall, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
