@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +84,46 @@ def test_a_missing_part_of_a_fused_parameter_is_an_error(tmp_path: Path) -> None
         request = Request((5, 9, 7), Sampling(max_new_tokens=10, greedy=True), key=(0, 1))
         (completion,) = generate(engine, [request])
     assert list(completion.token_ids) == trainer_greedy(lm, request.prompt_ids, 10)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "phi3": {},
+    "glm4": {},
+    "gemma3_text": {"query_pre_attn_scalar": 32, "sliding_window": 8},
+    "granite": {},
+    "olmo2": {},
+    "smollm3": {},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllm_computes_each_family_as_training_does_also_with_other_norms_and_biases(
+    family: str, tmp_path: Path
+) -> None:
+    """Norms of 1 and biases of 0, as models start with, hide whether a sync brings them."""
+    tokenizer = load_tokenizer(MODEL)
+    config = AutoConfig.for_model(
+        family, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, vocab_size=128, max_position_embeddings=128, pad_token_id=None,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, **FAMILIES[family],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    lm = CausalLM(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    save_pretrained(lm, tokenizer, tmp_path / "model")
+    lm = load_policy(
+        ModelConfig(path=str(tmp_path / "model")), temperature=1.0, seed=0, device=torch.device("cpu")
+    )
+    generator = torch.Generator().manual_seed(1)
+    for _, tensor in lm.named_weights():
+        start = tensor.data if tensor.ndim < 2 else torch.zeros(())
+        tensor.data = start + 0.2 * torch.randn(tensor.shape, generator=generator)
+    request = Request((5, 9, 7), Sampling(max_new_tokens=12, temperature=1.0), key=(0, 1))
+    with vllm(lm, tmp_path / "engine") as engine:
+        _sync(engine, 1, lm.merged_weights())
+        (completion,) = generate(engine, [request])
+    ours = trainer_logprobs(lm, request, completion)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), ours, rtol=0, atol=LOGPROB_TOLERANCE)

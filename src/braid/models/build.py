@@ -101,6 +101,8 @@ def processor_of(tower: TowerSpec) -> Any:
         merge_size=2,
         temporal_patch_size=1,
         size={"shortest_edge": side * side, "longest_edge": tower.image_size**2},
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
     )
 
 
