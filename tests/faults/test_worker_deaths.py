@@ -163,7 +163,7 @@ def driven(path: Path, step: int) -> Iterator[tuple[subprocess.Popen[str], list[
     command = [sys.executable, "-m", "braid.cli.main", "train", str(path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as driver:
         try:
-            deadline = time.monotonic() + LIMIT_S
+            deadline = time.monotonic() + 2 * LIMIT_S  # Ray and six workers start, on a busy machine
             while not (path.parent / f"run/checkpoints/step_{step}").exists():
                 assert driver.poll() is None, driver.communicate()[1]
                 assert time.monotonic() < deadline, "the run never saved"
