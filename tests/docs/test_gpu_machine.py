@@ -63,6 +63,7 @@ def test_a_step_that_fails_is_reported_with_its_traceback(
     """A step on CUDA, without a GPU; the same step works on the CPU. Each is in a separate process."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT / "src", ROOT))))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setitem(machine.LIMIT_S, "offloading", 600)  # not a GPU's limit, on a busy machine
     steps: dict[str, dict[str, Any]] = {}
     for device, is_failure in (("cpu", False), ("cuda", True)):
         report = tmp_path / f"{device}.json"
