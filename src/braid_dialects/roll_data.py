@@ -70,16 +70,14 @@ def _folders(value: str | list[str], _: Source) -> Any:
 
 def _same_limit(value: int, source: Source) -> Any:
     """Bounds of images, which evaluation shares with training."""
+    if role_of(source) == "actor_train":
+        return value
     trained = source[f"actor_train.data_args.{source.name}"]
     if trained is None:
         trained = facts.image_limits(source)[source.native[0]]
-    if role_of(source) == "actor_train":
-        return value
-    return (
-        implied("same as in training")
-        if value == trained
-        else unsupported(f"set it to that of training, {trained}")
-    )
+    if value == trained:
+        return implied("same as in training")
+    return unsupported(f"set it to that of training, {trained}")
 
 
 def _same_template(value: str, source: Source) -> Became:

@@ -397,8 +397,7 @@ WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_ranks_with_and_without_images_match_one_process(
     pair: RayGroup, layout: str, role: TrainingRole
 ) -> None:
-    """The first rank has the images, the second one or none; then nobody has any, and a trained tower stays
-    as it is."""
+    """One rank, both, or neither has images. Where neither has, a trained tower stays as it is."""
     train, model = WITH_IMAGES[layout]
     made = _config(train)
     spec = made.model.build.model_dump() | {"architecture": "qwen3_vl", "head_dim": 16, "tower": TOWER}

@@ -1,4 +1,4 @@
-"""Files of models that read images: how they are told, what their keys become, and runs of one of each."""
+"""Files whose models read images: how they are recognised, what their keys become, and a run of each system's."""
 
 from __future__ import annotations
 

@@ -14,15 +14,6 @@ import torch
 from tests.gpu import machine
 
 ROOT = Path(__file__).parents[2]
-ALL_STEPS = """
-import sys
-import torch
-from tests.gpu.machine import STEPS, Machine
-
-if __name__ == "__main__":
-    for step in STEPS[: int(sys.argv[1])]:
-        assert isinstance(step(Machine(torch.device("cpu"), is_tiny=True)), dict), step
-"""
 
 
 @pytest.mark.slow
@@ -37,9 +28,9 @@ if __name__ == "__main__":
 )
 def test_steps_run_with_the_packages_of_one_process_alone(tmp_path: Path, num_steps: int) -> None:
     """All in one process, for speed. The first ones update weights and sample."""
-    (tmp_path / "all_steps.py").write_text(ALL_STEPS)
     path = os.pathsep.join(map(str, (ROOT / "tests/gpu/core_only", ROOT / "src", ROOT)))
-    command = [sys.executable, str(tmp_path / "all_steps.py"), str(num_steps)]
+    names = [step.__name__ for step in machine.STEPS[:num_steps]]
+    command = [sys.executable, "-m", "tests.gpu.in_one_process", "cpu", *names]
     done = subprocess.run(
         command,
         cwd=tmp_path,

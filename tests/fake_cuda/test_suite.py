@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.fake_cuda import REPOSITORY, environment
@@ -28,16 +27,6 @@ _GROUPS = {"fake_cuda/on_device/test_clusters.py": [pytest.mark.xdist_group("wor
 STEPS = [s.__name__ for s in machine.STEPS if s.__name__ not in ("tests", "engines", "offloading")]
 """Steps of `make gpu` but that of the tests above, that of engines, which are not built for the device, and
 one that asks another process for the device's free memory, of which each process has its own count."""
-ALL_STEPS = """
-import sys
-import torch
-from tests.gpu.machine import STEPS, Machine
-
-if __name__ == "__main__":
-    for step in STEPS:
-        if step.__name__ in sys.argv[1:]:
-            assert isinstance(step(Machine(torch.device("cuda"), is_tiny=True)), dict), step
-"""
 
 
 @pytest.mark.slow
@@ -66,12 +55,10 @@ def test_tests_pass_on_the_device(paths: str, tier: str) -> None:
 
 
 @pytest.mark.slow
-def test_steps_of_make_gpu_run_on_the_device(tmp_path: Path) -> None:
+def test_steps_of_make_gpu_run_on_the_device() -> None:
     """Small, without their time limits, which are those of a GPU, and all in one process, for speed."""
-    script = tmp_path / "all_steps.py"
-    script.write_text(ALL_STEPS)
     done = subprocess.run(
-        [sys.executable, str(script), *STEPS],
+        [sys.executable, "-m", "tests.gpu.in_one_process", "cuda", *STEPS],
         env=environment(),
         cwd=REPOSITORY,
         capture_output=True,

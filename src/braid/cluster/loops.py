@@ -50,7 +50,7 @@ class Loop:
             future.cancel()  # after an interrupt
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log what asyncio reports, but for a task that nobody asked for its interrupt."""
+        """Log what asyncio reports, except an interrupt in a task that nothing awaits."""
         if not isinstance(context.get("exception"), (KeyboardInterrupt, SystemExit)):
             loop.default_exception_handler(context)
 

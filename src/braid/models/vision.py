@@ -313,9 +313,9 @@ class Vision:
         if not images:
             return {}
         inputs = self._joined([self.read(one.image).inputs for one in images])
-        types = {"always": "token_type_ids", "in_windows": "mm_token_type_ids"}
         if self._family.has_grid or self._family.see != "never":
-            inputs[types.get(self._family.see, "mm_token_type_ids")] = (ids == self.token_id).int()
+            name = "token_type_ids" if self._family.see == "always" else "mm_token_type_ids"
+            inputs[name] = (ids == self.token_id).int()
         return {name: to_device(value, ids.device) for name, value in inputs.items()}
 
     def _joined(self, inputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -458,19 +458,18 @@ class ContinueAttention:
 
     def _mask(self, call: LayerCall, known: int, new: int, query: Tensor, tokens: slice) -> Tensor:
         """Additive attention mask [1 or n, new, known + new] of sequences whose new tokens are `tokens`."""
-        column = torch.arange(known + new, device=query.device)
-        last, window = column[known:, None], call.sliding_window
-        is_hidden = column > last
-        if window is not None:
-            is_hidden |= column <= last - window
-        is_hidden = is_hidden[None]
+        visible = None
         if self._images is not None:
-            of_new = self._images.numbers[tokens].unflatten(0, (-1, new))
-            of_all = F.pad(of_new, (known, 0), value=-1)
-            visible = self._images.visible(call, of_new, of_all, known)
-            is_hidden = is_hidden if visible is None else ~visible
-        zeros = torch.zeros(is_hidden.shape, dtype=query.dtype, device=query.device)
-        return zeros.masked_fill_(is_hidden, float("-inf"))
+            numbers = self._images.numbers[tokens].unflatten(0, (-1, new))
+            visible = self._images.visible(call, numbers, F.pad(numbers, (known, 0), value=-1), known)
+        if visible is None:
+            column = torch.arange(known + new, device=query.device)
+            last, window = column[known:, None], call.sliding_window
+            visible = (column <= last)[None]
+            if window is not None:
+                visible &= column > last - window
+        zeros = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+        return zeros.masked_fill_(~visible, float("-inf"))
 
 
 def _attend(call: LayerCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
