@@ -530,14 +530,14 @@ class Effects:
 
     def __init__(self, config: RunConfig, reads: Iterable[str], num_prompts: int = 10**6) -> None:
         """`reads` are the keys that such a run reads, `num_prompts` its number of training prompts."""
-        self._config, self._tree = config, plain_data(config)
+        self._config, self._tree = config, json.dumps(plain_data(config))
         self._reads, self._num_prompts = frozenset(reads), num_prompts
         plan = derive(config, num_prompts, "train")
         self._settings, self._problems = settings(config, plan), find_problems(config, plan)
 
     def of(self, key: str, values: Sequence[Any] = ()) -> str:
-        """Effect of other values of a key (`values`, by default some of its type): `changed` if one changes
-        the settings, `read` if the run reads the key, `refused` if the plan refuses them, `fixed` if the
+        """Effect of other values of a key (`values`, by default some of its type): `read` if the run reads
+        the key, `changed` if one changes the settings, `refused` if the plan refuses them, `fixed` if the
         schema does, `unused: WHY` if the plan calls it unused; empty if there is none."""
         effect = "fixed"
         path, annotation, value = _placed(self._config, key)
@@ -545,7 +545,7 @@ class Effects:
             values = [*FAMILIES[path.removesuffix(".kind")].kinds]
         for other in values or others(annotation, value):
             try:
-                tree = copy.deepcopy(self._tree)
+                tree = json.loads(self._tree)
                 if path in _NAMES:  # another kind has other settings
                     place(tree, parse_path(path)[:-1], {"kind": other})
                 else:
@@ -558,10 +558,10 @@ class Effects:
                 return f"unused: {why}"
             if find_problems(config, plan) != self._problems:
                 effect = "refused"
-            elif settings(config, plan) != self._settings:
-                return "changed"
             elif key in self._reads:
                 return "read"
+            elif settings(config, plan) != self._settings:
+                return "changed"
             elif effect == "fixed":
                 effect = ""
         return effect

@@ -256,13 +256,14 @@ def _origin_of(written: Written, key: str) -> str:
 def _give_defaults(written: Written) -> None:
     """Remove the sections that the command line sets to null and that cannot be null: they get their
     defaults."""
-    fields = {
-        path: field for path, field in fields_of(RunConfig) if not field.is_required() and sections_of(field)
-    }
+    fields = dict(fields_of(RunConfig))
     for path, value in list(leaves(written.tree)):
+        if value is not None or written.origin_of(path) != OVERRIDE:
+            continue
         field = fields.get(re.sub(r"\[\d+\]", "[]", path_text(path)))
-        is_given = value is None and written.origin_of(path) == OVERRIDE
-        if is_given and field is not None and type(None) not in get_args(field.annotation):
+        if field is None or field.is_required() or not sections_of(field):
+            continue
+        if type(None) not in get_args(field.annotation):
             above: Any = written.tree
             for key in path[:-1]:
                 above = above[key]

@@ -44,13 +44,16 @@ def is_list(field: FieldInfo) -> bool:
     return any(get_origin(member) is tuple for member in (field.annotation, *get_args(field.annotation)))
 
 
-def fields_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+@cache
+def fields_of(section: type[Section], prefix: str = "") -> tuple[tuple[str, FieldInfo], ...]:
     """(key path, field) of every field below `section`, in order; list items as `key[]`. A union field is
     listed once, followed by the fields of each kind."""
+    fields: list[tuple[str, FieldInfo]] = []
     for name, field in section.model_fields.items():
-        yield prefix + name, field
+        fields.append((prefix + name, field))
         for member in sections_of(field):
-            yield from fields_of(member, f"{prefix}{name}{'[]' if is_list(field) else ''}.")
+            fields += fields_of(member, f"{prefix}{name}{'[]' if is_list(field) else ''}.")
+    return tuple(fields)
 
 
 def allowed(field: FieldInfo, item: int | None = None) -> str:

@@ -81,7 +81,7 @@ def parse_path(text: str) -> KeyPath:
 
 def is_within(path: str, section: str) -> bool:
     """Whether a key is `section` itself or below it."""
-    return path == section or path.startswith((f"{section}.", f"{section}["))
+    return path.startswith(section) and path[len(section) : len(section) + 1] in ("", ".", "[")
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
