@@ -240,7 +240,10 @@ CRITICS: dict[str, tuple[dict[str, Any], bool, dict[str, Any]]] = {
 """The model's sizes, whether values are normalized, and train.backend."""
 
 
-@pytest.mark.parametrize("layout", CRITICS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name != "tensor and sequence")) for name in CRITICS],
+)
 def test_a_critic_learns_the_values_of_one_process(layout: str, pair: RayGroup) -> None:
     # as of policies: float32 rounding of the same sums
     build, normalizes, megatron = CRITICS[layout]
@@ -264,6 +267,7 @@ def test_a_critic_learns_the_values_of_one_process(layout: str, pair: RayGroup) 
         _assert_close(group.full_weights(), dict(single.named_weights()))
 
 
+@pytest.mark.nightly
 def test_a_run_can_be_resumed_with_another_backend(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "deepspeed, away between steps": {"backend": "deepspeed", "offload": LEAVES},
     "deepspeed, sequences shared": {"backend": "deepspeed", "sequence_parallel": 2},
 }
-RARE = ("deepspeed, secondary partitions", "deepspeed, away between steps", "fsdp, nothing sharded")
+RARE = (
+    "deepspeed in host memory", "deepspeed, away between steps", "deepspeed, secondary partitions",
+    "fsdp, nothing sharded", "fsdp, sequences shared",
+    "fsdp2, gradients travel in the last pass only", "fsdp2, replicas of one",
+)  # fmt: skip
 """Layouts of `make nightly`."""
 OF_FOUR = {
     "fsdp2, shards of two, sequences shared": {
@@ -188,8 +192,17 @@ def test_a_layout_of_four_matches_one_process(four: RayGroup, layout: str) -> No
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        *((name, "untied") for name in (*(n for n in LAYOUTS if n.startswith("fsdp")), "deepspeed")),
-        *((name, model) for name in ("fsdp", "fsdp2") for model in ("tied", "adapters")),
+        ("deepspeed", "untied"),
+        ("fsdp", "adapters"),
+        ("fsdp2", "tied"),
+        ("fsdp2, sequences shared", "untied"),
+        *(
+            pytest.param(name, "untied", marks=pytest.mark.nightly)
+            for name in LAYOUTS
+            if name.startswith("fsdp") and name != "fsdp2, sequences shared"
+        ),
+        pytest.param("fsdp", "tied", marks=pytest.mark.nightly),
+        pytest.param("fsdp2", "adapters", marks=pytest.mark.nightly),
     ],
 )
 def test_the_full_kl_of_a_layout_is_that_of_one_process(pair: RayGroup, layout: str, model: str) -> None:
@@ -324,12 +337,7 @@ def hybrids(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return folders
 
 
-EVERY_TIME = [
-    ("qwen3_next", "fsdp2"),
-    ("bamba", "fsdp"),
-    ("jamba", "fsdp2"),
-    *(("bamba", layout) for layout in OF_HYBRIDS if "shared" in layout),
-]
+EVERY_TIME = [("qwen3_next", "fsdp2"), ("bamba", "fsdp, sequences shared, layers computed again")]
 """Hybrids on layouts that `make slow` has; the others are of `make nightly`."""
 
 
@@ -343,8 +351,10 @@ EVERY_TIME = [
         ),
         ("glm_moe_dsa", "fsdp2", None),
         pytest.param("glm_moe_dsa", "fsdp", None, marks=pytest.mark.nightly),
-        ("bamba", "fsdp2", {"rank": 2}),
-        pytest.param("bamba", "fsdp", {"rank": 2}, marks=pytest.mark.nightly),
+        *(
+            pytest.param("bamba", layout, {"rank": 2}, marks=pytest.mark.nightly)
+            for layout in ("fsdp2", "fsdp")
+        ),
     ],
 )
 def test_layers_with_a_state_or_an_indexer_are_sharded(

@@ -186,7 +186,7 @@ def _heard(seed: int) -> dict[str, list[str]]:
     return heard
 
 
-@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("earlier", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_the_policy_trains_on_the_seats_that_it_plays(
     load_tiny: LoadTiny, earlier: bool, nothing_is_left: None
 ) -> None:

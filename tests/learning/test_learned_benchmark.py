@@ -42,6 +42,7 @@ algorithm: {recipe: ppo}
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_results_are_compared_with_bars_and_a_failed_run_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,7 +34,7 @@ LETTERS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["grpo", "ppo"])
+@pytest.mark.parametrize("recipe", ["grpo", pytest.param("ppo", marks=pytest.mark.nightly)])
 def test_a_language_model_learns_to_write_one_letter(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ def opponent_versions(run_dir: Path, number: int) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [0, 2])
+@pytest.mark.parametrize("every", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_opponents_have_earlier_weights_also_after_a_resume(
     load_tiny: LoadTiny, tmp_path: Path, every: int
 ) -> None:
@@ -193,6 +193,7 @@ def test_several_agents_train_together_in_a_mixture(load_tiny: LoadTiny, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_opponents_of_a_pipelined_run_are_those_of_the_loop_on_policy(
     load_tiny: LoadTiny, tmp_path: Path
 ) -> None:
@@ -216,6 +217,7 @@ def test_opponents_of_a_pipelined_run_are_those_of_the_loop_on_policy(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_zero_sum_game_against_itself_is_learned(load_tiny: LoadTiny, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(DUEL)
     agent = [key.replace("Guess", "Duel") for key in AGENT]

@@ -152,6 +152,7 @@ def test_a_cluster_with_another_ray_is_reported_with_both_versions(cluster: Clus
         client.internal_kv_put(key, stored, True, namespace=space)
 
 
+@pytest.mark.nightly
 def test_a_run_on_two_machines_matches_one_process_and_cleans_up_the_cluster(
     cluster: Cluster, tmp_path: Path
 ) -> None:

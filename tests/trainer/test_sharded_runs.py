@@ -136,7 +136,9 @@ def _weights(run: Path, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(commands.export(run, output=folder / f"{run.name}-export") / "model.safetensors")
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(name, marks=[pytest.mark.nightly] * ("disaggregated" in name)) for name in MODES]
+)
 def test_a_run_on_workers_matches_one_process_which_can_resume_it(
     tmp_path: Path, mode: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -241,6 +243,7 @@ def test_supervised_fine_tuning_on_ranks_matches_one_process_which_can_resume_it
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.nightly
 def test_critics_and_references_without_adapters_take_over_merged_weights_of_a_policy_on_ranks(
     tmp_path: Path,
 ) -> None:
@@ -281,6 +284,7 @@ def test_an_engine_that_cannot_start_is_named_before_weights_wait_for_it(tmp_pat
 
 
 @WITH_VLLM
+@pytest.mark.nightly
 def test_vllm_samples_from_the_merged_weights_of_adapters_on_ranks(tmp_path: Path) -> None:
     settings = {
         "model.build": {**BUILD, "head_dim": 32},  # vLLM's smallest on a CPU

@@ -179,6 +179,7 @@ def test_the_reference_of_adapters_is_the_policy_at_the_first_step(
     assert lines[3]["policy/kl"] > 1e-6
 
 
+@pytest.mark.nightly
 def test_adapters_learn_the_task(load_tiny: LoadTiny) -> None:
     # the frozen head of a random model gives logits below 1, which this temperature makes decisive
     keys = ("model.lora={rank: 8}", "train.optimizer.lr=0.01", "rollout.sampling.temperature=0.1")

@@ -238,7 +238,7 @@ def write_toy_demonstrations(folder: Path) -> None:
     write_demonstrations(folder, [Demonstration(observations, actions, "push red cube")])
 
 
-@pytest.mark.parametrize("noise", ["flow_sde", "flow_noise"])
+@pytest.mark.parametrize("noise", [pytest.param("flow_sde", marks=pytest.mark.nightly), "flow_noise"])
 def test_imitation_by_flow_matching(tmp_path: Path, noise: str) -> None:
     """The reward of a random policy is about -5."""
     write_toy_demonstrations(tmp_path / "data")
@@ -392,8 +392,9 @@ def test_an_instruction_that_is_too_long_ends_the_run_with_one_message(
 
 @pytest.mark.parametrize(
     "vla",
-    [pytest.param(OFT, id="oft"), pytest.param(OPENVLA, id="openvla", marks=pytest.mark.nightly)],
+    [pytest.param(OFT, id="oft"), pytest.param(OPENVLA, id="openvla")],
 )
+@pytest.mark.nightly
 def test_reinforcement_learning_finds_the_best_action(tmp_path: Path, vla: dict[str, Any]) -> None:
     """Random tokens are 1.0 off on average; the best action's are 0."""
     config = write_config(

@@ -269,6 +269,7 @@ def test_every_backend_moves_half_precision_weights_as_far_as_float32(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.nightly
 def test_megatron_moves_half_precision_weights_as_far_as_float32(tmp_path: Path) -> None:
     for name in MEGATRON:
         _assert_all_move_alike(tmp_path, [name])

@@ -69,6 +69,9 @@ def _compare(rank: int, kind: str, dtype: str, backend: str, *, max_grad_norm: f
         assert (actual[name] - tensor).norm() <= allowed, (kind, dtype, name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("fsdp", "megatron"))) for name in BACKENDS],
+)
 def test_every_optimizer_takes_the_steps_of_one_process(backend: str, tmp_path: Path) -> None:
     run_ranks(_step, tmp_path, backend)
