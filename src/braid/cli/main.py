@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from errno import EIO, ENOSPC
 from os.path import isdir  # False for names that no file can have
 from pathlib import Path
@@ -268,6 +268,53 @@ def _convert(args: argparse.Namespace) -> int:
     return OK
 
 
+def _list(args: argparse.Namespace) -> int:
+    from braid.cli.look import print_runs
+
+    print_runs([Path(folder) for folder in args.folders], as_json=args.json)
+    return OK
+
+
+def _samples(args: argparse.Namespace) -> int:
+    from braid.cli.look import Choice, Order, print_samples
+    from braid.inspection.folder import open_run
+
+    orders: tuple[Order, ...] = ("first", "best", "worst")
+    asked: dict[Order, int] = {name: most for name in orders if (most := getattr(args, name)) is not None}
+    order, most = next(iter(asked.items()), (orders[0], 3))
+    if most < 1:
+        raise ConfigError(f"--{order} {most}: print at least 1")
+    choice = Choice(
+        stage="round" if args.eval is None else "eval",
+        number=args.round if args.eval in (None, -1) else args.eval,
+        order=order,
+        most=most,
+        status=args.status,
+        source=args.source,
+        uid=args.uid,
+        contains=args.contains,
+    )
+    print_samples(open_run(Path(args.run_dir)), choice, is_whole=args.full, as_json=args.json)
+    return OK
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from braid.cli.look import print_comparison
+    from braid.inspection.folder import open_run
+
+    runs = [open_run(Path(folder)) for folder in args.run_dirs]
+    print_comparison(runs, numbers=args.eval, num_most=args.most)
+    return OK
+
+
+def _diagnose(args: argparse.Namespace) -> int:
+    from braid.cli.look import print_diagnosis
+    from braid.inspection.folder import open_run
+
+    print_diagnosis(open_run(Path(args.run_dir)), as_json=args.json)
+    return OK
+
+
 def _schema(args: argparse.Namespace) -> int:
     from braid.config.json_schema import schema_text
     from braid.config.reference import reference_text
@@ -349,6 +396,16 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     ),
     "convert": (_convert, "Convert an RLinf, ROLL or SkyRL config to a native one."),
     "export": (_export, "Export a checkpoint of a run in Hugging Face format."),
+    "ls": (_list, "List the runs in a folder: status, rounds, reward, first and last evaluation."),
+    "samples": (
+        _samples,
+        "Print trajectories of a round or an evaluation: the best, the worst, those with a text.",
+    ),
+    "compare": (_compare, "Compare runs: configs, metrics, and answers to the same prompts."),
+    "diagnose": (
+        _diagnose,
+        "Say what is wrong with a run, since when, the likeliest causes, and the key to change.",
+    ),
     "schema": (_schema, "Print the JSON schema of the config, for completion in editors."),
 }
 
@@ -362,9 +419,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         verb = verbs.add_parser(name, prog=f"braid {name}", description=text, allow_abbrev=False)
         verb.add_argument("--debug", action="store_true", help="print tracebacks of errors")
         verb.set_defaults(run=run)
-        if name not in ("export", "schema"):
+        if name in (*_RUNS, "show", "explain", "convert"):
             _add_config(verb, is_optional=name == "explain")
-    show, explain, convert, export, schema = (verbs.choices[name] for name in list(_VERBS)[3:])
+    show, explain, convert, export, schema = (
+        verbs.choices[name] for name in ("show", "explain", "convert", "export", "schema")
+    )
     show.add_argument("--all", action="store_true", help="also show default values")
     show.add_argument(
         "--check",
@@ -380,6 +439,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     export.add_argument("run_dir", metavar="RUN", help="folder of a run")
     export.add_argument("--output", metavar="DIR", help="output folder; RUN/export by default")
     export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; the newest by default")
+    _add_looks(verbs.choices)
     schema.add_argument("--markdown", action="store_true", help="print the Markdown reference instead")
     args, extra = parser.parse_known_args(argv)
     if args.verb_name is None:
@@ -432,6 +492,43 @@ def _add_config(verb: argparse.ArgumentParser, *, is_optional: bool) -> None:
         metavar="KEY",
         help="ignore this unsupported key or section of the config; may be repeated",
     )
+
+
+def _add_looks(verbs: Mapping[str, argparse.ArgumentParser]) -> None:
+    """Add the arguments of the verbs that look at runs."""
+    listing, samples, compare, diagnose = (verbs[name] for name in ("ls", "samples", "compare", "diagnose"))
+    listing.add_argument("folders", metavar="FOLDER", nargs="*", default=["runs"], help="runs by default")
+    for verb in (samples, diagnose):
+        verb.add_argument("run_dir", metavar="RUN", help="folder of a run")
+    compare.add_argument(
+        "run_dirs", metavar="RUN", nargs="+", help="folders of runs; of one, its first and last evaluation"
+    )
+    stage = samples.add_mutually_exclusive_group()
+    stage.add_argument("--round", type=int, metavar="N", help="a round of training; the last by default")
+    stage.add_argument(
+        "--eval", type=int, metavar="N", nargs="?", const=-1, help="the evaluation after round N, or the last"
+    )
+    order = samples.add_mutually_exclusive_group()
+    for name in ("first", "best", "worst"):
+        order.add_argument(
+            f"--{name}", type=int, metavar="K", help=f"print the {name} K; the first 3 by default"
+        )
+    samples.add_argument("--status", choices=("finished", "truncated", "invalid"), help="only those")
+    samples.add_argument("--source", metavar="NAME", help="only prompts of this source")
+    samples.add_argument("--uid", metavar="UID", help="only this prompt")
+    samples.add_argument("--contains", metavar="TEXT", help="only those with this text, in any case")
+    samples.add_argument("--full", action="store_true", help="print long texts whole")
+    compare.add_argument(
+        "--eval",
+        type=int,
+        metavar="N",
+        nargs="+",
+        default=[],
+        help="rounds of the evaluations to compare, one for all or one each; the last by default",
+    )
+    compare.add_argument("--most", type=int, metavar="K", default=5, help="print K prompts that changed most")
+    for verb in (listing, samples, diagnose):
+        verb.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _resume_command(args: argparse.Namespace, stop: RunInterrupted) -> str:

@@ -56,7 +56,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def human_bytes(count: int) -> str:
+def human_bytes(count: float) -> str:
     """1536 as "1.5 KiB"."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:

@@ -128,7 +128,7 @@ class RunDir:
             lines = self.metrics.read_text("utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return []
-        return [record for line in lines if (record := _parse(line)) is not None]
+        return [record for line in lines if (record := parse_line(line)) is not None]
 
     def rewind(self, last_round: int | None, stored_round: int | None = None) -> None:
         """Remove everything written after `last_round`; None: all rounds. Samples and batches up to
@@ -163,7 +163,8 @@ def holds_run(path: Path) -> bool:
     return any(next(path.glob(pattern), None) is not None for pattern in WORTH_KEEPING)
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The metrics of a line of metrics.jsonl; None, with a warning, if it is not valid."""
     try:
         record = parse_json(line)
     except ValueError:
