@@ -84,11 +84,11 @@ def test_equal_runs_are_called_different_about_one_time_in_twenty(tmp_path: Path
     draws = np.random.default_rng(0)
     certain = 0
     for _ in range(100):
-        files = [
+        one, two = (
             samples(tmp_path / name, *(record(f"p{i}", float(draws.random() < 0.5)) for i in range(100)))
             for name in "12"
-        ]
-        wins = compare_by_prompt(*files)
+        )
+        wins = compare_by_prompt(one, two)
         assert wins is not None
         certain += wins.is_certain
     assert certain <= 12

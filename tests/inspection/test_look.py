@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -70,7 +71,7 @@ def test_samples_are_chosen_by_reward_text_and_prompt(runs: Path, capsys: Captur
     run = runs / "seed1"
     stored = [json.loads(line) for line in (run / "samples/round_000002.jsonl").read_text().splitlines()]
 
-    def chosen(*options: str) -> list[dict[str, object]]:
+    def chosen(*options: str) -> list[dict[str, Any]]:
         assert main(["samples", str(run), "--json", *options]) == OK
         return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
@@ -80,7 +81,7 @@ def test_samples_are_chosen_by_reward_text_and_prompt(runs: Path, capsys: Captur
     assert len(best) == sum(one["reward"] is not None for one in stored)
     uid = str(stored[-1]["uid"])
     assert chosen("--uid", uid, "--first", "99") == [one for one in stored if one["uid"] == uid]
-    assert chosen("--round", "1", "--first", "1")[0]["turns"][0]["policy_version"] == 0  # type: ignore[index]
+    assert chosen("--round", "1", "--first", "1")[0]["turns"][0]["policy_version"] == 0
     evaluated = (run / "samples/eval_000002.jsonl").read_text().splitlines()
     assert chosen("--eval", "--first", "1") == [json.loads(evaluated[0])]
     text = stored[0]["turns"][0]["output_text"]
