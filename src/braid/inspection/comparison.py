@@ -22,7 +22,8 @@ METRICS = (
     "reward/mean", "eval/all/mean@1", "eval/all/pass@1", "rollout/output_length_mean",
     "rollout/truncated_fraction", "rollout/invalid_fraction", "policy/entropy", "policy/kl",
     "policy/grad_norm", "policy/clip_fraction", "policy/logprob_mismatch_kl",
-    "critic/explained_variance", "sft/loss", "rollout/tokens_per_s", "train/tokens_per_s", "time/round_s", "memory/peak_rss_bytes",
+    "critic/explained_variance", "sft/loss", "rollout/tokens_per_s", "train/tokens_per_s", "time/round_s",
+    "memory/peak_rss_bytes",
 )  # fmt: skip
 """Metrics that a comparison shows, of those that the runs have."""
 
