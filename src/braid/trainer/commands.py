@@ -39,7 +39,7 @@ from braid.errors import (
     TargetMissed,
     WorkerError,
 )
-from braid.plan import Plan, Verb, resolve, with_prompts
+from braid.plan import Plan, Verb, resolve, with_pairs, with_prompts
 from braid.plan.threads import num_sharing, thread_counts
 from braid.report.names import declare
 from braid.report.reporter import Reporter, Status
@@ -107,6 +107,13 @@ def sft(loaded: Loaded, cluster: RayCluster | None = None, plan: Plan | None = N
     """`braid sft`: supervised learning only; `cluster` and `plan` as in `train`."""
     loaded = with_absolute_paths(loaded)
     return _run(loaded, plan or _plan_of(loaded, "sft"), cluster)
+
+
+def prefer(loaded: Loaded, cluster: RayCluster | None = None, plan: Plan | None = None) -> Outcome:
+    """`braid prefer`: learning from preferences, after the supervised warm-up if the config has one;
+    `cluster` and `plan` as in `train`."""
+    loaded = with_absolute_paths(loaded)
+    return _run(loaded, plan or _plan_of(loaded, "prefer"), cluster)
 
 
 def evaluate(
@@ -223,6 +230,8 @@ def _run(
         inputs = read_inputs(loaded, verb)
         if inputs and verb == "train":
             plan = with_prompts(plan, config, len(inputs.train.prompts), loaded.origin)
+        if inputs and verb == "prefer":
+            plan = with_pairs(plan, config, len(inputs.pairs.pairs))
         check_inputs(loaded, plan, inputs)
         done: Status = "finished"
         with _in_folder(RunSpec(loaded, plan, inputs, trained), cluster, stop, sinks) as (attempts, begin):
@@ -264,8 +273,10 @@ def _in_folder(
         loaded = _stored(loaded, run_dir.path.name)
         spec = replace(spec, loaded=loaded)
         _divide_cores(config, plan)
-        console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
+        console.num_rounds = plan.last_round
         declare("policy", plan.recipe.policy_loss.metrics)
+        if config.prefer is not None:
+            declare("prefer", config.prefer.loss.metrics)
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
 
         def begin() -> None:
@@ -274,7 +285,13 @@ def _in_folder(
 
         if inputs is not None:
             reporter.decode = inputs.decode
-            reporter.count_data(train=inputs.train, eval=inputs.eval, sft=inputs.examples)
+            reporter.count_data(
+                train=inputs.train,
+                eval=inputs.eval,
+                sft=inputs.examples,
+                prefer=inputs.pairs,
+                prefer_eval=inputs.held_out,
+            )
         else:
             console.counted = _COUNTED[config.robot_logprob_level]
         with _told(reporter, store):
