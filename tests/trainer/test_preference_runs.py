@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 
 from braid.cli.main import main
 from braid.config.load import load_config
+from braid.config.reward import ModelReward
 from braid.errors import ConfigError
+from braid.models.sequence_classifier import load_classifier
 from braid.trainer import commands
 
 from .conftest import TINY_MODEL
@@ -209,3 +211,81 @@ def test_the_command_line_plans_trains_and_says_what_has_no_effect(
     missed = ["eval.target={min_final: 1.1, metric: accuracy}", "prefer.epochs=3"]
     assert main(["prefer", "config.yaml", *missed]) == 3
     assert "prefer.epochs: has no effect: prefer.steps sets the length" in capsys.readouterr().err
+
+
+REWARD_MODEL = "prefer.loss={kind: bradley_terry, center_coef: 0.01}"
+
+
+def test_a_reward_model_scores_in_reinforcement_learning_what_it_scored_in_training(folder: Path) -> None:
+    run = _run(folder, REWARD_MODEL, "prefer.steps=30", "checkpoint.export_every_rounds=30")
+    last = _lines(run)[-1]
+    assert last["eval/held_out/accuracy"] == 1.0
+    exported = commands.export(run, output=folder / "reward")
+    same = run / "exports" / "step_30"
+    assert (same / "config.json").read_text() == (exported / "config.json").read_text()
+    part = {"kind": "model", "path": str(exported)}
+    classifier = load_classifier(ModelReward.model_validate(part), device=torch.device("cpu"), key="part")
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()][:7]
+    conversations = [
+        [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row[side]}]
+        for row in rows
+        for side in ("chosen", "rejected")
+    ]
+    scores = np.array(classifier.scores([classifier.encode(messages)[0] for messages in conversations]))
+    assert np.mean(scores[::2] - scores[1::2]) == pytest.approx(last["eval/held_out/margin"], abs=1e-4)
+    settings = json.loads((exported / "config.json").read_text())
+    assert (settings["mean"], settings["std"]) == pytest.approx((scores.mean(), scores.std()), abs=1e-4)
+
+    source = {"kind": "file", "path": "pairs.jsonl", "name": "letters"}
+    config = _config() | {
+        "data": {"train": [source | {"answer_key": None}]},
+        "reward": {"parts": [part | {"normalize": True}]},
+        "rollout": {"prompts_per_round": 4, "group_size": 4, "sampling": {"max_new_tokens": 3}},
+    }
+    del config["prefer"]
+    (folder / "rl.yaml").write_text(yaml.safe_dump(config))
+    learned = commands.train(load_config(folder / "rl.yaml", ["run.name=rl", "run.max_rounds=1"])).run_dir
+    (line,) = [line for line in _lines(learned) if line["round"] == 1]
+    assert abs(line["reward/mean"]) < 4, "of scores with mean 0 and deviation 1"
+    assert line["rollout/invalid_fraction"] == 0
+
+
+def test_a_resumed_reward_model_has_the_same_bits(folder: Path) -> None:
+    whole = _run(folder, REWARD_MODEL, name="whole")
+    _run(folder, REWARD_MODEL, "prefer.steps=4", name="cut")
+    cut = _run(folder, REWARD_MODEL, "run.resume=latest", name="cut")
+    assert _lines(cut)[-2:] == _lines(whole)[-2:]
+    mine, other = _weights(cut, folder), _weights(whole, folder)
+    assert all(torch.equal(mine[name], other[name]) for name in other)
+    with pytest.raises(ConfigError, match="has a reward model, which writes no answers"):
+        commands.evaluate(load_config(cut / "config.yaml", ["data.eval=[]"]), run_dir=cut)
+
+
+def test_margins_and_targets_of_columns_change_a_reward_model(folder: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    lines = (json.dumps(row | {"by": 1.0 + i % 2, "sure": 0.8}) for i, row in enumerate(rows))
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    losses = {
+        settings: _lines(_run(folder, REWARD_MODEL, *settings, name=f"run{len(settings)}"))[1]["prefer/loss"]
+        for settings in ((), ("prefer.data.0.margin_key=by",), ("prefer.data.0.target_key=sure", "run.seed=0"))
+    }
+    plain, margin, target = losses.values()
+    assert plain == target == pytest.approx(np.log(2)), "all scores are 0 before the first step"
+    assert margin == pytest.approx(np.mean(np.log1p(np.exp([1.0, 2.0]))), abs=0.3)
+    assert margin > 1.2
+
+
+NO_REWARD_MODEL: dict[str, tuple[str, str]] = {
+    "answers": ("data.eval=[{kind: file, path: pairs.jsonl}]", "samples no answers"),
+    "adapters": ("model.lora={rank: 2}", "all of its weights"),
+    "imitation": ("sft={data: [{kind: file, path: pairs.jsonl, response_key: chosen}]}", "no supervised warm-up"),
+    "cross-entropy": ("prefer.sft_coef=1", "sft_coef is for policies"),
+    "backend": ("train.backend=megatron", "megatron does not"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NO_REWARD_MODEL)
+def test_what_a_reward_model_cannot_have_is_refused(folder: Path, case: str) -> None:
+    override, message = NO_REWARD_MODEL[case]
+    with pytest.raises(ConfigError, match=message):
+        _run(folder, REWARD_MODEL, "reward.parts=[{kind: exact}]", override)

@@ -390,6 +390,8 @@ class _Scored(_Maker):
         ids: Any = self.format.tokenizer(
             list(map(encodable, texts)), add_special_tokens=False, verbose=False
         )["input_ids"]
+        pad: Any = self.format.tokenizer.pad_token_id
+        ids = [_without_padding(some, pad) for some in ids]
         sides, infinity = zip(ids[::2], ids[1::2], strict=True), float("inf")
         return [
             _pair_of_conversations(
@@ -410,6 +412,12 @@ class _Scored(_Maker):
             how = self.format
             return render(self.split_source, index, whole, how.config, how.tokenizer, asks=False)
         return "".join(message["content"] for message in whole) + str(self.format.tokenizer.eos_token)
+
+
+def _without_padding(ids: list[int], pad: int | None) -> list[int]:
+    """The tokens up to the last that is not padding, at which transformers' classifiers read the score."""
+    last = next((i for i in reversed(range(len(ids))) if ids[i] != pad), 0)
+    return ids[: last + 1]
 
 
 def _pair_of_conversations(

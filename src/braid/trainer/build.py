@@ -106,6 +106,8 @@ def build(
         others["pipeline"] = pipeline
     if preferences is not None:
         others |= {"preferences": preferences}
+    if preferences is not None and plan.trains_reward_model:
+        models.export = partial(preferences.export_reward_model, config)
     about = {"run_id": reporter.run_dir.run_id, "config": to_yaml(spec.loaded)}
     checkpoints = Checkpoints(store, models, others, about)
     progress = Progress(config.checkpoint, checkpoints, reports, stop, plan.last_round)
@@ -223,7 +225,7 @@ class _Workers:
         config, plan = self._cluster.config, self._spec.plan
         prompts = self._reset_states() if self._spec.inputs is None else self._spec.inputs.prompts
         rollouts = Rollouts(groups["rollout"], prompts, plan.engines_in_turns)
-        if not isinstance(self._cluster, OneProcess):
+        if not isinstance(self._cluster, OneProcess) and not plan.trains_reward_model:
             device = torch.device(config.run.device)  # resolved by the cluster: the driver may have no GPU
             rollouts.policy, rollouts.merged = groups["policy"], config.rollout.engine.is_served
             rollouts.sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
@@ -255,8 +257,13 @@ class _Workers:
         return self._new_trained(role, total_steps)
 
     def _new_trained(self, role: TrainingRole, total_steps: int) -> ModelGroup:
-        config = self._training_config
-        return self._cluster.model(role, total_steps=total_steps, config=config, spaces=self._spaces)
+        return self._cluster.model(
+            role,
+            total_steps=total_steps,
+            config=self._training_config,
+            spaces=self._spaces,
+            is_reward_model=self._spec.plan.trains_reward_model,
+        )
 
 
 def _simulator(config: RunConfig, base_dir: Path, _: Place, num_envs: int | None = None) -> Simulator:

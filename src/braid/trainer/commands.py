@@ -141,7 +141,13 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
         raise ConfigError(f"{run_dir} {why}; {weights}")
     disable_progress_bar()
     folder = output or run_dir / "export"
-    kind.export(loaded.config, _trained_of(run_dir, step).weights, folder)
+    trained = _trained_of(run_dir, step)
+    if trained.scores is None:
+        kind.export(loaded.config, trained.weights, folder)
+    else:
+        from braid.models.reward_model import export_reward_model
+
+        export_reward_model(loaded.config, trained.weights, trained.scores, folder)
     return folder
 
 
@@ -153,6 +159,11 @@ def _evaluate(
     loaded: Loaded, plan: Plan | None, cluster: RayCluster | None, trained: Trained | None = None
 ) -> Outcome:
     """Evaluate the config's model, with the weights of a checkpoint if given."""
+    if trained is not None and trained.scores is not None:
+        raise ConfigError(
+            f"{trained.folder} has a reward model, which writes no answers; its accuracy on prefer.eval_data is "
+            "in the metrics of its run"
+        )
     if trained is not None:
         _refuse_other_model(loaded, trained)
     run = loaded.config.run
@@ -201,7 +212,8 @@ def _trained_in(store: CheckpointStore, which: str) -> Trained:
     folder, _, state = store.locate(which if which == "latest" else Path(which))
     role = "policy" if "policy" in state else "warm_up"
     weights = state[role].get("weights") or read_weights(folder / role)
-    return Trained(weights, folder, state.get("about", {}).get("config", ""))
+    scores = state.get("preferences", {}).get("scores")
+    return Trained(weights, folder, state.get("about", {}).get("config", ""), scores)
 
 
 def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from braid.config.schema import RunConfig
 from braid.data.pairs import Pair
 from braid.data.sampler import PromptSampler
 from braid.report.metrics import Metrics
-from braid.training.backend import StepReport
+from braid.training.backend import StepReport, TrainingBackend
 from braid.training.group import ModelGroup
 from braid.training.pairs import (
     measured,
@@ -34,10 +35,13 @@ from braid.types import Row
 from .imitation import take_steps, warm_up
 from .inputs import TextInputs
 from .models import Models
+from .reports import is_due
 from .run import Run
 
 _AT_ONCE = 256
 """Pairs of a forward pass over many: they are in host memory together."""
+_SCORED = 1024
+"""Pairs on which scores are measured if none are held out."""
 _TRAINED = ""
 """Name of the pairs to train on among those with known log-probs; sources have others."""
 
@@ -71,12 +75,16 @@ class Preferences:
         sampler = PromptSampler(len(pairs), seed=seed, shuffle=True)
         return cls(config, pairs, inputs.held_out.by_source, sampler, models)
 
+    scores: dict[str, float] = field(default_factory=dict)
+    """Mean and standard deviation (std) of a reward model's scores, once they are measured."""
+
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has beside the models and the sampler."""
-        return {"known": dict(self._known)}
+        """What a checkpoint has beside the models and the sampler; no `scores` if a policy is trained."""
+        scores = dict(self.scores) if self.config.loss.trains_reward_model else None
+        return {"known": dict(self._known), "scores": scores}
 
     def load(self, state: Mapping[str, Any], /) -> None:
-        self._known = dict(state["known"])
+        self._known, self.scores = dict(state["known"]), dict(state["scores"] or {})
 
     def precompute_reference(self) -> None:
         """With prefer.precompute_reference, compute the reference's log-probs of all pairs, unless a
@@ -119,6 +127,21 @@ class Preferences:
             for what, numbers in values.items():
                 metrics.mean(f"eval/{name}/{what}", numbers.sum().item(), len(numbers))
         return metrics
+
+    def measure_scores(self) -> None:
+        """Measure mean and deviation of a reward model's scores, over all held-out pairs, or without any over
+        the first pairs to train on."""
+        measured_on = self.held_out or {_TRAINED: self.pairs[:_SCORED]}
+        pairs = _joined([self._measure(name, some) for name, some in measured_on.items()])
+        scores = torch.cat([pairs.chosen, pairs.rejected])
+        self.scores = {"mean": scores.mean().item(), "std": scores.std(correction=0).item()}
+
+    def export_reward_model(self, config: RunConfig, folder: Path) -> None:
+        """Write the reward model as a Hugging Face folder."""
+        from braid.models.reward_model import export_reward_model
+
+        (weights, *_) = self.models.policy.ranks.call(TrainingBackend.full_weights)
+        export_reward_model(config, weights, self.scores, folder)
 
     def _measure(self, source: str, pairs: Sequence[Pair]) -> Pairs:
         policy, output = self.models.policy, output_of(self.config.loss)
@@ -164,6 +187,13 @@ class Preferring(Run):
             warm_up(self)
         self.preferences.precompute_reference()
         take_steps(self, "prefer", self.preferences.learn)
+
+    def finish_round(self) -> None:
+        progress = self.progress
+        is_exported = is_due(progress.round, progress.config.export_every_rounds)
+        if self.preferences.config.loss.trains_reward_model and (progress.is_last_round or is_exported):
+            self.preferences.measure_scores()
+        super().finish_round()
 
     def evaluate(self) -> Metrics:
         """Measure held-out pairs, and sample answers to the evaluation's prompts if there are any. Weights
