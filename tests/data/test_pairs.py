@@ -161,6 +161,19 @@ def test_rows_of_another_layout_are_refused_with_the_row_and_the_key(
         load([row], chat_tokenizer, **keys)
 
 
+def test_a_function_writes_the_pair_of_a_row(
+    load: Load, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def pair(row):\n    return row['sum'], row['sum'] + '!'\n\ndef one(row):\n    return row['sum']\n"
+    )
+    row = {"a": "1", "sum": "3"}
+    (pair,) = load([row], tokenizer, pair_function="mine.py:pair", template="{a}+2=").pairs
+    assert _texts(pair, tokenizer) == [("1+2=", "3</s>"), ("1+2=", "3!</s>")]
+    with pytest.raises(DataError, match=r"mine.py:one returned '3' \(str\), but it must return two texts"):
+        load([row], tokenizer, pair_function="mine.py:one", template="{a}+2=")
+
+
 def test_a_reward_model_reads_whole_conversations(
     load: Load, chat_tokenizer: PreTrainedTokenizerFast
 ) -> None:

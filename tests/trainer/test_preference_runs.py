@@ -267,7 +267,11 @@ def test_margins_and_targets_of_columns_change_a_reward_model(folder: Path) -> N
     (folder / "pairs.jsonl").write_text("\n".join(lines))
     losses = {
         settings: _lines(_run(folder, REWARD_MODEL, *settings, name=f"run{len(settings)}"))[1]["prefer/loss"]
-        for settings in ((), ("prefer.data.0.margin_key=by",), ("prefer.data.0.target_key=sure", "run.seed=0"))
+        for settings in (
+            (),
+            ("prefer.data.0.margin_key=by",),
+            ("prefer.data.0.target_key=sure", "run.seed=0"),
+        )
     }
     plain, margin, target = losses.values()
     assert plain == target == pytest.approx(np.log(2)), "all scores are 0 before the first step"

@@ -167,7 +167,7 @@ def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if plan.verb == "prefer" and (prefer := config.prefer) is not None:
         how = "prefer.steps"
         if prefer.steps is None:
-            how = f"prefer.epochs={prefer.epochs:g} x pairs / {prefer.pairs_per_step}"
+            how = f"prefer.epochs={prefer.epochs:g} x pairs / {prefer.pairs_per_step}, rounded up"
             how += ", known once the data is read" * (plan.prefer_steps is None)
         steps = UNKNOWN if plan.prefer_steps is None else f"{plan.prefer_steps:,}"
         yield Figure("optimizer steps", steps, how)

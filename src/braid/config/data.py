@@ -52,6 +52,9 @@ class _Source(Section):
     begin with the prompt's."""
     rejected_key: str = "rejected"
     """Column of the rejected response, likewise."""
+    pair_function: str | None = None
+    """Dotted path of a function from a data row (a mapping) to the texts of the preferred and the rejected
+    response, in place of chosen_key and rejected_key."""
     margin_key: str | None = None
     """Column of the margin by which a reward model is to prefer the one to the other."""
     target_key: str | None = None
@@ -197,5 +200,7 @@ class DataConfig(Section):
             yield "the model reads only text", "data.image"
         keys = "data.{train,eval}[].{response_key,response_function,messages_key,tools_key}"
         yield "only sft.data has target responses", keys
-        keys = "{data.train,data.eval,sft.data}[].{chosen_key,rejected_key,margin_key,target_key}"
+        keys = (
+            "{data.train,data.eval,sft.data}[].{chosen_key,rejected_key,pair_function,margin_key,target_key}"
+        )
         yield "only prefer.data has pairs", keys

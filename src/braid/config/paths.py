@@ -26,6 +26,7 @@ _FILES_OR_TEXT = re.compile(r"model\.chat_template|reward\.parts\[\d+\]\.templat
 _DATA = re.compile(r"(data\.(train|eval)|sft\.data|prefer\.(eval_)?data)\[\d+\]\.path(\[\d+\])?")
 _FUNCTIONS = re.compile(
     r"env\.(program|name|tools\[\d+\])|reward\.parts\[\d+\]\.path|(data\.(train|eval)|sft\.data)\[\d+\]\.response_function"
+    r"|prefer\.(eval_)?data\[\d+\]\.pair_function"
 )
 
 

@@ -29,8 +29,8 @@ class PreferConfig(Section):
     preferred and a rejected response."""
 
     data: tuple[Source, ...] = ()
-    """Sources of pairs to train on: chosen_key and rejected_key, and prompt_key unless the prompt is their
-    common beginning."""
+    """Sources of pairs to train on: prompt_key, chosen_key and rejected_key, or pair_function. Without a
+    column of prompts the common beginning of both responses is the prompt."""
     eval_data: tuple[Source, ...] = ()
     """Sources of held-out pairs, of which evaluations measure loss, accuracy and margin."""
     loss: LossKind = Sigmoid()

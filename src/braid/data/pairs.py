@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from braid.config.data import DataConfig, Source
 from braid.errors import DataError
+from braid.functions import load_function
 from braid.images import PlacesImages
 from braid.types import Message
-from braid.users import encodable, shown
+from braid.users import described, encodable, is_the_users, shown
 
 from .columns import parse_json
 from .messages import without_nulls
@@ -102,7 +103,7 @@ def load_pairs(sources: Sequence[Source], pair_format: PairFormat, *, key: str) 
     by_source, counts = dict[str, Sequence[Pair]](), dict[str, PairCounts]()
     with said_if_slow(key):
         for source in read_sources(sources, base_dir=pair_format.base_dir, key=key):
-            split = SplitRows(source)
+            split = SplitRows(source, pair_format.base_dir)
             maker = (_Scored if pair_format.is_scored else _Imitated)(split, pair_format)
             kept, counts[source.name] = _checked(split, maker, pair_format)
             by_source[source.name] = _SourcePairs(maker, kept)
@@ -169,8 +170,10 @@ class _Split(NamedTuple):
 class SplitRows(Lazy[DataRow]):
     """The rows of a source with columns prompt, chosen and rejected, whatever layout they had."""
 
-    def __init__(self, source: SourceRows) -> None:
+    def __init__(self, source: SourceRows, base_dir: Path) -> None:
+        path, key = source.config.pair_function, f"{source.key}.pair_function"
         self.source = source
+        self._write = load_function(path, base_dir=base_dir, key=key) if path else None
 
     def __len__(self) -> int:
         return len(self.source.rows)
@@ -190,9 +193,12 @@ class SplitRows(Lazy[DataRow]):
     def split(self, index: int) -> _Split:
         """The prompt and the responses of a row. Raises DataError."""
         source, config = self.source, self.source.config
-        chosen, rejected = (
-            _read(source.cell(index, key, getattr(config, key))) for key in ("chosen_key", "rejected_key")
-        )
+        if self._write is not None:
+            chosen, rejected = self._written(index)
+        else:
+            chosen, rejected = (
+                _read(source.cell(index, key, getattr(config, key))) for key in ("chosen_key", "rejected_key")
+            )
         are_chats = [isinstance(side, list) for side in (chosen, rejected)]
         if are_chats[0] != are_chats[1] or not all(
             isinstance(side, str | list) for side in (chosen, rejected)
@@ -203,7 +209,10 @@ class SplitRows(Lazy[DataRow]):
                 "{role, content}"
             )
         row, prompt = source.rows[index], None
-        if config.prompt_key in row or config.prompt_key != "prompt":
+        is_made = config.template != "{prompt}" and "{prompt}" not in config.template  # of other columns
+        if is_made:
+            prompt = ""
+        elif config.prompt_key in row or config.prompt_key != "prompt":
             prompt = _read(source.cell(index, "prompt_key", config.prompt_key))
         if prompt is None:
             return self._without_prompt(index, chosen, rejected)
@@ -213,6 +222,21 @@ class SplitRows(Lazy[DataRow]):
                 num = _num_common(chosen, rejected)
                 return _Split(chosen[:num], chosen[num:], rejected[num:])
         return _Split(prompt, chosen, rejected)
+
+    def _written(self, index: int) -> tuple[str, str]:
+        """The responses that the user's function returns for a row. Raises DataError."""
+        assert self._write is not None, "asked for with a function only"
+        where, path = self.source.where(index), self.source.config.pair_function
+        try:
+            returned = self._write(self.source.rows[index])
+        except BaseException as error:
+            if not is_the_users(error):
+                raise
+            raise DataError(f"{where}: {path} raised {described(error)}") from error
+        match returned:
+            case (str() as chosen, str() as rejected):
+                return chosen, rejected
+        raise DataError(f"{where}: {path} returned {shown(returned)}, but it must return two texts")
 
     def _without_prompt(self, index: int, chosen: Any, rejected: Any) -> _Split:
         """The common beginning of two texts or conversations as their prompt. Of texts a space before the

@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from braid.config.schema import RunConfig
-from braid.data.pairs import CONVERSATION_TEMPLATE
 from braid.errors import ModelError, listed
 
 from .causal_lm import CausalLM
@@ -34,15 +33,21 @@ def check_classifies(lm: CausalLM) -> None:
 
 
 def export_reward_model(
-    config: RunConfig, weights: Mapping[str, Tensor], scores: Mapping[str, float], folder: Path
+    config: RunConfig,
+    weights: Mapping[str, Tensor],
+    scores: Mapping[str, float],
+    folder: Path,
+    *,
+    plain_template: str,
 ) -> None:
     """Write trained `weights` of the run of `config` to `folder`, loadable by
     AutoModelForSequenceClassification, with the `mean` and `std` of its `scores` in its config, where they
-    have been measured. Raises CheckpointError and ModelError."""
+    have been measured. `plain_template` is the chat template that training without one amounts to. Raises
+    CheckpointError and ModelError."""
     lm = load_policy(config.model, temperature=1.0, seed=config.run.seed, device=torch.device("cpu"))
     tokenizer = load_tokenizer(config.model)
     if config.data.use_chat_template == "never" or not tokenizer.chat_template:
-        tokenizer.chat_template = CONVERSATION_TEMPLATE
+        tokenizer.chat_template = plain_template
     settings = deepcopy(lm.config)
     settings._attn_implementation = "eager"
     settings.num_labels, settings.pad_token_id = 1, tokenizer.pad_token_id

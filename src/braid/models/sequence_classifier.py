@@ -78,8 +78,8 @@ def _check_label(config: ModelReward, settings: PreTrainedConfig, key: str) -> N
         )
     if config.normalize and not (isinstance(mean, int | float) and isinstance(std, int | float) and std > 0):
         raise ModelError(
-            f"{key}.normalize=true, but the config.json of {config.path} has no numbers mean and std (above 0) "
-            f"of its scores; set {key}.normalize=false"
+            f"{key}.normalize=true, but the config.json of {config.path} has no numbers mean and std "
+            f"(above 0) of its scores; set {key}.normalize=false"
         )
     if (config.label or 0) >= num_labels:
         raise ModelError(

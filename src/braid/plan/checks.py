@@ -262,6 +262,8 @@ def _opponents(config: RunConfig, _: Plan) -> Iterator[Finding]:
 
 def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Lengths that exceed the limits of the model or the engine, with the arithmetic."""
+    if plan.verb in ("sft", "prefer") and not (config.data.eval or config.makes_tasks):
+        return  # nothing is sampled
     prompt, bound, env = config.data.max_prompt_tokens, config.rollout.max_sequence_tokens, config.env
     limit = None if plan.model_size is None else plan.model_size.max_positions
     budget = config.rollout.engine.kv_budget(has_gpus=plan.layout.has_gpus)

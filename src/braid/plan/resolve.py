@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.config.algorithm import CorrectionConfig
 from braid.config.cluster import Role
-from braid.config.data import ProceduralSource
+from braid.config.data import ProceduralSource, Source
 from braid.config.kinds import with_settings
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
@@ -201,7 +201,9 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         steps_per_round=steps_per_round,
         rows_per_step=rows_per_step,
         sft_steps=0 if config.sft is None else config.sft.steps,
-        prefer_steps=_prefer_steps(config, None),
+        prefer_steps=_prefer_steps(
+            config, None if config.prefer is None else _known_rows(config.prefer.data)
+        ),
         trains_reward_model=verb == "prefer"
         and config.prefer is not None
         and config.prefer.loss.trains_reward_model,
@@ -261,10 +263,15 @@ def _known_prompts(config: RunConfig) -> int | None:
     """Number of training prompts, if the config alone determines it."""
     if config.env.makes_tasks and not config.data.train:
         return config.env.num_own_tasks
-    sources = [source for source in config.data.train if isinstance(source, ProceduralSource)]
-    if not sources or len(sources) < len(config.data.train):
+    return _known_rows(config.data.train)
+
+
+def _known_rows(sources: Sequence[Source]) -> int | None:
+    """Number of rows of sources that are all generated; None if there are others, or no sources."""
+    generated = [source for source in sources if isinstance(source, ProceduralSource)]
+    if not generated or len(generated) < len(sources):
         return None
-    return sum(min(source.size, source.limit or source.size) for source in sources)
+    return sum(min(source.size, source.limit or source.size) for source in generated)
 
 
 def _rounds(config: RunConfig, num_prompts: int | None) -> int | None:

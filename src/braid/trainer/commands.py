@@ -27,6 +27,7 @@ from braid.config.paths import with_absolute_paths
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.cores import num_cores
+from braid.data.pairs import CONVERSATION_TEMPLATE
 from braid.errors import (
     CheckpointError,
     ConfigError,
@@ -147,7 +148,9 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
     else:
         from braid.models.reward_model import export_reward_model
 
-        export_reward_model(loaded.config, trained.weights, trained.scores, folder)
+        export_reward_model(
+            loaded.config, trained.weights, trained.scores, folder, plain_template=CONVERSATION_TEMPLATE
+        )
     return folder
 
 
@@ -161,8 +164,8 @@ def _evaluate(
     """Evaluate the config's model, with the weights of a checkpoint if given."""
     if trained is not None and trained.scores is not None:
         raise ConfigError(
-            f"{trained.folder} has a reward model, which writes no answers; its accuracy on prefer.eval_data is "
-            "in the metrics of its run"
+            f"{trained.folder} has a reward model, which writes no answers; its accuracy on "
+            "prefer.eval_data is in the metrics of its run"
         )
     if trained is not None:
         _refuse_other_model(loaded, trained)

@@ -15,7 +15,7 @@ from torch import Tensor
 from braid.algorithms.pairs import Pairs
 from braid.config.prefer import PreferConfig
 from braid.config.schema import RunConfig
-from braid.data.pairs import Pair
+from braid.data.pairs import CONVERSATION_TEMPLATE, Pair
 from braid.data.sampler import PromptSampler
 from braid.report.metrics import Metrics
 from braid.training.backend import StepReport, TrainingBackend
@@ -141,7 +141,7 @@ class Preferences:
         from braid.models.reward_model import export_reward_model
 
         (weights, *_) = self.models.policy.ranks.call(TrainingBackend.full_weights)
-        export_reward_model(config, weights, self.scores, folder)
+        export_reward_model(config, weights, self.scores, folder, plain_template=CONVERSATION_TEMPLATE)
 
     def _measure(self, source: str, pairs: Sequence[Pair]) -> Pairs:
         policy, output = self.models.policy, output_of(self.config.loss)
