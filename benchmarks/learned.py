@@ -32,6 +32,7 @@ from typing import Any
 from braid.config.report import EvalConfig
 from braid.cores import num_cores
 from braid.errors import ConfigError
+from braid.plan import Verb, default_verb
 from braid_dialects.load import read_config, recognise
 
 CONFIGS = Path(__file__).parent / "learned"
@@ -50,6 +51,7 @@ class Task:
 TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
     "quickstart": Task(EXAMPLES / "quickstart.yaml"),
     "agent": Task(EXAMPLES / "agent.yaml"),
+    "prefer": Task(EXAMPLES / "prefer.yaml"),
     "openai_agent": Task(EXAMPLES / "openai_agent.yaml"),
     "own_env": Task(EXAMPLES / "own_env.yaml"),
     "frozen_lake_short": Task(EXAMPLES / "frozen_lake.yaml"),
@@ -87,8 +89,11 @@ def prepare(task: Task, folder: Path) -> list[str]:
     return [*task.overrides, f"model.path={folder}/model", f"sft.demonstrations={folder}/demonstrations"]
 
 
-def train(config: Path, metric: str, overrides: Sequence[str], jobs: int, folder: Path, seed: int) -> Result:
-    """Train a config with a seed, beside `jobs` - 1 others; the run is in a folder beside `folder`."""
+def train(
+    config: Path, verb: Verb, metric: str, overrides: Sequence[str], jobs: int, folder: Path, seed: int
+) -> Result:
+    """Train a config by `braid VERB` with a seed, beside `jobs` - 1 others; the run is in a folder beside
+    `folder`."""
     folder = folder.with_name(f"{folder.name}_{seed}")
     settings = [
         f"run.seed={seed}",
@@ -101,7 +106,7 @@ def train(config: Path, metric: str, overrides: Sequence[str], jobs: int, folder
         sys.executable,
         "-m",
         "braid",
-        "train",
+        verb,
         str(config),
         *overrides,
         *(f"{prefix}{key}" for key in settings),
@@ -177,11 +182,14 @@ def main() -> None:
         for name in args.tasks or TASKS:
             task, place = TASKS[name], Path(folder)
             overrides = prepare(task, place / name)
+            verb: Verb = "train"
             try:
-                config_eval = read_config(task.config, overrides).loaded.config.eval
+                config = read_config(task.config, overrides).loaded.config
+                config_eval, verb = config.eval, default_verb(config)
             except ConfigError:  # the runs say why
                 config_eval = EvalConfig()
-            run = partial(train, task.config, config_eval.target_metric, overrides, args.jobs, place / name)
+            metric = config_eval.target_metric
+            run = partial(train, task.config, verb, metric, overrides, args.jobs, place / name)
             with ThreadPoolExecutor(args.jobs) as pool:
                 results = list(pool.map(run, seeds))
             is_missed |= any(result.is_missed for result in results)

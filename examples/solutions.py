@@ -1,4 +1,5 @@
-"""Solutions to the tasks of quickstart.yaml and agent.yaml, for their `response_function`.
+"""Solutions to the tasks of quickstart.yaml, agent.yaml and prefer.yaml, for `response_function` and
+`pair_function`.
 
 Each function takes a row of reasoning-gym's chain_sum or products. A model trained on the mixtures learns
 both styles, but can carry out only one of them reliably; reinforcement learning has to discover which.
@@ -30,6 +31,18 @@ def chain_sum_or_guess(row: Mapping[str, Any]) -> str:
     if _shows_working(row):
         return chain_sum(row)
     return f"A:{Random(row['metadata']['source_index']).randint(-10, 19)}"
+
+
+def worked_or_guess(row: Mapping[str, Any]) -> tuple[str, str]:
+    """A pair: the solution of `chain_sum` is preferred to a guess."""
+    return chain_sum(row), f"A:{Random(row['metadata']['source_index']).randint(-10, 19)}"
+
+
+def right_or_wrong(row: Mapping[str, Any]) -> tuple[str, str]:
+    """A pair: the solution of `chain_sum` is preferred to the same with another answer."""
+    solution, answer = chain_sum(row), int(row["answer"])
+    wrong = answer + Random(row["metadata"]["source_index"]).choice([-3, -2, -1, 1, 2, 3])
+    return solution, f"{solution.rpartition(':')[0]}:{wrong}"
 
 
 def calc(expression: str) -> str:

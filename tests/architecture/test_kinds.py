@@ -13,6 +13,7 @@ import pytest
 
 from braid.algorithms.advantages import ADVANTAGES
 from braid.algorithms.policy_losses import POLICY_LOSSES
+from braid.algorithms.preference_losses import PREFERENCE_LOSSES
 from braid.config.shape import kind_of
 from braid.envs.kinds import ENVIRONMENTS, Environment, SimulatorEnv, TextEnv
 from braid.kinds import Kind
@@ -26,6 +27,7 @@ SRC = Path(__file__).parents[2] / "src"
 KNOW_NAMES = (
     "braid/algorithms/advantages/",
     "braid/algorithms/policy_losses/",
+    "braid/algorithms/preference_losses/",
     "braid/algorithms/recipes.py",
     "braid/config/moved.py",
     "braid_dialects/",
@@ -36,6 +38,10 @@ OTHERS = {
     "braid/algorithms/__init__.py": "gae",
 }
 """An option of Liger, the recipe that is the default, and a formula that can be imported."""
+
+
+HOMONYMS = ("sft", "sigmoid")
+"""Preference losses that are called like a command, and like a function."""
 
 
 @cache
@@ -73,7 +79,8 @@ def _names(kinds: Mapping[str, type[Kind]], know: tuple[str, ...]) -> Iterator[t
 
 
 def test_no_other_code_names_a_kind() -> None:
-    named = _names(POLICY_LOSSES | ADVANTAGES, KNOW_NAMES)
+    preferences = {name: kind for name, kind in PREFERENCE_LOSSES.items() if name not in HOMONYMS}
+    named = _names({**POLICY_LOSSES, **ADVANTAGES, **preferences}, KNOW_NAMES)
     assert [place for place in named if place[2] != OTHERS.get(place[0])] == []
 
 

@@ -65,7 +65,7 @@ def test_help_lists_commands_a_first_example_and_the_documentation(
 ) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for verb in ("train", "sft", "eval", "show", "explain", "convert", "export", "schema"):
+    for verb in ("train", "sft", "prefer", "eval", "show", "explain", "convert", "export", "schema"):
         assert f"\n  {verb} " in text
     assert "braid train examples/quickstart.yaml" in text
     assert "docs/config.md" in text
@@ -88,8 +88,8 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "braid: unknown command 'trian', did you mean 'train'?\ntry: braid --help\n"),
         (
             ["zzz"],
-            "braid: unknown command 'zzz'; the commands are train, sft, eval, show, explain, convert, "
-            "export, ls, samples, compare, diagnose, schema\ntry: braid --help\n",
+            "braid: unknown command 'zzz'; the commands are train, sft, prefer, eval, show, explain, "
+            "convert, export, ls, samples, compare, diagnose, schema\ntry: braid --help\n",
         ),
         (
             ["c.yaml"],

@@ -12,7 +12,7 @@ from braid.config.load import load_config
 from braid.config.reference import reference_text
 from braid.config.schema import RunConfig
 from braid.config.shape import fields_of, sections_of
-from braid.plan import resolve
+from braid.plan import default_verb, resolve
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -37,7 +37,7 @@ def test_every_key_is_on_the_reference_page() -> None:
         assert (
             f"## {path}" if is_section else f"| `{path.rpartition('.')[2]}` |"
         ) in page or path.startswith(
-            ("critic.train.", "sft.optimizer.")  # which refer to train
+            ("critic.train.", "sft.optimizer.", "prefer.optimizer.")  # which refer to train
         ), path
 
 
@@ -55,4 +55,5 @@ def test_the_schema_lets_any_number_be_an_interpolation() -> None:
 def test_examples_name_the_schema_and_resolve_without_warnings(path: Path) -> None:
     assert "# yaml-language-server: $schema=../docs/schema.json" in path.read_text("utf-8")
     loaded = load_config(path)
-    assert resolve(loaded.config, origin_of=loaded.origin).warnings == ()
+    verb = default_verb(loaded.config)
+    assert resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings == ()

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from braid.config.load import load_config
-from braid.plan import resolve
+from braid.plan import default_verb, resolve
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -24,8 +24,8 @@ def blocks(path: Path, language: str) -> list[str]:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 def test_an_example_resolves_without_warnings(path: Path) -> None:
     loaded = load_config(path)
-    plan = resolve(loaded.config, origin_of=loaded.origin)
-    assert plan.num_rounds > 0
+    plan = resolve(loaded.config, verb=default_verb(loaded.config), origin_of=loaded.origin)
+    assert plan.last_round
     assert not plan.warnings
 
 

@@ -153,6 +153,7 @@ def test_a_conversation_that_the_template_refuses_has_no_score(tmp_path: Path) -
     [
         (3, {}, "has 3 outputs; set reward.parts[0].label to the index of the score, 0 to 2"),
         (3, {"label": 3}, "reward.parts[0].label=3, but"),
+        (1, {"normalize": True}, "has no numbers mean and std (above 0) of its scores"),
         (1, {"activation": "softmax"}, "softmax of a single output is always 1"),
         (1, {"device": "cuda"}, "reward.parts[0].device=cuda, but torch finds no GPU"),
     ],

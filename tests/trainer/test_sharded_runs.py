@@ -243,6 +243,44 @@ def test_supervised_fine_tuning_on_ranks_matches_one_process_which_can_resume_it
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+PREFERENCES: dict[str, Settings] = {
+    "policy": {},
+    "adapters": {"model.lora": {"rank": 2}, "prefer.precompute_reference": True},
+    "reward model": {"prefer.loss": "bradley_terry", "sft": None, "data": {}},
+}
+
+
+@pytest.mark.parametrize("case", PREFERENCES)
+def test_preferences_learned_on_ranks_match_one_process_which_can_resume_them(
+    tmp_path: Path, case: str
+) -> None:
+    rows = [{"prompt": f"{i} =", "chosen": str(i), "rejected": str(i * i + 10)} for i in range(12)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"kind": "file", "path": "pairs.jsonl"}
+    prefer = {
+        "data": [source],
+        "eval_data": [source | {"name": "pairs"}],
+        "pairs_per_step": 5,
+        "optimizer": {"lr": 1e-3, "eps": 1e-5},
+    }
+    both = {"prefer": prefer, "checkpoint.every_rounds": 2, "eval.every_rounds": 2, **PREFERENCES[case]}
+    roles = "policy" if case == "reward model" else "policy,reference"
+    layout = {"train.backend": "fsdp2", "cluster.placement": {roles: "0-1", "rollout": "1"}}
+
+    def run(name: str, settings: Settings, num_steps: int, resume: str = "none") -> Path:
+        merged = copy.deepcopy({**both, **settings, "prefer.steps": num_steps})
+        return _run(tmp_path, name, merged, rounds=1, resume=resume, verb=commands.prefer)
+
+    alone = run("alone", {}, 4)
+    run("group", layout, 2)
+    group = run("group", {}, 4, resume="latest")
+    _assert_alike(_lines(group), _lines(alone))
+    mine, other = _weights(group, tmp_path), _weights(alone, tmp_path)
+    assert mine.keys() == other.keys()
+    for name, tensor in other.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
 @pytest.mark.nightly
 def test_critics_and_references_without_adapters_take_over_merged_weights_of_a_policy_on_ranks(
     tmp_path: Path,

@@ -1,9 +1,10 @@
-"""Tries a policy loss or an advantage of a user's own on a few numbers, before a run that would fail in its
+"""Tries a loss or an advantage of a user's own on a few numbers, before a run that would fail in its
 first round."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,9 @@ from braid.users import described, is_the_users, shown
 
 from .advantages import Advantage
 from .advantages.function import FunctionAdvantage
+from .pairs import Pairs
 from .policy_losses import PolicyLoss
+from .preference_losses import PreferenceLoss
 from .segments import segments
 from .surrogate import Tokens
 
@@ -39,6 +42,41 @@ def problem_of_advantage(advantage: Advantage) -> str:
         )
         return f"it must return a number for each of the {len(rewards)} trajectories, not {shape}"
     return "" if returned.isfinite().all() else f"it returned {returned.tolist()}, which is not finite"
+
+
+def problem_of_preferences(loss: PreferenceLoss, reserved: Collection[str] = ()) -> str:
+    """Why a loss of pairs cannot train, empty if it can. `reserved` are the names of metrics that every such
+    loss reports."""
+    if taken := sorted(loss.metrics.keys() & set(reserved)):
+        return f"its metric {taken[0]!r} is one that every preference loss reports; give it another name"
+    chosen = torch.tensor(_LOGPROBS, dtype=torch.float64, requires_grad=True)
+    ref, num = torch.tensor(_OLD, dtype=torch.float64), len(_OLD)
+    rejected, counts = ref.flip(0).clone().requires_grad_(), torch.full((num,), 3.0, dtype=torch.float64)
+    pairs = Pairs(chosen, rejected, ref, ref.flip(0) - 0.1, counts, counts + 1, counts)
+    try:
+        if loss.matches_pairs:
+            pairs = replace(pairs, matched=loss.match((chosen - rejected).detach(), ref - ref.flip(0)))
+        per_pair, diagnostics = loss.per_pair(pairs), dict(loss.diagnostics(pairs))
+    except BaseException as error:
+        if not is_the_users(error):
+            raise
+        return f"it raised {described(error)}"
+    for name, values in {"the loss": per_pair, **diagnostics}.items():
+        if not isinstance(values, Tensor) or values.shape != (num,):
+            shape = f"a tensor of shape {list(values.shape)}" if isinstance(values, Tensor) else shown(values)
+            return (
+                f"{name} must be a number for each of the {num} pairs, not {shape}; do not average over them"
+            )
+        if not values.isfinite().all():
+            return f"{name} is not finite: {values.tolist()}"
+    if not per_pair.requires_grad:
+        return "its loss has no gradient; compute it from pairs.chosen and pairs.rejected without detach()"
+    if undeclared := sorted(diagnostics.keys() - loss.metrics.keys()):
+        return (
+            f"it returned the diagnostic {undeclared[0]!r}, which it does not declare; add it to `metrics`, "
+            "with its meaning"
+        )
+    return ""
 
 
 def problem_of(loss: PolicyLoss, reserved: Collection[str] = ()) -> str:

@@ -31,6 +31,7 @@ def figures(config: RunConfig, plan: Plan) -> list[Figure]:
     parts = {
         "train": (_lengths, _end_tokens, _rollout, _training, _rewards, _ends, _threads),
         "sft": (_lengths, _end_tokens, _ends, _threads),
+        "prefer": (_lengths, _end_tokens, _ends, _threads),
         "eval": (_lengths, _end_tokens, _rewards, _threads),
     }
     return [figure for part in parts[plan.verb] for figure in part(config, plan)]
@@ -163,7 +164,16 @@ def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         size = config.sft.rows_per_step
         how = f"sft.steps; {plan.sft_steps * size:,} examples, {size} per step"
         yield Figure("supervised steps", f"{plan.sft_steps:,}", how)
-    if plan.verb == "sft":
+    if plan.verb == "prefer" and (prefer := config.prefer) is not None:
+        how = "prefer.steps"
+        if prefer.steps is None:
+            how = f"prefer.epochs={prefer.epochs:g} x pairs / {prefer.pairs_per_step}, rounded up"
+            how += ", known once the data is read" * (plan.prefer_steps is None)
+        steps = UNKNOWN if plan.prefer_steps is None else f"{plan.prefer_steps:,}"
+        yield Figure("optimizer steps", steps, how)
+        needs = f"prefer.loss={prefer.loss.kind}"
+        yield Figure("reference model", "yes" if plan.needs_reference else "no", needs)
+    if plan.verb in ("sft", "prefer"):
         return
     if plan.num_prompts is not None:
         how = "size of data.train, before prompts that are too long are dropped"

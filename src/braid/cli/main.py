@@ -67,7 +67,7 @@ exit codes: 0 finished, 1 the run failed, 2 invalid command, config, data or mod
 """
 
 
-_RUNS = ("train", "sft", "eval")
+_RUNS = ("train", "sft", "prefer", "eval")
 """Verbs that run something; the output of the others is their result."""
 _BEFORE = "interrupted before the run began; nothing was written"
 
@@ -153,7 +153,8 @@ def _run(args: argparse.Namespace) -> int:
             run_dir = Path(args.config) if isdir(args.config) else None
             outcome = commands.evaluate(loaded, cluster, plan, run_dir=run_dir)
         else:
-            outcome = (commands.sft if plan.verb == "sft" else commands.train)(loaded, cluster, plan)
+            run = {"sft": commands.sft, "prefer": commands.prefer}.get(plan.verb, commands.train)
+            outcome = run(loaded, cluster, plan)
     if outcome.is_target_reached:
         return OK
     sys.stderr.write(f"braid: eval.target was not reached; see {outcome.run_dir / 'summary.json'}\n")
@@ -385,6 +386,10 @@ class _Parser(argparse.ArgumentParser):
 _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "train": (_run, "Reinforcement learning, after supervised fine-tuning if `sft` is set."),
     "sft": (_run, "Supervised fine-tuning on the examples of `sft.data`."),
+    "prefer": (
+        _run,
+        "Learning from the preference pairs of `prefer.data`: DPO, or a reward model.",
+    ),
     "eval": (_run, "Evaluate a model, or the newest checkpoint of a run, on `data.eval`."),
     "show": (
         _show,

@@ -9,7 +9,7 @@ import yaml
 
 from .source import DEFAULT, leaves, path_text
 
-GUARDED = ("algorithm", "model", "critic", "reference", "data", "env", "reward", "sft", "pipeline")
+GUARDED = ("algorithm", "model", "critic", "reference", "data", "env", "reward", "sft", "prefer", "pipeline")
 """Sections that determine what is trained, and on what."""
 _FREE = (
     "data.eval",
@@ -18,6 +18,9 @@ _FREE = (
     "model.low_memory_load",
     "env.processes",
     "sft.steps",
+    "prefer.steps",
+    "prefer.epochs",
+    "prefer.eval_data",
 )
 """Keys of these sections about evaluation, layout or length, which a resume may change."""
 _OF_THE_START = ("run.resume", "run.allow_changes", "run.if_exists")

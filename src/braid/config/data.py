@@ -47,6 +47,19 @@ class _Source(Section):
     content}, those of the role assistant with tool_calls and reasoning_content where they have them."""
     tools_key: str | None = None
     """Column of the tool schemas that such a conversation begins with."""
+    chosen_key: str = "chosen"
+    """Column of the preferred response, for learning from preferences: text, or a list of messages, which may
+    begin with the prompt's."""
+    rejected_key: str = "rejected"
+    """Column of the rejected response, likewise."""
+    pair_function: str | None = None
+    """Dotted path of a function from a data row (a mapping) to the texts of the preferred and the rejected
+    response, in place of chosen_key and rejected_key."""
+    margin_key: str | None = None
+    """Column of the margin by which a reward model is to prefer the one to the other."""
+    target_key: str | None = None
+    """Column of the probability that the preferred response is the better one, for reward models; 1 when
+    null."""
 
 
 class FileSource(_Source):
@@ -187,3 +200,7 @@ class DataConfig(Section):
             yield "the model reads only text", "data.image"
         keys = "data.{train,eval}[].{response_key,response_function,messages_key,tools_key}"
         yield "only sft.data has target responses", keys
+        keys = (
+            "{data.train,data.eval,sft.data}[].{chosen_key,rejected_key,pair_function,margin_key,target_key}"
+        )
+        yield "only prefer.data has pairs", keys

@@ -58,6 +58,9 @@ def _sections(section: type[Section], prefix: str) -> Iterator[str]:
 _REPEATED = {
     "data.eval[]": "data.train[]",
     "sft.data[]": "data.train[]",
+    "prefer.data[]": "data.train[]",
+    "prefer.eval_data[]": "data.train[]",
+    "prefer.optimizer": "train.optimizer",
     "sft.optimizer": "train.optimizer",
     "critic.train": "train",
     "eval.sampling": "rollout.sampling",

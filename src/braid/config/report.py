@@ -129,7 +129,9 @@ class EvalConfig(Section):
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
         if config.env.is_simulator or config.data.eval or config.makes_tasks:
             return
-        why, keys = "there are no data.eval sources", "every_rounds,samples_per_prompt,pass_at,sampling"
+        why, keys = "there are no data.eval sources", "samples_per_prompt,pass_at,sampling"
+        if plan.verb != "prefer" or config.prefer is None or not config.prefer.eval_data:
+            keys = f"every_rounds,{keys}"
         yield why, f"eval.{{{keys},batch_prompts,shuffle}} report.eval_samples"
         if plan.recipe.supervised_coef == 0:
             yield f"{why}, and algorithm.supervised_coef is 0", "eval.success_reward"

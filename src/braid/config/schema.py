@@ -15,6 +15,7 @@ from .cluster import ClusterConfig, InferenceConfig
 from .data import DataConfig
 from .model import CriticConfig, ModelConfig, ReferenceConfig
 from .pipeline import PipelineConfig
+from .prefer import PreferConfig
 from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection, SftConfig
 from .reward import RewardConfig
 from .rollout import RolloutConfig, SamplingConfig
@@ -59,6 +60,8 @@ class RunConfig(Section):
     """Training: batches, optimizer, backend."""
     sft: SftConfig | None = None
     """Supervised fine-tuning: alone with `braid sft`, as a warm-up with `braid train`."""
+    prefer: PreferConfig | None = None
+    """Learning from preferences with `braid prefer`."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()

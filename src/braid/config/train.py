@@ -147,5 +147,5 @@ class TrainConfig(Section):
             yield "with run.device=cpu everything is in host memory", "@.offload.{weights,optimizer}"
         if "fp16" not in (config.model.dtype, self.autocast):
             yield "fp16 is not used", "@.grad_scaler"
-        if plan.verb == "sft":
+        if plan.verb in ("sft", "prefer"):
             yield "nothing is sampled", "@.router_replay"

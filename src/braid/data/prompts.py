@@ -630,7 +630,7 @@ def _messages(
     in the template, `images` the pictures in columns."""
     config, where, column = source.config, source.where(index), source.config.prompt_key
     value = source.cell(index, "prompt_key", column) if "prompt" in used else source.rows[index].get(column)
-    if isinstance(value, str) and _is_chat(parsed := parse_json(value)):
+    if isinstance(value, str) and is_chat(parsed := parse_json(value)):
         value = parsed
     system: tuple[Message, ...] = ({"role": "system", "content": config.system},) if config.system else ()
     if not isinstance(value, list):
@@ -672,7 +672,7 @@ def _with_images(text: str, images: Sequence[Image], where: str) -> Any:
         raise DataError(f"{where}: {error}") from error
 
 
-def _is_chat(value: Any) -> bool:
+def is_chat(value: Any) -> bool:
     """Whether parsed JSON is a list of chat messages; any other JSON text is a plain-text prompt."""
     if not isinstance(value, list) or not value:
         return False

@@ -166,7 +166,7 @@ class ConversationMaker:
         """Check all rows. Return the examples that fit into `limit` tokens, and the others."""
         fits, num = ([], []), len(self._source.rows)
         for row in range(num):
-            for number, example in enumerate(self._of_row(row)):
+            for number, example in enumerate(self.of_row(row)):
                 length = len(example.prompt_ids) + len(example.response_ids)
                 fits[limit is not None and length > limit].append(row * self.MAX_EXAMPLES + number)
         return fits[False], fits[True], SourceCounts(num)
@@ -174,9 +174,10 @@ class ConversationMaker:
     def examples(self, indices: Sequence[int]) -> list[Example]:
         """The examples of these indices."""
         places = (divmod(index, self.MAX_EXAMPLES) for index in indices)
-        return [self._of_row(row)[number] for row, number in places]
+        return [self.of_row(row)[number] for row, number in places]
 
-    def _of_row(self, row: int) -> list[Example]:
+    def of_row(self, row: int) -> list[Example]:
+        """The examples of a row."""
         return _conversation(self._source, row, self._conversation, self._base_dir)
 
 

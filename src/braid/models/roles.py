@@ -25,6 +25,7 @@ from .base import TrainableModel
 from .causal_lm import CausalLM
 from .cpu_kernels import cpu_kernels
 from .loading import load_policy
+from .reward_model import HEAD_NAME, check_classifies
 from .value import ValueModel
 from .vision import freeze
 
@@ -88,6 +89,16 @@ def make_critic(
         critic = ValueModel(source.backbone, attention=source.attention, vision=source.vision, **head)
     critic.set_gradient_checkpointing(train.gradient_checkpointing)
     return critic
+
+
+def make_reward_model(config: RunConfig, device: torch.device, *, rank: int | None = None) -> ValueModel:
+    """Build a reward model on the policy's backbone, with the names of weights and the head of transformers'
+    sequence classifiers. Raises ModelError for an architecture that has none there."""
+    source = make_policy(config, device, rank=rank)
+    check_classifies(source)
+    reward = ValueModel(source.backbone, head_name=HEAD_NAME, has_bias=False, attention=source.attention)
+    reward.set_gradient_checkpointing(config.train.gradient_checkpointing)
+    return reward
 
 
 def make_reference(

@@ -8,7 +8,12 @@ from typing import Any, cast
 import jinja2
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from braid.config.reward import ModelReward
 from braid.errors import ModelError, RewardError
@@ -36,7 +41,7 @@ def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> S
         read_model(path, f"{key}.path", "sequence classifier", load, **options).eval().requires_grad_(False)
     )
     model.config.get_text_config().use_cache = False
-    _check_label(config, model.config.num_labels or 1, key)
+    _check_label(config, model.config, key)
     where = (path, f"{key}.path")
     if config.tokenizer is not None:
         where = (local_path(config.tokenizer, f"{key}.tokenizer"), f"{key}.tokenizer")
@@ -62,11 +67,19 @@ def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> S
     return classifier
 
 
-def _check_label(config: ModelReward, num_labels: int, key: str) -> None:
+def _check_label(config: ModelReward, settings: PreTrainedConfig, key: str) -> None:
+    """Raise ModelError if the config asks for a score that a model with these settings does not have."""
+    num_labels = settings.num_labels or 1
+    mean, std = getattr(settings, "mean", None), getattr(settings, "std", None)
     if config.label is None and num_labels > 1:
         raise ModelError(
             f"{key}.path={config.path} has {num_labels} outputs; set {key}.label to the index of the score, "
             f"0 to {num_labels - 1}"
+        )
+    if config.normalize and not (isinstance(mean, int | float) and isinstance(std, int | float) and std > 0):
+        raise ModelError(
+            f"{key}.normalize=true, but the config.json of {config.path} has no numbers mean and std "
+            f"(above 0) of its scores; set {key}.normalize=false"
         )
     if (config.label or 0) >= num_labels:
         raise ModelError(
@@ -135,6 +148,9 @@ class SequenceClassifier:
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Score each row of token ids, in one forward pass."""
         logits = self._logits(rows)
+        if self._config.normalize:
+            settings = self._model.config
+            logits = (logits - settings.mean) / settings.std
         match self._config.activation:
             case "sigmoid":
                 logits = logits.sigmoid()

@@ -1,4 +1,4 @@
-"""The critic of a language model: a separate backbone with a value head."""
+"""The critic of a language model: a separate backbone with a value head. Also a reward model in training."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class ValueModel(TrainableModel):
         *,
         head_name: str = "value_head",
         normalizes: bool = False,
+        has_bias: bool = True,
         attention: AttentionKind = "auto",
         vision: Vision | None = None,
     ) -> None:
         """Takes ownership of the `backbone` of a CausalLM; use `copy_of` if it is used elsewhere.
-        `normalizes` as in ValueHead, `vision` as in CausalLM."""
+        `normalizes` and `has_bias` as in ValueHead, `vision` as in CausalLM."""
         self.attention: AttentionKind = attention
         self.vision = vision
         self.backbone = backbone.eval()
@@ -43,7 +44,8 @@ class ValueModel(TrainableModel):
         if isinstance(embedding, nn.Embedding):
             embedding.sparse = False  # a CausalLM sets it for tied heads
         width: int = backbone.config.get_text_config(decoder=True).hidden_size
-        head = ValueHead(width, normalizes=normalizes, device=backbone.device, dtype=backbone.dtype)
+        options = {"device": backbone.device, "dtype": backbone.dtype}
+        head = ValueHead(width, normalizes=normalizes, has_bias=has_bias, **options)
         self.value_head: ValueHead = head  # pyright: ignore[reportIncompatibleVariableOverride]
         self.module = with_head(backbone, backbone.base_model_prefix, head, head_name)
         self._recomputes = False

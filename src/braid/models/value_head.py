@@ -80,13 +80,15 @@ class ValueHead(nn.Linear):
         *,
         num_values: int = 1,
         normalizes: bool = False,
+        has_bias: bool = True,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Weights start at zero, so all initial values are 0."""
-        super().__init__(hidden_size, num_values, device=device, dtype=dtype)
+        """Weights start at zero, so all initial values are 0. A head that normalizes has a bias."""
+        super().__init__(hidden_size, num_values, bias=has_bias, device=device, dtype=dtype)
         nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
+        if has_bias:
+            nn.init.zeros_(self.bias)
         self.normalizes = normalizes
         if normalizes:
             # [mean, mean of squares, accumulated weight of the two], always float64

@@ -104,6 +104,35 @@ def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
                 yield f"sft.data[{i}]", "set exactly one of response_key, response_function and messages_key"
 
 
+def _preferences(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    if plan.verb != "prefer":
+        return
+    prefer, model = config.prefer, config.model
+    if config.env.is_simulator or model.kind.is_robot:
+        yield "env.kind", "only language models learn from preferences; remove env, model.mlp and model.vla"
+        return
+    if prefer is None or not prefer.data:
+        yield "prefer.data", "no pairs; add sources with the columns prompt, chosen and rejected"
+        return
+    if not prefer.loss.trains_reward_model:
+        return
+    how = f"{prefer.loss.kind} trains a reward model"
+    if config.data.eval:
+        yield "data.eval", f"{how}, which samples no answers; remove it, and use prefer.eval_data"
+    if config.sft is not None:
+        why = "has no supervised warm-up; remove sft, and set model.path to the exported model of `braid sft`"
+        yield "sft", f"{how}, which {why}"
+    if model.lora is not None:
+        yield "model.lora", f"{how}, all of its weights; remove it"
+    if model.vision is not None:
+        yield "model.vision", f"{how}, which reads only text; remove it"
+    if config.data.chat_template_kwargs:
+        why = "rewards render conversations without them; write them into the template (model.chat_template)"
+        yield "data.chat_template_kwargs", f"{how}: {why}"
+    if not config.train.backend.trains_reward_models:
+        yield "train.backend", f"{how}, which {config.train.backend.kind} does not; set it to single or fsdp2"
+
+
 def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     evaluation, target = config.eval, config.eval.target
     for i, k in enumerate(evaluation.pass_at):
@@ -116,7 +145,8 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if target.min_final is None and target.min_gain is None:
         return
     key = "eval.target.min_final" if target.min_final is not None else "eval.target.min_gain"
-    if not config.data.eval and not config.env.is_simulator and not config.makes_tasks:
+    held_out = () if plan.verb != "prefer" or config.prefer is None else config.prefer.eval_data
+    if not (config.data.eval or held_out or config.env.is_simulator or config.makes_tasks):
         yield key, "a target needs evaluation data; add sources to data.eval"
     if plan.verb != "eval" and not evaluation.at_end:
         yield key, "the target is measured after the last round; set eval.at_end=true"
@@ -124,6 +154,8 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         why = "the gain is relative to the evaluation before training; set eval.before=true"
         yield "eval.target.min_gain", why
     known = (f"mean@{evaluation.samples_per_prompt}", *(f"pass@{k}" for k in evaluation.pass_at))
+    if held_out:
+        known = ("accuracy", "margin", *(known if config.data.eval else ()))
     if evaluation.target_metric not in known:
         why = f"evaluations do not compute {evaluation.target_metric!r}; use {' or '.join(known)}"
         yield "eval.target.metric", f"{why}, or change eval.samples_per_prompt or eval.pass_at"
@@ -230,6 +262,8 @@ def _opponents(config: RunConfig, _: Plan) -> Iterator[Finding]:
 
 def _contexts(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     """Lengths that exceed the limits of the model or the engine, with the arithmetic."""
+    if plan.verb in ("sft", "prefer") and not (config.data.eval or config.makes_tasks):
+        return  # nothing is sampled
     prompt, bound, env = config.data.max_prompt_tokens, config.rollout.max_sequence_tokens, config.env
     limit = None if plan.model_size is None else plan.model_size.max_positions
     budget = config.rollout.engine.kv_budget(has_gpus=plan.layout.has_gpus)
@@ -289,6 +323,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _length,
     _values,
     _data,
+    _preferences,
     _evaluation,
     _batches,
     _environment,

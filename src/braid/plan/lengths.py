@@ -26,12 +26,12 @@ def token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | Non
 
 
 def longest_row(config: RunConfig) -> int | None:
-    """Maximum tokens of a row in training or evaluation; None if unbounded. Supervised examples are bounded
-    by the model's positions."""
+    """Maximum tokens of a row in training or evaluation; None if unbounded. Supervised examples and
+    preference pairs are bounded by the model's positions."""
     samplings = (config.rollout.sampling, config.eval_sampling)
     totals = [token_bounds(config, sampling)[1] for sampling in samplings]
     bounds = [total for total in totals if total is not None]
-    if config.sft is not None:
+    if config.sft is not None or config.prefer is not None:
         size = policy_size(config)
         if size is None or size.max_positions is None:
             return None
@@ -68,7 +68,7 @@ def rotary_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     """rotary_problem of every model that is computed here, if it is in a local folder."""
     if plan.verb == "eval" and config.rollout.engine.is_served:
         return
-    is_train = plan.verb == "train"
+    is_train = plan.verb in ("train", "prefer")
     paths = {
         "model.path": config.model.source,
         "critic.path": config.critic.path if is_train and plan.needs_critic else None,

@@ -11,7 +11,7 @@ from braid.errors import Problem
 from .layout import Layout
 from .sizes import ModelSize
 
-Verb = Literal["train", "sft", "eval"]
+Verb = Literal["train", "sft", "prefer", "eval"]
 OldLogprobs = Literal["current", "recompute", "behavior", "interpolated"]
 
 
@@ -38,9 +38,10 @@ class Plan:
     learned by a separate critic (`needs_critic`) or by a value head of the policy. `planned_rounds` and the
     planned steps are None while they depend on an unknown number of training prompts, and 0 for commands
     other than train; `planned_warmup_steps` are those of critic warm-up on a value head of the policy. Steps
-    are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `memory` is empty if
-    the model's size is unknown. `round_bytes` is the least and the most host memory of a round's
-    trajectories.
+    are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `prefer_steps` is None
+    while it depends on an unknown number of pairs. With `trains_reward_model` a reward model, which samples
+    nothing, takes the policy's place. `memory` is empty if the model's size is unknown. `round_bytes` is the
+    least and the most host memory of a round's trajectories.
     """
 
     verb: Verb
@@ -60,6 +61,8 @@ class Plan:
     planned_critic_steps: int | None
     planned_warmup_steps: int | None
     sft_steps: int
+    prefer_steps: int | None
+    trains_reward_model: bool
     max_output_tokens: int | None
     max_trajectory_tokens: int | None
     eval_max_trajectory_tokens: int | None
@@ -86,6 +89,13 @@ class Plan:
     def num_parameters(self) -> int | None:
         """Parameters of the policy, if known."""
         return None if self.model_size is None else self.model_size.parameters
+
+    @property
+    def last_round(self) -> int | None:
+        """The run's last round, where it is known: for supervised learning and preferences a round is one
+        optimizer step."""
+        rounds = {"train": self.planned_rounds, "sft": self.sft_steps, "prefer": self.prefer_steps}
+        return rounds.get(self.verb)
 
     @property
     def num_rounds(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.config.algorithm import CorrectionConfig
 from braid.config.cluster import Role
-from braid.config.data import ProceduralSource
+from braid.config.data import ProceduralSource, Source
 from braid.config.kinds import with_settings
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
@@ -74,6 +74,11 @@ def with_prompts(plan: Plan, config: RunConfig, num_prompts: int, origin_of: Cal
         )
 
 
+def with_pairs(plan: Plan, config: RunConfig, num_pairs: int) -> Plan:
+    """The `plan` of `config` once its preference pairs are read."""
+    return replace(plan, prefer_steps=_prefer_steps(config, num_pairs))
+
+
 @contextmanager
 def _naming_own_kinds(config: RunConfig, origin_of: Callable[[str], str]) -> Iterator[None]:
     """What the code of a kind of the user's own raises becomes a ConfigError of its key, with the file and
@@ -107,10 +112,13 @@ def _checked(plan: Plan, config: RunConfig, origin_of: Callable[[str], str]) -> 
 
 
 def default_verb(config: RunConfig) -> Verb:
-    """The command that a config is for: an evaluation, supervised fine-tuning alone, or training."""
+    """The command that a config is for: an evaluation, training, learning from
+    preferences, or supervised fine-tuning alone."""
     if config.run.eval_only:
         return "eval"
-    return "sft" if config.sft and not config.data.train else "train"
+    if config.data.train:
+        return "train"
+    return "prefer" if config.prefer else "sft" if config.sft else "train"
 
 
 def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
@@ -160,10 +168,13 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         constant = float(output)
     old_logprobs = _old_logprobs(config, recipe, steps_per_round)
     has_critic = _has_critic(config, recipe)
+    needs_reference = recipe.kl_coef > 0
+    if verb == "prefer":
+        needs_reference = config.prefer is not None and config.prefer.loss.needs_reference
     is_used: dict[Role, bool] = {
         "policy": True,
         "critic": verb == "train" and has_critic,
-        "reference": verb == "train" and recipe.kl_coef > 0,
+        "reference": verb in ("train", "prefer") and needs_reference,
         "inference": verb == "train" and old_logprobs == "recompute",
         "rollout": True,
         "env": config.env.is_simulator,
@@ -183,13 +194,19 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         aggregation_constant=constant,
         learns_values=recipe.advantage.needs_values,
         needs_critic=has_critic,
-        needs_reference=recipe.kl_coef > 0,
+        needs_reference=needs_reference,
         needs_greedy=recipe.advantage.needs_greedy,
         **_of_prompts(config, recipe, num_prompts, verb),
         trajectories_per_round=trajectories,
         steps_per_round=steps_per_round,
         rows_per_step=rows_per_step,
         sft_steps=0 if config.sft is None else config.sft.steps,
+        prefer_steps=_prefer_steps(
+            config, None if config.prefer is None else _known_rows(config.prefer.data)
+        ),
+        trains_reward_model=verb == "prefer"
+        and config.prefer is not None
+        and config.prefer.loss.trains_reward_model,
         max_output_tokens=output,
         max_trajectory_tokens=total,
         eval_max_trajectory_tokens=eval_total,
@@ -205,7 +222,9 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
             trajectories, rollout.engine.max_running, *([] if kv_budget is None else [kv_budget // total])
         ),
         model_size=size,
-        memory=() if size is None else _memory(config, recipe, size, sizes, has_gpus=has_gpus),
+        memory=()
+        if size is None
+        else _memory(config, recipe, size, sizes, needs_reference=needs_reference, has_gpus=has_gpus),
         is_pipelined=verb == "train" and config.pipeline is not None,
         layout=lay_out(config, needs),
     )
@@ -244,10 +263,15 @@ def _known_prompts(config: RunConfig) -> int | None:
     """Number of training prompts, if the config alone determines it."""
     if config.env.makes_tasks and not config.data.train:
         return config.env.num_own_tasks
-    sources = [source for source in config.data.train if isinstance(source, ProceduralSource)]
-    if not sources or len(sources) < len(config.data.train):
+    return _known_rows(config.data.train)
+
+
+def _known_rows(sources: Sequence[Source]) -> int | None:
+    """Number of rows of sources that are all generated; None if there are others, or no sources."""
+    generated = [source for source in sources if isinstance(source, ProceduralSource)]
+    if not generated or len(generated) < len(sources):
         return None
-    return sum(min(source.size, source.limit or source.size) for source in sources)
+    return sum(min(source.size, source.limit or source.size) for source in generated)
 
 
 def _rounds(config: RunConfig, num_prompts: int | None) -> int | None:
@@ -257,6 +281,16 @@ def _rounds(config: RunConfig, num_prompts: int | None) -> int | None:
             return None
         limits.append(math.ceil(config.run.max_epochs * num_prompts / config.rollout.prompts_per_round))
     return min(limits, default=None)
+
+
+def _prefer_steps(config: RunConfig, num_pairs: int | None) -> int | None:
+    """Optimizer steps of `braid prefer`; None while they depend on the number of pairs."""
+    prefer = config.prefer
+    if prefer is None:
+        return 0
+    if prefer.steps is not None or num_pairs is None:
+        return prefer.steps
+    return math.ceil(prefer.epochs * num_pairs / prefer.pairs_per_step)
 
 
 def _policy_rounds(config: RunConfig, recipe: Recipe, rounds: int) -> int:
@@ -287,6 +321,7 @@ def _memory(
     policy: ModelSize,
     sizes: Mapping[TrainingRole, ModelSize | None],
     *,
+    needs_reference: bool,
     has_gpus: bool,
 ) -> tuple[Memory, ...]:
     """Gradients, AdamW's two moments, and the master weights of half-precision models are fp32. With adapters
@@ -297,7 +332,7 @@ def _memory(
     if _has_critic(config, recipe) and (critic := sizes["critic"]) is not None:
         values = critic.parameters - critic.head_parameters + critic.hidden_size + 1
         roles.append(_trained("critic", values, width, config.critic.train or config.train))
-    if recipe.kl_coef > 0 and (reference := sizes["reference"]) is not None:
+    if needs_reference and (reference := sizes["reference"]) is not None:
         held = reference.parameters if adapters is None or config.reference.path is not None else adapters
         roles.append(Memory("reference", held, held * width))
     held_by_engine = config.rollout.engine.held_bytes(config, policy.parameters, has_gpus=has_gpus)

@@ -68,10 +68,11 @@ def _learned(first: Results | None, last: Results) -> Table:
             continue
         title = printable(source)
         for name, after in values.items():
-            if "@" in name and first is None:
+            is_shown = "@" in name or name in ("accuracy", "margin")
+            if is_shown and first is None:
                 table.add_row(title, name, _number(after))
                 title = ""
-            elif "@" in name and first is not None:
+            elif is_shown and first is not None:
                 before = first.get(source, {}).get(name, float("nan"))
                 change = after - before
                 style = "green" if change > 0 else "red" if change < 0 else "dim"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from braid.algorithms.policy_losses import POLICY_LOSSES
+from braid.algorithms.preference_losses import PREFERENCE_LOSSES
 from braid.errors import suggest
 from braid.kinds import Kind
 
@@ -171,12 +172,29 @@ METRICS: tuple[Metric, ...] = (
     Metric("sft/grad_norm", "", "Norm of the gradient before clipping."),
     Metric("sft/lr", "", "Learning rate."),
     Metric("sft/skipped_steps", "", "Steps skipped because of a loss or gradient that was not finite."),
+    # preferences
+    Metric("prefer/loss", "", "Mean loss of the step's pairs, the cross-entropy of prefer.sft_coef included."),
+    Metric("prefer/reward_chosen", "",
+        "Mean implicit reward of preferred responses: beta times the log ratio of policy and reference, of simpo "
+        "beta times the mean log-prob of a token, of sft the log-prob; of a reward model the score."),
+    Metric("prefer/reward_rejected", "", "The same of rejected responses."),
+    Metric("prefer/margin", "", "Mean difference of the two."),
+    Metric("prefer/accuracy", "", "Share of pairs whose preferred response has the higher reward; equal ones count as wrong."),
+    Metric("prefer/logprob_chosen", "nats", "Mean log-prob of preferred responses, summed over tokens."),
+    Metric("prefer/logprob_rejected", "nats", "The same of rejected responses."),
+    *_of_kinds("prefer", PREFERENCE_LOSSES),
+    Metric("prefer/grad_norm", "", "Norm of the gradient before clipping."),
+    Metric("prefer/lr", "", "Learning rate."),
+    Metric("prefer/skipped_steps", "", "Steps skipped because of a loss or gradient that was not finite."),
     # evaluation; the source `all` is all sources together
     Metric("eval/part/<part>", "", "Mean score of one reward part over all evaluation prompts, before its weight."),
     Metric("eval/<source>/reward_min", "", "Lowest reward of the evaluation's valid answers."),
     Metric("eval/<source>/reward_max", "", "Highest such reward."),
     Metric("eval/<source>/mean@<n>", "", "Mean reward of a source's valid answers, n per prompt; `all` for every source together."),
     Metric("eval/<source>/pass@<k>", "", "Chance that at least one of k answers to a prompt passes (unbiased estimate)."),
+    Metric("eval/<source>/loss", "", "Mean loss of a source's held-out pairs (prefer.eval_data)."),
+    Metric("eval/<source>/accuracy", "", "Share of them whose preferred response has the higher reward, as prefer/accuracy."),
+    Metric("eval/<source>/margin", "", "Mean difference of their rewards, as prefer/margin."),
     Metric("eval/<source>/num", "", "Prompts evaluated."),
     Metric("eval/<source>/invalid", "", "Trajectories of the evaluation that are invalid."),
     Metric("eval/<source>/invalid_fraction", "", "Their share."),
@@ -208,7 +226,8 @@ def declare(prefix: str, metrics: Mapping[str, str]) -> None:
 
 def reserved_names(prefix: str) -> frozenset[str]:
     """Names that no kind may declare for itself, since the run reports them anyway."""
-    of_kinds = {metric.name for metric in _of_kinds("policy", POLICY_LOSSES)}
+    families = {"policy": POLICY_LOSSES, "prefer": PREFERENCE_LOSSES}
+    of_kinds = {metric.name for metric in _of_kinds(prefix, families[prefix])}
     names = (metric.name for metric in METRICS if metric.name not in of_kinds)
     return frozenset(name.removeprefix(f"{prefix}/") for name in names if name.startswith(f"{prefix}/"))
 

@@ -132,6 +132,21 @@ class Engine(Protocol):
         ...
 
 
+class NoEngine:
+    """An engine of a run that samples nothing."""
+
+    cache_bytes = 0
+
+    async def set_weights(
+        self, version: int, when: NewWeights = "drain", load: Callable[[], object] | None = None
+    ) -> None:
+        """Do nothing: there is nothing that samples."""
+
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
 class RolloutEngine(Engine, Protocol):
     """Samples completions. Cancelling the task that awaits `generate` frees the request's slot at once.
 

@@ -24,6 +24,7 @@ from braid.cluster.workers import Factory, Place, WorkerGroup
 from braid.config.load import Loaded, to_yaml
 from braid.config.roles import TrainingRole
 from braid.config.schema import RunConfig
+from braid.data.pairs import NO_PAIRS
 from braid.data.worked import NO_EXAMPLES
 from braid.plan import Plan
 from braid.report.reporter import Reporter
@@ -44,6 +45,7 @@ from .models import Models
 from .on_policy import OnPolicy
 from .pipeline import Pipeline, PipelineSettings
 from .pipelined import Pipelined
+from .preferences import Preferences, Preferring, preference_config
 from .progress import Progress
 from .reports import Reports
 from .rollouts import Rollouts
@@ -87,7 +89,10 @@ def build(
     """Build a run in its initial state on the processes of `cluster`, which the caller closes."""
     config, plan = cluster.config, spec.plan
     workers = _Workers(spec, cluster, reporter.run_dir.path)
-    models, sampler = workers.models, sampler_of(plan, workers.supervised, config, spec.inputs)
+    models, preferences = workers.models, workers.preferences
+    sampler = sampler_of(plan, workers.supervised, config, spec.inputs)
+    if preferences is not None:
+        sampler = preferences.sampler
     memory = None
     if config.train.record_memory:
         device = device_of(spec.loaded.config)  # the driver's
@@ -99,13 +104,18 @@ def build(
     others: dict[str, Stateful] = {"sampler": sampler, "reward_moments": learner.reward_moments}
     if pipeline is not None:
         others["pipeline"] = pipeline
+    if preferences is not None:
+        others |= {"preferences": preferences}
+    if preferences is not None and plan.trains_reward_model:
+        models.export = partial(preferences.export_reward_model, config)
     about = {"run_id": reporter.run_dir.run_id, "config": to_yaml(spec.loaded)}
-    num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(plan.verb)
     checkpoints = Checkpoints(store, models, others, about)
-    progress = Progress(config.checkpoint, checkpoints, reports, stop, num_rounds)
+    progress = Progress(config.checkpoint, checkpoints, reports, stop, plan.last_round)
     shared = (models, sampling, Evaluation(config, workers.eval_prompts, sampling), progress)
     if plan.verb == "eval":
         return EvaluationRun(*shared, spec.trained)
+    if preferences is not None:
+        return Preferring(*shared, preferences)
     if plan.verb == "sft":
         assert workers.supervised is not None, "`sft` is set"
         return Imitation(*shared, workers.supervised)
@@ -125,6 +135,7 @@ class _Workers:
         config, plan, inputs = cluster.config, spec.plan, spec.inputs
         is_local = isinstance(cluster, OneProcess)
         reads_policy = is_local and not config.rollout.engine.is_served
+        self._training_config = preference_config(config) if plan.verb == "prefer" else config
         self.supervised = supervised_of(config, plan, inputs, self._new_supervised)
         new_simulator = self._make_simulators(reads_policy=reads_policy) if inputs is None else None
         policy = self._new_policy() if reads_policy else None
@@ -148,9 +159,19 @@ class _Workers:
             config,
             {role: model for role, model in by_role.items() if model is not None},
             rollouts,
-            warm_up=self.supervised if plan.verb == "train" else None,
+            warm_up=self.supervised if plan.verb in ("train", "prefer") else None,
             export=None if inputs is None else partial(cluster.export, inputs.tokenizer),
         )
+
+    @property
+    def preferences(self) -> Preferences | None:
+        """The pairs of `braid prefer` with the models that learn from them."""
+        config, inputs = self._cluster.config.prefer, self._spec.inputs
+        if self._spec.plan.verb != "prefer":
+            return None
+        assert config is not None, "the plan checks that it is there"
+        assert inputs is not None, "the plan refuses simulators"
+        return Preferences.of(config, self._cluster.config.run.seed, inputs, self.models)
 
     @property
     def eval_prompts(self) -> Mapping[str, Sequence[Prompt]]:
@@ -183,8 +204,12 @@ class _Workers:
     ) -> dict[str, WorkerGroup[Any]]:
         """Create the rollout workers and the rollout buffer. Returns all groups by name."""
         spec, plan = self._spec, self._spec.plan
-        # The functions of the examples may not exist in workers.
-        inputs = None if spec.inputs is None else replace(spec.inputs, examples=NO_EXAMPLES)
+        # The functions of the examples may not exist in workers, and only the driver reads pairs.
+        inputs = (
+            None
+            if spec.inputs is None
+            else replace(spec.inputs, examples=NO_EXAMPLES, pairs=NO_PAIRS, held_out=NO_PAIRS)
+        )
         collector = partial(
             _collector,
             new_simulator=new_simulator,
@@ -200,7 +225,7 @@ class _Workers:
         config, plan = self._cluster.config, self._spec.plan
         prompts = self._reset_states() if self._spec.inputs is None else self._spec.inputs.prompts
         rollouts = Rollouts(groups["rollout"], prompts, plan.engines_in_turns)
-        if not isinstance(self._cluster, OneProcess):
+        if not isinstance(self._cluster, OneProcess) and not plan.trains_reward_model:
             device = torch.device(config.run.device)  # resolved by the cluster: the driver may have no GPU
             rollouts.policy, rollouts.merged = groups["policy"], config.rollout.engine.is_served
             rollouts.sending = send_options(config, plan.layout, str(run_dir / "weights"), device)
@@ -210,14 +235,18 @@ class _Workers:
         plan = self._spec.plan
         if plan.verb == "sft" and self.supervised is not None:
             return self.supervised.model
-        return self._cluster.model("policy", total_steps=plan.num_schedule_steps, spaces=self._spaces)
+        num_steps = plan.num_schedule_steps
+        if plan.verb == "prefer":
+            assert plan.prefer_steps is not None, "the pairs have been read"
+            num_steps = plan.prefer_steps
+        return self._new_trained("policy", num_steps)
 
     def _new_supervised(self) -> ModelGroup:
         plan = self._spec.plan
         return self._cluster.model(
             "policy",
             total_steps=plan.sft_steps,
-            config=warm_up_config(self._cluster.config),
+            config=warm_up_config(self._training_config),
             name="policy" if plan.verb == "sft" else "warm_up",
             spaces=self._spaces,
         )
@@ -225,7 +254,16 @@ class _Workers:
     def _new_model(self, role: TrainingRole, total_steps: int) -> ModelGroup | None:
         if self._spec.plan.layout.role(role) is None:
             return None
-        return self._cluster.model(role, total_steps=total_steps, spaces=self._spaces)
+        return self._new_trained(role, total_steps)
+
+    def _new_trained(self, role: TrainingRole, total_steps: int) -> ModelGroup:
+        return self._cluster.model(
+            role,
+            total_steps=total_steps,
+            config=self._training_config,
+            spaces=self._spaces,
+            is_reward_model=self._spec.plan.trains_reward_model,
+        )
 
 
 def _simulator(config: RunConfig, base_dir: Path, _: Place, num_envs: int | None = None) -> Simulator:

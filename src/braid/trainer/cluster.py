@@ -96,14 +96,22 @@ class Cluster(ABC):
         config: RunConfig | None = None,
         name: str | None = None,
         spaces: Spaces | None = None,
+        is_reward_model: bool = False,
     ) -> ModelGroup:
         """Create a role's model on its ranks. `config` defaults to the run's, `name` to the role's; `spaces`
-        are those of a simulator in another process."""
+        and `is_reward_model` as in make_backend."""
         from braid.training.group import ModelGroup
         from braid.training.worker import make_backend
 
         config = config or self.config
-        factory = partial(make_backend, role=role, config=config, total_steps=total_steps, spaces=spaces)
+        factory = partial(
+            make_backend,
+            role=role,
+            config=config,
+            total_steps=total_steps,
+            spaces=spaces,
+            is_reward_model=is_reward_model,
+        )
         ranks = self._add(role, name or role, factory)
         return ModelGroup.of(ranks, balances=train_config(config, role).balance_ranks)
 

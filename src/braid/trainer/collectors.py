@@ -21,12 +21,12 @@ from braid.models.cpu_kernels import cpu_kernels
 from braid.models.roles import make_policy, make_robot_model
 from braid.plan import Plan, longest_row
 from braid.plan.sizes import training_dtype
-from braid.rewards.scorer import build_scorer
+from braid.rewards.scorer import Scorer, build_scorer
 from braid.rewards.shaping import has_shaping, shape_reward
 from braid.rollout.collector import Collector, Opponent, Stream, Use, WeightReceiver
 from braid.rollout.drivers.base import Driver
 from braid.rollout.drivers.simulators import SimulatorDriver
-from braid.rollout.engine import RolloutEngine, Sampling
+from braid.rollout.engine import NoEngine, RolloutEngine, Sampling
 from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.native.kind import Native
@@ -62,6 +62,8 @@ def make_collector(
     own tensors, which are then not offloaded, or copies them in a pipelined run; in a separate process it has
     a copy of the model. Other engines have child processes, or are servers. Weight syncs update the weights
     of all but the first."""
+    if plan.trains_reward_model:
+        return Collector({}, NoEngine(), Scorer([], concurrency=1))
     device, is_local = device_of(config), plan.layout.mode == "in_process"
     policy: Any = place.workers.get("policy")
     check, receiver = None, None

@@ -27,6 +27,7 @@ from braid.config.paths import with_absolute_paths
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
 from braid.cores import num_cores
+from braid.data.pairs import CONVERSATION_TEMPLATE
 from braid.errors import (
     CheckpointError,
     ConfigError,
@@ -39,7 +40,7 @@ from braid.errors import (
     TargetMissed,
     WorkerError,
 )
-from braid.plan import Plan, Verb, resolve, with_prompts
+from braid.plan import Plan, Verb, resolve, with_pairs, with_prompts
 from braid.plan.threads import num_sharing, thread_counts
 from braid.report.names import declare
 from braid.report.reporter import Reporter, Status
@@ -109,6 +110,13 @@ def sft(loaded: Loaded, cluster: RayCluster | None = None, plan: Plan | None = N
     return _run(loaded, plan or _plan_of(loaded, "sft"), cluster)
 
 
+def prefer(loaded: Loaded, cluster: RayCluster | None = None, plan: Plan | None = None) -> Outcome:
+    """`braid prefer`: learning from preferences, after the supervised warm-up if the config has one;
+    `cluster` and `plan` as in `train`."""
+    loaded = with_absolute_paths(loaded)
+    return _run(loaded, plan or _plan_of(loaded, "prefer"), cluster)
+
+
 def evaluate(
     loaded: Loaded,
     cluster: RayCluster | None = None,
@@ -134,7 +142,15 @@ def export(run_dir: Path, *, output: Path | None = None, step: int | None = None
         raise ConfigError(f"{run_dir} {why}; {weights}")
     disable_progress_bar()
     folder = output or run_dir / "export"
-    kind.export(loaded.config, _trained_of(run_dir, step).weights, folder)
+    trained = _trained_of(run_dir, step)
+    if trained.scores is None:
+        kind.export(loaded.config, trained.weights, folder)
+    else:
+        from braid.models.reward_model import export_reward_model
+
+        export_reward_model(
+            loaded.config, trained.weights, trained.scores, folder, plain_template=CONVERSATION_TEMPLATE
+        )
     return folder
 
 
@@ -146,6 +162,11 @@ def _evaluate(
     loaded: Loaded, plan: Plan | None, cluster: RayCluster | None, trained: Trained | None = None
 ) -> Outcome:
     """Evaluate the config's model, with the weights of a checkpoint if given."""
+    if trained is not None and trained.scores is not None:
+        raise ConfigError(
+            f"{trained.folder} has a reward model, which writes no answers; its accuracy on "
+            "prefer.eval_data is in the metrics of its run"
+        )
     if trained is not None:
         _refuse_other_model(loaded, trained)
     run = loaded.config.run
@@ -194,7 +215,8 @@ def _trained_in(store: CheckpointStore, which: str) -> Trained:
     folder, _, state = store.locate(which if which == "latest" else Path(which))
     role = "policy" if "policy" in state else "warm_up"
     weights = state[role].get("weights") or read_weights(folder / role)
-    return Trained(weights, folder, state.get("about", {}).get("config", ""))
+    scores = state.get("preferences", {}).get("scores")
+    return Trained(weights, folder, state.get("about", {}).get("config", ""), scores)
 
 
 def _store_of(config: RunConfig, run_dir: Path) -> CheckpointStore:
@@ -223,6 +245,8 @@ def _run(
         inputs = read_inputs(loaded, verb)
         if inputs and verb == "train":
             plan = with_prompts(plan, config, len(inputs.train.prompts), loaded.origin)
+        if inputs and verb == "prefer":
+            plan = with_pairs(plan, config, len(inputs.pairs.pairs))
         check_inputs(loaded, plan, inputs)
         done: Status = "finished"
         with _in_folder(RunSpec(loaded, plan, inputs, trained), cluster, stop, sinks) as (attempts, begin):
@@ -264,8 +288,10 @@ def _in_folder(
         loaded = _stored(loaded, run_dir.path.name)
         spec = replace(spec, loaded=loaded)
         _divide_cores(config, plan)
-        console.num_rounds = {"train": plan.planned_rounds, "sft": plan.sft_steps}.get(verb)
+        console.num_rounds = plan.last_round
         declare("policy", plan.recipe.policy_loss.metrics)
+        if config.prefer is not None:
+            declare("prefer", config.prefer.loss.metrics)
         reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
 
         def begin() -> None:
@@ -274,7 +300,13 @@ def _in_folder(
 
         if inputs is not None:
             reporter.decode = inputs.decode
-            reporter.count_data(train=inputs.train, eval=inputs.eval, sft=inputs.examples)
+            reporter.count_data(
+                train=inputs.train,
+                eval=inputs.eval,
+                sft=inputs.examples,
+                prefer=inputs.pairs,
+                prefer_eval=inputs.held_out,
+            )
         else:
             console.counted = _COUNTED[config.robot_logprob_level]
         with _told(reporter, store):

@@ -27,8 +27,6 @@ class Evaluation:
     def is_due(self, round_: int, *, is_last: bool) -> bool:
         """Whether the policy is evaluated after a round; after round 0, before training."""
         config = self.config.eval
-        if not self.prompts:
-            return False
         return (
             is_due(round_, config.every_rounds, is_end=is_last and config.at_end) if round_ else config.before
         )

@@ -16,11 +16,12 @@ from .run import Run
 
 class Trained(NamedTuple):
     """The policy in a checkpoint: its weights, the checkpoint's folder, and the config of the run that saved
-    it."""
+    it. `scores` are the mean and std of those of a reward model; None for a policy."""
 
     weights: Mapping[str, torch.Tensor]
     folder: Path
     config: str
+    scores: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
-"""The loop of supervised learning (`braid sft`), where a round is one optimizer step; and supervised learning
-as the warm-up before reinforcement learning."""
+"""The loop of supervised learning (`braid sft`) and of preferences, where a round is one optimizer step; and
+supervised learning as the warm-up before others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from braid.report.metrics import Metrics
+from braid.training.backend import StepReport
 
 from .learner import record
 from .run import Run
@@ -20,22 +22,27 @@ class Imitation(Run):
 
     def run(self) -> None:
         """Train from `progress` to the last step."""
-        progress = self.progress
-        if not progress.counters.is_warm:
-            progress.advance(is_warm=True, is_reported=False)
-        while not progress.is_complete:
-            progress.stop_if_asked()
-            if progress.counters.is_reported:
-                progress.start_round()
-                with progress.stop.finishing():
-                    record(progress.metrics, "sft", self.supervised.learn())
-                progress.advance(step=progress.counters.step + 1, is_reported=False)
-            self.finish_round()
+        if not self.progress.counters.is_warm:
+            self.progress.advance(is_warm=True, is_reported=False)
+        take_steps(self, "sft", self.supervised.learn)
 
     def evaluate(self) -> Metrics:
         """Evaluate the policy. Weights are synced only here, since nothing else samples."""
         self.sync_weights()
         return super().evaluate()
+
+
+def take_steps(run: Run, name: str, learn: Callable[[], StepReport]) -> None:
+    """Take the optimizer steps from `progress` to the last, each a round; metrics begin with `name`."""
+    progress = run.progress
+    while not progress.is_complete:
+        progress.stop_if_asked()
+        if progress.counters.is_reported:
+            progress.start_round()
+            with progress.stop.finishing():
+                record(progress.metrics, name, learn())
+            progress.advance(step=progress.counters.step + 1, is_reported=False)
+        run.finish_round()
 
 
 def warm_up(run: Run) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braid.config.load import Loaded
 from braid.config.schema import RunConfig
+from braid.data.pairs import NO_PAIRS, PairFormat, PairSet, load_pairs
 from braid.data.prompts import NOTHING, Prompts, PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
 from braid.data.worked import ExampleSet, load_examples
@@ -37,6 +38,10 @@ class TextInputs:
     """Ids of all tokens that end an answer."""
     vision: Vision | None = None
     """How the model reads pictures; None if it reads only text."""
+    pairs: PairSet = NO_PAIRS
+    """Preference pairs to train on."""
+    held_out: PairSet = NO_PAIRS
+    """Preference pairs of evaluations."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids to text, with special tokens."""
@@ -68,6 +73,22 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
         for use in prompts:
             tasks = config.text_env.own_tasks(use)
             prompts[use] = PromptSet(Prompts([reset_prompts(kind, num) for kind, num in tasks.items()]), {})
+    conversation = chat_format(config, tokenizer, ends, vision).examples
+    pairs, held_out = NO_PAIRS, NO_PAIRS
+    if verb == "prefer" and (prefer := config.prefer) is not None:
+        limits = [limit for limit in (prefer.max_tokens, max_positions) if limit is not None]
+        pair_format = PairFormat(
+            data,
+            tokenizer,
+            base_dir,
+            ends,
+            conversation,
+            vision,
+            max_tokens=min(limits, default=None),
+            is_scored=prefer.loss.trains_reward_model,
+        )
+        pairs = load_pairs(prefer.data, pair_format, key="prefer.data")
+        held_out = load_pairs(prefer.eval_data, pair_format, key="prefer.eval_data")
     return TextInputs(
         tokenizer,
         prompts["train"],
@@ -76,7 +97,7 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
             examples,
             data,
             tokenizer,
-            conversation=chat_format(config, tokenizer, ends, vision).examples,
+            conversation=conversation,
             base_dir=base_dir,
             max_positions=max_positions,
             end_token_ids=ends,
@@ -84,6 +105,8 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
         ),
         ends,
         vision,
+        pairs,
+        held_out,
     )
 
 

@@ -62,6 +62,13 @@ class Models:
         trained.ranks.close()
         self.warm_up = None
 
+    def drop_reference(self) -> None:
+        """Release the reference, which is no longer needed."""
+        if self.reference is not None:
+            self.reference.ranks.close()
+            self.by_role = {role: model for role, model in self.by_role.items() if role != "reference"}
+            self.reference = None
+
     def update_reference(self, epoch: int, num_updates: int) -> int:
         """Copy the policy's weights to the reference every reference.update_every_epochs passes over the
         prompts: merged if it was loaded from a separate folder and so has no adapters. `num_updates` were

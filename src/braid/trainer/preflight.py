@@ -14,11 +14,12 @@ from pathlib import Path
 from braid.cluster.environment import environment
 from braid.config.load import Loaded
 from braid.config.paths import with_absolute_paths
+from braid.config.schema import RunConfig
 from braid.data import checked
 from braid.data.prompts import Prompts
 from braid.errors import ConfigError, Problem, RewardError
 from braid.models.chat import ChatFormat
-from braid.plan import Plan, with_prompts
+from braid.plan import Plan, with_pairs, with_prompts
 from braid.report.names import reserved_names
 from braid.report.streams import reward_prints_in
 from braid.rewards.base import Later, Part, Score, Services, references_of
@@ -44,6 +45,8 @@ def check(loaded: Loaded, plan: Plan) -> tuple[Plan, Trajectory | None]:
         inputs = read_inputs(loaded, plan.verb)
         if inputs is not None and plan.verb == "train":
             plan = with_prompts(plan, loaded.config, len(inputs.train.prompts), loaded.origin)
+        if inputs is not None and plan.verb == "prefer":
+            plan = with_pairs(plan, loaded.config, len(inputs.pairs.pairs))
         check_inputs(loaded, plan, inputs)
         if inputs is None or plan.verb == "sft" or not loaded.config.reward.parts:
             return plan, None
@@ -55,7 +58,7 @@ def check(loaded: Loaded, plan: Plan) -> tuple[Plan, Trajectory | None]:
 def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
     """Raise ConfigError with all problems of packages, devices, models and rewards."""
     config = loaded.config
-    problems = run_problems(config, plan) + _own_problems(plan)
+    problems = run_problems(config, plan) + _own_problems(config, plan)
     if inputs is not None and plan.verb != "sft":
         config.text_env.check(loaded.base_dir)
         if plan.verb == "train":
@@ -72,8 +75,14 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
         raise ConfigError([loaded.placed(problem) for problem in problems])
 
 
-def _own_problems(plan: Plan) -> list[Problem]:
-    """Problems of a policy loss and an advantage of the user's own, which are tried once."""
+def _own_problems(config: RunConfig, plan: Plan) -> list[Problem]:
+    """Problems of losses and an advantage of the user's own, which are tried once."""
+    if plan.verb == "prefer" and config.prefer is not None and config.prefer.loss.is_own:
+        from braid.algorithms.trial import problem_of_preferences
+
+        kind = config.prefer.loss
+        why = problem_of_preferences(kind, reserved_names("prefer"))
+        return [Problem(kind.config_key, f"{kind.kind!r}: {why}")] if why else []
     loss, advantage = plan.recipe.policy_loss, plan.recipe.advantage
     if plan.verb != "train" or not (loss.is_own or advantage.is_own):
         return []

@@ -25,6 +25,11 @@ class Run(ABC):
     evaluation: Evaluation
     progress: Progress
 
+    @property
+    def has_evaluation(self) -> bool:
+        """Whether there is something to evaluate the policy on."""
+        return bool(self.evaluation.prompts)
+
     @abstractmethod
     def run(self) -> None:
         """Run to the end."""
@@ -40,7 +45,8 @@ class Run(ABC):
         report the initial policy."""
         progress = self.progress
         with progress.given_up_when_late():
-            if self.evaluation.is_due(progress.round, is_last=progress.is_last_round):
+            is_last = progress.is_last_round
+            if self.has_evaluation and self.evaluation.is_due(progress.round, is_last=is_last):
                 progress.metrics.merge(self.evaluate())
         if progress.round:
             self.export()

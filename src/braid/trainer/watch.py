@@ -98,7 +98,7 @@ class LearningWatch:
                     "or check the model's end tokens with `braid show`"
                 )
             yield "truncated answers", f"{truncated:.0%} of the answers are truncated; {advice}"
-        for role in ("policy", "sft"):
+        for role in ("policy", "sft", "prefer"):
             is_explained = role == "policy" and (has_equal_rewards or damage)
             if metrics.get(f"{role}/grad_norm") == 0.0 and not is_explained:
                 yield (

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from braid.cluster.workers import WorkerGroup
+from braid.models.base import Output
 from braid.types import Row
 
 from .backend import HeldBytes, Loss, StepReport, TrainingBackend, Work
@@ -69,6 +71,18 @@ class ModelGroup:
             for share in self.by_rank(shares)
         ]
         return self.ranks.scatter(TrainingBackend.train, arguments)[0]
+
+    def infer(self, rows: Sequence[Row], outputs: frozenset[Output]) -> list[dict[Output, NDArray[Any]]]:
+        """Outputs of rows in this process, in their order; see TrainingBackend.infer."""
+        shares = self.shares(rows)
+        arguments = [([rows[i] for i in share], outputs, rows[0]) for share in self.by_rank(shares)]
+        results = self.by_share(self.ranks.scatter(TrainingBackend.infer, arguments))
+        by_row = {
+            i: result
+            for share, part in zip(shares, results, strict=True)
+            for i, result in zip(share, part, strict=True)
+        }
+        return [by_row[i] for i in range(len(rows))]
 
     def take_work(self) -> Work:
         """Operations of all ranks since the last call, and the duration of the slowest."""

@@ -98,12 +98,25 @@ class Rank:
 
 
 def make_backend(
-    place: Place, *, role: TrainingRole, config: RunConfig, total_steps: int, spaces: Spaces | None = None
+    place: Place,
+    *,
+    role: TrainingRole,
+    config: RunConfig,
+    total_steps: int,
+    spaces: Spaces | None = None,
+    is_reward_model: bool = False,
 ) -> TrainingBackend:
     """Build this rank's part of a role's model, in the process of a Rank or in that of the driver.
     `total_steps` is the length of the learning rate schedule. A reference in the process of a policy is that
-    policy's. `spaces` are those of a simulator in another process."""
+    policy's. `spaces` are those of a simulator in another process. With `is_reward_model` a reward model
+    takes the policy's place."""
     train, device = train_config(config, role), _own_device(config)
+    if is_reward_model:
+        from braid.models.roles import make_reward_model
+
+        rank = dist.get_rank() if train.backend.is_sharded else None
+        model = make_reward_model(config, device, rank=rank)
+        return train.backend.build(model, train, total_steps=total_steps, device=device)
     if train.backend.is_sharded:
         backend = _sharded(role, config, train, total_steps, device, spaces)
     else:

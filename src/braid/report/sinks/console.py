@@ -62,6 +62,10 @@ SHOWN = (
     Shown("success", "env/success_once", "{:.0%}".format),
     Shown("invalid", "rollout/invalid_fraction", _share, hides_zero=True),
     Shown("loss", "sft/loss", "{:.4f}".format),
+    Shown("loss", "prefer/loss", "{:.4f}".format),
+    Shown("pairs right", "prefer/accuracy", "{:.1%}".format),
+    Shown("margin", "prefer/margin", "{:.3f}".format),
+    Shown("held-out pairs right", "eval/all/accuracy", "{:.1%}".format),
     Shown("accuracy", ACCURACY, "{:.1%}".format),
     Shown("eval", EVAL_MEAN, "{:.3f}".format),
     Shown("eval invalid", "eval/all/invalid_fraction", _share, hides_zero=True),
@@ -78,7 +82,7 @@ SHOWN = (
 """Displayed metrics, in order. Those that a run lacks are hidden; evaluation results stay until the next
 evaluation."""
 
-CURVES = ("reward/mean", "sft/loss")
+CURVES = ("reward/mean", "sft/loss", "prefer/loss")
 """Metrics shown with a curve over the run."""
 
 

@@ -26,6 +26,9 @@ class ModelReward(RewardPart):
     """Index of the output that is the score; required if the classifier has more than one."""
     activation: Literal["none", "sigmoid", "softmax"] = "none"
     """Transformation of the output: none, its sigmoid, or its softmax probability over all labels."""
+    normalize: bool = False
+    """Subtract the mean from the output and divide it by the standard deviation, as the model's config has
+    them (`mean`, `std`): those of its scores after training, from `braid prefer` and OpenRLHF."""
     tokenizer: str | None = None
     """Tokenizer folder or hub name; the model's own when null."""
     template: str | None = None

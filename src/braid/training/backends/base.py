@@ -58,6 +58,8 @@ class Backend(Kind):
     """What to use where it has none; `{}` is the key of the training settings."""
     trains_robots: ClassVar[bool] = True
     """Whether it trains models other than language models."""
+    trains_reward_models: ClassVar[bool] = True
+    """Whether it trains a reward model of pairs (prefer.loss)."""
     reads_routers: ClassVar[bool] = True
     """Whether it trains CausalLM itself, whose routers replay choices of experts and have a balance loss."""
     reads_images: ClassVar[bool] = True

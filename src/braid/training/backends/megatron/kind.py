@@ -100,6 +100,7 @@ class Megatron(Backend):
     needs_gpu = True
     instead_of_sequence_parallel = "{}.backend.context_parallel"
     trains_robots = False
+    trains_reward_models = False
     reads_routers = False
     reads_images = False
     frees_gradients = False
