@@ -2,7 +2,7 @@
 kernels that read and write activations once.
 
 Queries, keys and values are one product, as are gate and up projection. The engine has a packed copy of the
-weights, made anew when they have changed.
+weights, with adapters merged, made anew when they have changed.
 """
 
 from __future__ import annotations

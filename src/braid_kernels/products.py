@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from numba import carray
 from torch import Tensor
 
+from braid.models.lora import merged_weight
+
 from .calls import Calls, floats_at, result_of
 from .machine_code import c_function
 from .vectors import HAS_AVX512, LANES, LINE_BYTES, tile_product
@@ -122,7 +124,7 @@ class PackedProduct:
     """The product with linear layers of the same input as one."""
 
     def __init__(self, *modules: Any) -> None:
-        """`modules` have a `weight` and a `bias`, which may be None."""
+        """`modules` have a `weight` and a `bias`, which may be None, and may have adapters (models.lora)."""
         self._modules = modules
         self._size, self._depth = sum(len(module.weight) for module in modules), modules[0].weight.shape[1]
         num = -(-self._size // _COLUMNS)
@@ -132,8 +134,9 @@ class PackedProduct:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Copy the modules' weights."""
-        weight, padding = torch.cat([module.weight for module in self._modules]), len(self._bias) - self._size
+        """Copy the modules' weights, with adapters merged."""
+        weight = torch.cat([merged_weight(module) for module in self._modules])
+        padding = len(self._bias) - self._size
         self._panels.copy_(F.pad(weight, (0, 0, 0, padding)).view(-1, _COLUMNS, self._depth).transpose(1, 2))
         if self._modules[0].bias is not None:
             self._bias[: self._size] = torch.cat([module.bias for module in self._modules])

@@ -10,11 +10,13 @@ import pytest
 import torch
 from tests.rounding import assert_near
 
+from braid.config.backends import LoraConfig
 from braid.errors import ModelError
 from braid.models import selfcheck as models_selfcheck
 from braid.models.attention import LayerCall
 from braid.models.causal_lm import CausalLM
 from braid.models.fused import fuse
+from braid.models.lora import add_adapters
 from braid.rollout.engines.native.cache import Block, Bucket, DecodeAttention, KVCache, Need, Prompt
 from braid.rollout.engines.native.decoder import Decoder
 from braid.rollout.engines.native.selfcheck import check_decoding
@@ -131,26 +133,52 @@ def test_fused_layers_equal_the_model(kind: str, settings: dict[str, Any], tiny_
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=0.5, std=0.2)
     fuse(lm.model)
-    inputs = np.array([[5, 6, 7, 8], [0, 3, 11, 20]])
-
-    def logits(*, is_compiled: bool) -> torch.Tensor:
-        cache = KVCache(4096, 4)
-        cache.reserve([Need(64)] * 4)
-        generator = torch.Generator().manual_seed(0)
-        for _ in range(4):
-            cache.add(64)
-        (bucket,) = cache.buckets()
-        for layer in range(2):
-            shape = (4, HEADS, bucket.length, SIZE)
-            bucket.write(layer, 0, *(torch.randn(shape, generator=generator) for _ in range(2)))
-        decoder = Decoder(lm, cache, torch.device("cpu"), is_compiled=is_compiled)
-        assert (decoder._layers is not None) == is_compiled
-        decoder.refresh(has_new_weights=False)
-        decoder.logits(inputs + np.array([[1], [2]]))
-        return decoder.logits(inputs)[:4]  # the recorded step, with other tokens
-
+    compiled, plain = _decoder(lm, is_compiled=True), _decoder(lm, is_compiled=False)
     with torch.inference_mode():
-        assert_near(logits(is_compiled=True), logits(is_compiled=False), 3e-6)
+        assert_near(_logits(compiled), _logits(plain), 3e-6)
+
+
+def _decoder(lm: CausalLM, *, is_compiled: bool) -> Decoder:
+    """With random keys and values of four sequences."""
+    cache = KVCache(4096, 4)
+    cache.reserve([Need(64)] * 4)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        cache.add(64)
+    (bucket,) = cache.buckets()
+    for layer in range(2):
+        shape = (4, HEADS, bucket.length, SIZE)
+        bucket.write(layer, 0, *(torch.randn(shape, generator=generator) for _ in range(2)))
+    decoder = Decoder(lm, cache, torch.device("cpu"), is_compiled=is_compiled)
+    assert (decoder._layers is not None) == is_compiled
+    return decoder
+
+
+def _logits(decoder: Decoder) -> torch.Tensor:
+    inputs = np.array([[5, 6, 7, 8], [0, 3, 11, 20]])
+    decoder.refresh(has_new_weights=False)
+    decoder.logits(inputs + np.array([[1], [2]]))
+    return decoder.logits(inputs)[:4].clone()  # the recorded step, with other tokens
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("k_proj", "down_proj")], ids=str)
+def test_fused_layers_have_adapters_merged_as_they_are_after_each_update(
+    targets: tuple[str, ...], tiny_lm: TinyLM
+) -> None:
+    lm = tiny_lm("llama", attention_bias=True)
+    with torch.no_grad():
+        before = _logits(_decoder(lm, is_compiled=True))
+    add_adapters(lm.model, LoraConfig(rank=4, alpha=8, targets=targets), seed=0)
+    fused, plain = _decoder(lm, is_compiled=True), _decoder(lm, is_compiled=False)
+    with torch.no_grad():
+        assert torch.equal(_logits(fused), before)  # B = 0
+        for _ in range(2):
+            for _, adapter in lm.named_weights():
+                adapter.normal_(0, 0.2)
+            changed = _logits(fused)
+            assert_near(changed, _logits(plain), 3e-6)
+            assert (changed - before).abs().max() > 0.1
+            before = changed
 
 
 def test_layers_with_anything_added_are_left_to_transformers(tiny_lm: TinyLM) -> None:

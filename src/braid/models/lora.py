@@ -145,6 +145,14 @@ def merged_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name, recipe.weight([tensors[part] for part in recipe.parts])
 
 
+def merged_weight(layer: Any) -> Tensor:
+    """The weight [out, in] of a linear layer, with its adapter merged if it has one."""
+    if not hasattr(layer, "lora_A"):
+        return layer.weight
+    parts = layer.weight, layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
+    return Recipe((), layer.scaling[_ADAPTER]).weight(parts)
+
+
 def plain_copy(module: PreTrainedModel) -> PreTrainedModel:
     """Copy of the module with adapters merged and all weights trainable."""
     copy = deepcopy(module)

@@ -22,10 +22,12 @@ from .known_layers import epsilon_of, has_known_layers, products_of
 
 
 def can_fuse_on_gpu(lm: CausalLM) -> bool:
-    """Whether GpuLayers knows the model's layers, and heads have a size that its kernels can read."""
+    """Whether GpuLayers knows the model's layers, none has an adapter, and heads have a size that its kernels
+    can read."""
     return (
         has_kernels(lm.device)
         and has_known_layers(lm)
+        and not lm.has_adapters
         and all(
             layer.self_attn.head_dim <= 256 and layer.self_attn.head_dim % 2 == 0 for layer in _layers(lm)
         )

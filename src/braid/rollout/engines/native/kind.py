@@ -100,8 +100,7 @@ class Native(Engine):
         held, samples_in = dict[str, int](), self.dtype_in(config, parameters, has_gpus=has_gpus)
         if samples_in != config.model.dtype or config.pipeline:
             held["engine's copy"] = parameters * BYTES[samples_in]
-        is_packed = config.model.lora is None and parameters <= MOST_PACKED
-        if is_packed and self.may_compile(config, parameters, has_gpus=has_gpus):
+        if parameters <= MOST_PACKED and self.may_compile(config, parameters, has_gpus=has_gpus):
             held["engine's packed weights"] = parameters * BYTES["fp32"]
         return held
 

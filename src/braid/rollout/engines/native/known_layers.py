@@ -14,7 +14,7 @@ _LAYERS = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 
 
 def has_known_layers(lm: CausalLM) -> bool:
-    """Whether nothing is added to or changed in these layers."""
+    """Whether nothing but adapters is added to or changed in these layers."""
     backbone: Any = lm.backbone
     layers = getattr(backbone, "layers", ())
     return (
@@ -23,7 +23,11 @@ def has_known_layers(lm: CausalLM) -> bool:
         and all(type(layer).__name__ in _LAYERS for layer in layers)
         and backbone.config.hidden_act == "silu"
         and 2 * backbone.rotary_emb.inv_freq.numel() == layers[0].self_attn.head_dim
-        and all(isinstance(module, nn.Linear) for layer in layers for module in products_of(layer))
+        and all(
+            isinstance(getattr(module, "base_layer", module), nn.Linear)
+            for layer in layers
+            for module in products_of(layer)
+        )
         and all(type(p) in (Tensor, nn.Parameter) for p in lm.model.parameters())
         and all(
             changes_only_gradients(hook)
