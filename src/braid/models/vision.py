@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -149,9 +149,11 @@ _FAMILIES: dict[str, _Family] = {
 
 
 class Vision:
-    """How one model reads pictures. `is_trained`: the tower or its projector are."""
+    """How one model reads pictures. `is_trained`: the tower or its projector are, with the peak learning rate
+    `lr` if it is not None."""
 
     is_trained = False
+    lr: float | None = None
 
     def __init__(self, config: PreTrainedConfig, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """`config` is the whole model's, `processor` its image processor. Raises ModelError for an
@@ -364,7 +366,7 @@ def load_vision(
         processor = read(path, "model.path", "image processor", load, backend="pil", **remote)
     vision = Vision(model_config, processor, tokenizer)
     vision.limit(limits)
-    vision.is_trained = config.vision.train != "none"
+    vision.is_trained, vision.lr = config.vision.train != "none", config.vision.lr
     return vision
 
 
@@ -376,13 +378,17 @@ def modules_of_tower(model: PreTrainedModel) -> set[str]:
     return {name for name, module in model.named_modules() if id(module) not in modules}
 
 
+def tower_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Parameters of the vision tower and its projector, by name."""
+    tower = modules_of_tower(model)
+    return {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in tower}
+
+
 def freeze(model: PreTrainedModel, config: VisionConfig) -> None:
     """Freeze what `config` does not train of the vision tower and its projector."""
-    tower = modules_of_tower(model)
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] in tower:
-            is_projector = _PROJECTOR.search(name) is not None
-            parameter.requires_grad_(config.train == "all" or (config.train == "projector" and is_projector))
+    for name, parameter in tower_parameters(model).items():
+        is_projector = _PROJECTOR.search(name) is not None
+        parameter.requires_grad_(config.train == "all" or (config.train == "projector" and is_projector))
 
 
 def opened(image: Image) -> Any:

@@ -71,7 +71,7 @@ def _problems_of_pictures(config: RunConfig) -> Iterator[tuple[str, str]]:
         if (size := train.sequence_parallel) > 1:
             why = f"{size} devices would share a sequence, but the tokens of an image stay together"
             yield f"{key}.sequence_parallel", f"{why}; set it to 1, or remove model.vision"
-    if config.model.lora is not None and config.model.vision != VisionConfig():
+    if config.model.lora is not None and config.model.vision.train != "none":
         yield "model.vision.train", "model.lora freezes all but its adapters; set it to none"
     if config.env.kind == "program":
         yield "env.kind", "programs cannot send images; use another environment, or remove model.vision"
@@ -84,9 +84,14 @@ PICTURE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|visio
 class VisionConfig(Section):
     """How a vision-language model reads pictures."""
 
+    unused_while = (("train", "none", "lr"),)
+
     train: Literal["all", "projector", "none"] = "none"
     """What of it is trained beside the language model: the vision tower and the layers that project its
     features, only these layers, or neither."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate of what is trained of it, also in supervised fine-tuning and in the critic; that of
+    the language model when null. Schedules scale both alike."""
 
 
 class TowerSpec(Section):
