@@ -110,6 +110,31 @@ def marked_content(text: str, images: Sequence[Image]) -> Any:
     return parts
 
 
+_MIME = {".png": "image/png", ".jpg": "image/jpeg", ".gif": "image/gif", ".webp": "image/webp"}
+"""Types of files that servers with OpenAI's API read, by extension."""
+
+
+def data_uri(image: Image) -> str:
+    """The image as a data URI of a type that servers with OpenAI's API read; other files become PNG. Raises
+    ValueError if it cannot be read."""
+    kind, data = _MIME.get(extension_of(image)), image.data
+    if kind is None:
+        kind, data = _MIME[".png"], _encoded(opened(image))
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def opened(image: Image) -> Any:
+    """The image as PIL's, in RGB, turned as its EXIF data say. Raises ValueError if it cannot be read."""
+    import PIL.Image
+    from PIL import ImageOps
+
+    try:
+        with PIL.Image.open(BytesIO(image.data)) as file:
+            return ImageOps.exif_transpose(file).convert("RGB")
+    except Exception as error:  # Pillow's plugins raise many types for damaged files
+        raise ValueError(f"the image cannot be read: {type(error).__name__}: {error}") from error
+
+
 def _data_of(value: Any, base_dir: Path) -> bytes:
     if isinstance(value, Image):
         return value.data

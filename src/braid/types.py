@@ -65,6 +65,13 @@ class Placed(NamedTuple):
     image: Image
 
 
+class Encoded(NamedTuple):
+    """A conversation as a reward model reads it: its tokens, and the images that some of them stand for."""
+
+    ids: list[int]
+    images: tuple[Placed, ...] = ()
+
+
 def identity(ids: Sequence[int], images: Iterable[Placed]) -> tuple[int, ...]:
     """Equal for sequences with equal tokens and pictures: `ids` with a negative number of the picture in
     place of the tokens that stand for it."""

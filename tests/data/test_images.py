@@ -225,7 +225,7 @@ def test_a_column_of_images_that_is_not_read_is_said(folder: Path, caplog: pytes
 
 def test_a_truncated_file_is_refused_with_its_row(load: Loader) -> None:
     (load.folder / "half.png").write_bytes(IMAGE.data[: len(IMAGE.data) // 2])
-    assert "row 0: the picture cannot be read" in load.error({"prompt": "x", "image": "half.png"})
+    assert "row 0: the image cannot be read" in load.error({"prompt": "x", "image": "half.png"})
 
 
 def test_a_placeholder_in_the_text_of_a_row_is_refused(load: Loader) -> None:

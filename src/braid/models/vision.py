@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -32,7 +31,7 @@ from transformers import (
 from braid.config.data import ImageLimits
 from braid.config.model import ModelConfig, VisionConfig
 from braid.errors import ModelError
-from braid.images import image_of
+from braid.images import image_of, opened
 from braid.types import Image, Placed
 
 from .attention import ImageBlocks
@@ -389,18 +388,6 @@ def freeze(model: PreTrainedModel, config: VisionConfig) -> None:
     for name, parameter in tower_parameters(model).items():
         is_projector = _PROJECTOR.search(name) is not None
         parameter.requires_grad_(config.train == "all" or (config.train == "projector" and is_projector))
-
-
-def opened(image: Image) -> Any:
-    """The picture as PIL's, in RGB, turned as its EXIF data say. Raises ValueError if it cannot be read."""
-    import PIL.Image
-    from PIL import ImageOps
-
-    try:
-        with PIL.Image.open(BytesIO(image.data)) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
-    except Exception as error:  # Pillow's plugins raise many types for damaged files
-        raise ValueError(f"the picture cannot be read: {type(error).__name__}: {error}") from error
 
 
 @cache
