@@ -279,5 +279,5 @@ def test_images_that_the_reward_model_cannot_read_are_refused(tmp_path: Path) ->
     with pytest.raises(RewardError, match="tokens with images, which are not cut"):
         classifier.encode(look([0, 1], "a"))
     without = load(folder, images=True, template="{{ messages[-1].content }}")
-    with pytest.raises(RewardError, match="1 pictures, but 0 placeholders"):
+    with pytest.raises(RewardError, match="1 images, but 0 placeholders"):
         without.encode(look([0], "a"))

@@ -36,7 +36,7 @@ class TextInputs:
     end_token_ids: tuple[int, ...]
     """Ids of all tokens that end an answer."""
     vision: Vision | None = None
-    """How the model reads pictures; None if it reads only text."""
+    """How the model reads images; None if it reads only text."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids to text, with special tokens."""
