@@ -1,4 +1,4 @@
-"""Conversations with pictures, and what the trainer makes of them."""
+"""Conversations with images, and what the trainer makes of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MARK = -1
 Question = tuple[list[int], list[Image]]
 QUESTIONS: list[Question] = [
     ([5, MARK, 6, 7], [picture(1)]),
-    ([5, MARK, 6, 7], [picture(5)]),  # equal tokens, another picture
+    ([5, MARK, 6, 7], [picture(5)]),  # equal tokens, another image
     ([9, 8, 7], []),
     ([5, MARK, 11, MARK, 6, 7], [picture(0), picture(2)]),
 ]
@@ -57,8 +57,8 @@ def talk(
     async def converse(question: int, member: int) -> list[tuple[Request, Completion]]:
         ids, images = expanded(*questions[question])
         done: list[tuple[Request, Completion]] = []
-        for turn, (more, pictures) in enumerate([([], []), SECOND[member % 2]]):
-            new, placed = expanded(more, pictures)
+        for turn, (more, looked) in enumerate([([], []), SECOND[member % 2]]):
+            new, placed = expanded(more, looked)
             images = (*images, *(one._replace(start=one.start + len(ids)) for one in placed))
             ids = [*ids, *new]
             name = (question, member)

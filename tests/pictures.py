@@ -1,4 +1,4 @@
-"""Tiny vision-language models, and pictures for them."""
+"""Tiny vision-language models, and images for them."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def model_of(family: str, config: Any = None) -> PreTrainedModel:
 
 
 def picture(seed: int) -> Image:
-    """A picture of noise, of one of four sizes."""
+    """An image of noise, of one of four sizes."""
     height, width = [(16, 16), (16, 24), (24, 16), (8, 32)][seed % 4]
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     out = BytesIO()

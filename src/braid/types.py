@@ -47,7 +47,7 @@ Aggregation = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture as the bytes of its file. `key` identifies them: pictures with equal keys are equal."""
+    """An image as the bytes of its file. `key` identifies them: images with equal keys are equal."""
 
     key: str
     data: bytes = field(repr=False, compare=False)
@@ -58,15 +58,22 @@ class Image:
 
 
 class Placed(NamedTuple):
-    """A picture, and the positions of a sequence that stand for it: `num` from `start` on."""
+    """An image, and the positions of a sequence that stand for it: `num` from `start` on."""
 
     start: int
     num: int
     image: Image
 
 
+class Encoded(NamedTuple):
+    """A conversation as a reward model reads it: its tokens, and the images that some of them stand for."""
+
+    ids: list[int]
+    images: tuple[Placed, ...] = ()
+
+
 def identity(ids: Sequence[int], images: Iterable[Placed]) -> tuple[int, ...]:
-    """Equal for sequences with equal tokens and pictures: `ids` with a negative number of the picture in
+    """Equal for sequences with equal tokens and images: `ids` with a negative number of the image in
     place of the tokens that stand for it."""
     out = list(ids)
     for start, num, image in images:
@@ -76,7 +83,7 @@ def identity(ids: Sequence[int], images: Iterable[Placed]) -> tuple[int, ...]:
 
 class Message(TypedDict):
     """A chat message in the form that chat templates take. One with role `tool` answers the tool call with
-    its `tool_call_id`, of the tool `name`. A content with pictures is a list of parts,
+    its `tool_call_id`, of the tool `name`. A content with images is a list of parts,
     `{"type": "text", "text": str}` and `{"type": "image", "image": Image}`."""
 
     role: str
@@ -86,14 +93,14 @@ class Message(TypedDict):
 
 
 def text_of(content: Any) -> str:
-    """The text of a message's content, without its pictures."""
+    """The text of a message's content, without its images."""
     if isinstance(content, str):
         return content
     return "".join(part["text"] for part in content or () if part["type"] == "text")
 
 
 def images_in(messages: Iterable[Mapping[str, Any]]) -> list[Image]:
-    """The pictures of messages, in order."""
+    """The images of messages, in order."""
     contents = (message.get("content") for message in messages)
     parts = (part for content in contents if isinstance(content, list | tuple) for part in content)
     return [part["image"] for part in parts if part["type"] == "image"]
@@ -511,7 +518,7 @@ class Row:
     of the weights that wrote each position, 0 outside the mask.
 
     `action_size` is the number of positions of a robot's action, 1 unless these are its components. `images`
-    are the pictures that a language model reads.
+    are the images that a language model reads.
 
     `observations` are what the decisions observed, such as states or images: arrays of any dtype with one
     entry per decision, and a last one where the row goes on after its last decision. `observed` refers to

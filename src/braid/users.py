@@ -118,7 +118,7 @@ def truth(value: object, name: str) -> bool:
 
 
 def messages_of(values: object) -> Sequence[Message]:
-    """Messages of users, with text that can be tokenized; a content may be a list of parts with pictures (see
+    """Messages of users, with text that can be tokenized; a content may be a list of parts with images (see
     braid.images.content_of). Raises ValueError for all else."""
     form = 'messages must be a list of {"role": text, "content": text}'
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):

@@ -374,7 +374,7 @@ def test_layers_with_a_state_or_an_indexer_are_sharded(
 
 WITH_IMAGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{
-        f"{name}, {part} of the tower trained": ({"backend": name}, {"vision": {"train": part}})
+        f"{name}, {part} of the tower trained": ({"backend": name}, {"vision": {"train": part, "lr": 5e-3}})
         for name in ON_CPUS
         for part in ("none", "projector", "all")
     },

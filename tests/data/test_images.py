@@ -1,4 +1,4 @@
-"""Pictures in data rows: every form is the same picture, and what cannot be read is refused with its row."""
+"""Images in data rows: every form is the same image, and what cannot be read is refused with its row."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FORMS: dict[str, Callable[[Path], Any]] = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "a.png").write_bytes(IMAGE.data)
-    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "text.png").write_text("no image")
     return tmp_path
 
 
@@ -53,12 +53,12 @@ def vision() -> Vision:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_is_the_same_picture(form: str, folder: Path) -> None:
+def test_each_form_is_the_same_image(form: str, folder: Path) -> None:
     assert image_of(FORMS[form](folder), folder) == IMAGE
     assert images_of([FORMS[form](folder)] * 2, folder) == [IMAGE, IMAGE]
 
 
-def test_pictures_in_memory_are_stored_without_loss(folder: Path) -> None:
+def test_images_in_memory_are_stored_without_loss(folder: Path) -> None:
     pixels = np.arange(4 * 5 * 3, dtype=np.uint8).reshape(4, 5, 3)
     for value in (pixels, PIL.Image.fromarray(pixels)):
         with PIL.Image.open(BytesIO(image_of(value, folder).data)) as opened:
@@ -68,17 +68,17 @@ def test_pictures_in_memory_are_stored_without_loss(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("b.png", "no such picture: b.png"),
-        ("text.png", "10 bytes that are no picture"),
-        (b"x", "1 bytes that are no picture"),
+        ("b.png", "no such image: b.png"),
+        ("text.png", "8 bytes that are no image"),
+        (b"x", "1 bytes that are no image"),
         ("https://example.org/a.png", "is an address; download it"),
         ("data:image/png;base64,A", "is not base64"),
-        (3, "a picture must be a path"),
-        ({}, "a picture must be a path"),
-        ("x" * 5000, "no picture"),
+        (3, "an image must be a path"),
+        ({}, "an image must be a path"),
+        ("x" * 5000, "no image"),
     ],
 )
-def test_what_is_no_picture_is_refused(value: Any, message: str, folder: Path) -> None:
+def test_what_is_no_image_is_refused(value: Any, message: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=message):
         image_of(value, folder)
 
@@ -113,7 +113,7 @@ def load(folder: Path, vision: Vision) -> Loader:
         {"prompt": "what ?", "images": [{"path": "a.png", "bytes": None}]},
     ],
 )
-def test_a_prompt_has_the_tokens_of_its_pictures(row: dict[str, Any], load: Loader, vision: Vision) -> None:
+def test_a_prompt_has_the_tokens_of_its_images(row: dict[str, Any], load: Loader, vision: Vision) -> None:
     (prompt,) = load(row).prompts
     num = len(vision.tokenizer.encode(vision.read(IMAGE).text, add_special_tokens=False))
     text = TOKENIZER.encode("what ?", add_special_tokens=False)
@@ -121,7 +121,7 @@ def test_a_prompt_has_the_tokens_of_its_pictures(row: dict[str, Any], load: Load
     assert [(one.start, one.num, one.image) for one in prompt.images] == [(0, num, IMAGE)]
 
 
-def test_marks_place_pictures_and_chosen_columns_have_them(load: Loader) -> None:
+def test_marks_place_images_and_chosen_columns_have_them(load: Loader) -> None:
     (prompt,) = load({"prompt": "a <image> b <image>", "p": ["a.png", TEXT]}, images_key="p").prompts
     (first, second), (a, b) = prompt.images, TOKENIZER.encode("ab", add_special_tokens=False)
     assert [prompt.token_ids[i] for i in (0, first.start + first.num + 1)] == [a, b]
@@ -134,10 +134,10 @@ def test_marks_place_pictures_and_chosen_columns_have_them(load: Loader) -> None
         (
             {"prompt": "<image><image>", "image": "a.png"},
             {},
-            r"row 0: the text has 2 marks <image> and the row 1 pic",
+            r"row 0: the text has 2 marks <image> and the row 1 image",
         ),
-        ({"prompt": "x", "image": "b.png"}, {}, "row 0: no such picture: b.png"),
-        ({"prompt": "x", "image": "text.png"}, {}, "row 0: 10 bytes that are no picture"),
+        ({"prompt": "x", "image": "b.png"}, {}, "row 0: no such image: b.png"),
+        ({"prompt": "x", "image": "text.png"}, {}, "row 0: 8 bytes that are no image"),
         ({"prompt": "x"}, {"images_key": "p"}, "images_key"),
         (
             {"prompt": "x", "image": "a.png"},
@@ -152,14 +152,14 @@ def test_what_is_wrong_with_a_row_is_said(
     assert message.replace(r"\b", "") in load.error(row, **settings)
 
 
-def test_the_length_limit_counts_the_tokens_of_pictures(load: Loader) -> None:
+def test_the_length_limit_counts_the_tokens_of_images(load: Loader) -> None:
     rows = {"prompt": "x", "image": "a.png"}
     assert "all prompts are too long" in load.error(rows, max_prompt_tokens=4, overlong="drop")
     (prompt,) = load(rows, max_prompt_tokens=5).prompts
     assert len(prompt.token_ids) == 5
 
 
-def test_a_model_of_text_refuses_pictures(folder: Path) -> None:
+def test_a_model_of_text_refuses_images(folder: Path) -> None:
     load = Loader(folder, None)
     assert "the model reads only text; set model.vision" in load.error(
         {"prompt": "x", "p": "a.png"}, images_key="p"
@@ -182,9 +182,7 @@ TEMPLATE = (
         {"type": "image", "base64": TEXT},
     ],
 )
-def test_conversations_to_imitate_may_have_pictures(
-    part: dict[str, Any], folder: Path, vision: Vision
-) -> None:
+def test_conversations_to_imitate_may_have_images(part: dict[str, Any], folder: Path, vision: Vision) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "see "}, part]},
         {"role": "assistant", "content": "a"},
@@ -225,11 +223,11 @@ def test_a_column_of_images_that_is_not_read_is_said(folder: Path, caplog: pytes
 
 def test_a_truncated_file_is_refused_with_its_row(load: Loader) -> None:
     (load.folder / "half.png").write_bytes(IMAGE.data[: len(IMAGE.data) // 2])
-    assert "row 0: the picture cannot be read" in load.error({"prompt": "x", "image": "half.png"})
+    assert "row 0: the image cannot be read" in load.error({"prompt": "x", "image": "half.png"})
 
 
 def test_a_placeholder_in_the_text_of_a_row_is_refused(load: Loader) -> None:
-    assert "the prompt has 0 pictures, but 1 placeholders (<|image_pad|>)" in load.error(
+    assert "the prompt has 0 images, but 1 placeholders (<|image_pad|>)" in load.error(
         {"prompt": "x<|image_pad|>"}
     )
 
@@ -247,14 +245,14 @@ def test_an_array_may_be_a_part_of_a_message() -> None:
     assert isinstance(message["content"][0]["image"], Image)
 
 
-def test_a_copy_for_another_process_has_no_pictures(vision: Vision) -> None:
+def test_a_copy_for_another_process_has_no_images(vision: Vision) -> None:
     vision.read(IMAGE)
     again = pickle.loads(pickle.dumps(vision))
     assert not again._recent
     assert again.expand([PAD], [IMAGE]) == vision.expand([PAD], [IMAGE])
 
 
-def test_limits_scale_pictures_and_are_refused_where_a_model_has_a_size_of_its_own() -> None:
+def test_limits_scale_images_and_are_refused_where_a_model_has_a_size_of_its_own() -> None:
     vision = vision_of("qwen3_vl")
     num = vision.num_tokens(IMAGE)
     vision.limit(ImageLimits(max_pixels=64))

@@ -1,4 +1,4 @@
-"""Packed rows with pictures give the log-probs and gradients of the plain model's, row by row."""
+"""Packed rows with images give the log-probs and gradients of the plain model's, row by row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from braid.config.schema import RunConfig
 from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
 from braid.models.roles import make_critic, make_policy
-from braid.models.selfcheck import check_pictures
+from braid.models.selfcheck import check_images
 from braid.models.value import ValueModel
 from braid.models.vision import Vision, modules_of_tower
 from braid.training.packing import pack
@@ -27,7 +27,7 @@ RESERVED = list({token for family in FAMILIES for token in vision_of(family).res
 
 
 def _conversations(vision: Vision) -> list[tuple[list[int], list[Image]]]:
-    """Rows with 0, 1 and 2 pictures, two of which share a prompt with one."""
+    """Rows with 0, 1 and 2 images, two of which share a prompt with one."""
     rng = np.random.default_rng(0)
 
     def text(num: int) -> list[int]:
@@ -65,7 +65,7 @@ def _plain_logprobs(model: Any, vision: Vision, ids: Sequence[int], images: Sequ
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_with_pictures_are_those_of_the_plain_model(family: str, recomputes: bool) -> None:
+def test_packed_rows_with_images_are_those_of_the_plain_model(family: str, recomputes: bool) -> None:
     model, vision = model_of(family), vision_of(family)
     plain = copy.deepcopy(model)
     lm = CausalLM(model)
@@ -77,7 +77,7 @@ def test_packed_rows_with_pictures_are_those_of_the_plain_model(family: str, rec
         end = placed[0].start + placed[0].num + 4 if number in (1, 2) else 1
         rows.append(_row(expanded, placed, end))
     batch = pack(rows, torch.device("cpu"))
-    assert sum(num for _, num in batch.shared), "two rows share a prompt with a picture"
+    assert sum(num for _, num in batch.shared), "two rows share a prompt with an image"
     got = lm.forward(batch, frozenset({"logprobs"}))["logprobs"]
     weights = torch.rand(len(got), generator=torch.Generator().manual_seed(0))
     (got * weights).sum().backward()
@@ -101,7 +101,7 @@ def test_packed_rows_with_pictures_are_those_of_the_plain_model(family: str, rec
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_picture_that_no_row_has_gives_the_weights_that_one_reaches_a_gradient_of_0(family: str) -> None:
+def test_an_image_that_no_row_has_gives_the_weights_that_one_reaches_a_gradient_of_0(family: str) -> None:
     model, vision = model_of(family), vision_of(family)
     lm = CausalLM(model)
     lm.vision = vision
@@ -127,7 +127,7 @@ def test_a_picture_that_no_row_has_gives_the_weights_that_one_reaches_a_gradient
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_another_picture_changes_the_log_probs(family: str) -> None:
+def test_another_image_changes_the_log_probs(family: str) -> None:
     model, vision = model_of(family), vision_of(family)
     lm = CausalLM(model)
     lm.vision = vision
@@ -145,7 +145,7 @@ def test_the_load_check_accepts_a_model_and_refuses_one_that_is_wrong(
 ) -> None:
     lm = CausalLM(model_of(family))
     lm.vision = vision_of(family)
-    check_pictures(lm, lm.vision)
+    check_images(lm, lm.vision)
     backbone: Any = lm.backbone
     encode = type(backbone).get_image_features
 
@@ -160,18 +160,18 @@ def test_the_load_check_accepts_a_model_and_refuses_one_that_is_wrong(
         return out
 
     monkeypatch.setattr(type(backbone), "get_image_features", blind)
-    with pytest.raises(ModelError, match="does not see pictures"):
-        check_pictures(lm, lm.vision)
+    with pytest.raises(ModelError, match="does not see images"):
+        check_images(lm, lm.vision)
     monkeypatch.undo()
-    if lm.vision._family.has_grid:  # the positions after a picture are off by one
+    if lm.vision._family.has_grid:  # the positions after an image are off by one
         coordinates = Vision.coordinates
         monkeypatch.setattr(
             Vision,
             "coordinates",
             lambda self, length, images: coordinates(self, length, images) + (np.arange(length + 1) > 12),
         )
-        with pytest.raises(ModelError, match="packed rows that have pictures"):
-            check_pictures(lm, lm.vision)
+        with pytest.raises(ModelError, match="packed rows that have images"):
+            check_images(lm, lm.vision)
 
 
 def test_a_critic_trains_what_the_config_says_of_the_tower() -> None:
@@ -188,7 +188,7 @@ def test_a_critic_trains_what_the_config_says_of_the_tower() -> None:
         assert any("language_model" in name for name in trained)
 
 
-def test_a_critic_sees_the_pictures_of_its_rows() -> None:
+def test_a_critic_sees_the_images_of_its_rows() -> None:
     lm = CausalLM(model_of("qwen3_vl"))
     lm.vision = vision_of("qwen3_vl")
     critic = ValueModel.copy_of(lm)

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from email.utils import formatdate
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.leftovers import LIMIT_S
+from tests.pictures import picture
 
 from braid.config.reward import RewardConfig
 from braid.errors import ConfigError, RewardError
 from braid.http import retry_after_s
+from braid.images import opened
 from braid.report.metrics import Metrics
 from braid.rewards.base import Services
 from braid.rewards.judge import backoff_s
 from braid.rewards.kinds import JudgeReward
 from braid.rewards.scorer import Scorer, build_scorer
-from braid.types import Message, Status, Trajectory
+from braid.types import Image, Message, Status, Trajectory
 
 from .server import Answer, completion, serving
 
@@ -66,6 +71,37 @@ def test_the_judge_sees_the_answer_and_its_last_number_is_the_score(answered: An
             },
         ],
     }
+
+
+def _looked(answered: Answered, *images: Image) -> Trajectory:
+    """An answer to a prompt with these images."""
+    trajectory = answered("42", answer="41")
+    shown = [{"type": "image", "image": image} for image in images]
+    content = [*shown, {"type": "text", "text": "the task"}]
+    prompt = replace(trajectory.prompt, messages=({"role": "user", "content": content},))
+    trajectory.prompt = prompt
+    return trajectory
+
+
+def test_a_judge_of_images_gets_those_of_the_prompt_before_the_text(answered: Answered, score: Score) -> None:
+    png, bmp = picture(0), BytesIO()
+    opened(picture(1)).save(bmp, "BMP")
+    with serving(lambda *_: completion("7")) as server:
+        (scored,) = score([_looked(answered, png, Image.of(bmp.getvalue()))], judge(server.url, images=True))
+        score([_looked(answered, png)], judge(server.url))
+        score([answered("42", answer="41")], judge(server.url, images=True))
+    assert scored.reward == 7.0
+    shown, text_only, without = (body["messages"][0]["content"] for _, _, body in server.requests)
+    question = "Task: the task\nReference: 41\nAnswer: 42\nScore from 1 to 10?"
+    assert text_only == without == question
+    *images, text = shown
+    assert text == {"type": "text", "text": question}
+    assert [part["type"] for part in images] == ["image_url"] * 2
+    heads, files = zip(*(part["image_url"]["url"].split(",", 1) for part in images), strict=True)
+    assert heads == ("data:image/png;base64",) * 2
+    assert base64.b64decode(files[0]) == png.data
+    sent = [opened(Image.of(base64.b64decode(file))).tobytes() for file in files]
+    assert sent == [opened(picture(number)).tobytes() for number in (0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Pictures in the native engine: its log-probs are those of training, in groups and over turns."""
+"""Images in the native engine: its log-probs are those of training, in groups and over turns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_sampled_log_probs_are_those_of_training(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "internvl", "gemma3"])
-def test_stored_prefixes_with_pictures_change_no_number(family: str) -> None:
+def test_stored_prefixes_with_images_change_no_number(family: str) -> None:
     lm = make_lm(family)
     cached, anew = (talks(lm, prefix_caching=flag) for flag in (True, False))
     for name, (_, completion) in anew.items():
@@ -43,14 +43,14 @@ def test_stored_prefixes_with_pictures_change_no_number(family: str) -> None:
         assert np.allclose(cached[name][1].logprobs, completion.logprobs, atol=bound)
 
 
-def test_equal_tokens_with_another_picture_are_another_prompt() -> None:
+def test_equal_tokens_with_another_image_are_another_prompt() -> None:
     done = talks(make_lm("qwen3_vl"), members=1)
     assert done[0, 0, 0][0].prompt_ids == done[1, 0, 0][0].prompt_ids
     assert done[0, 0, 0][0].identity != done[1, 0, 0][0].identity
     assert not np.allclose(done[0, 0, 0][1].logprobs, done[1, 0, 0][1].logprobs, atol=1e-3)
 
 
-def test_a_picture_is_encoded_once_per_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_encoded_once_per_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = make_lm("qwen3_vl")
     backbone: Any = lm.backbone
     read: list[int] = []

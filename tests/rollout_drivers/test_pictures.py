@@ -1,4 +1,4 @@
-"""Agents that look: pictures in openings and replies reach the engine, rows and the trainer."""
+"""Agents that look: images in openings and replies reach the engine, rows and the trainer."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shows(text: str, *images: Image) -> dict[str, Any]:
 
 
 class Gallery:
-    """Shows a picture, then another, or two; and ends."""
+    """Shows an image, then another, or two; and ends."""
 
     def __init__(self) -> None:
         self._shown = 0
@@ -72,7 +72,7 @@ def groups(lm: CausalLM) -> list[Group]:
     return groups
 
 
-def test_rows_have_the_pictures_where_their_tokens_are(groups: list[Group]) -> None:
+def test_rows_have_the_images_where_their_tokens_are(groups: list[Group]) -> None:
     rows = rows_of(groups)
     assert len(rows) == 9
     for row in rows:
@@ -95,7 +95,7 @@ def test_sampled_log_probs_are_those_of_training(groups: list[Group], lm: Causal
         assert np.abs(part.numpy()[row.mask[first:]] - sampled).max() < 1e-5
 
 
-def test_pictures_are_stored_once_and_come_back(groups: list[Group], tmp_path: Any) -> None:
+def test_images_are_stored_once_and_come_back(groups: list[Group], tmp_path: Any) -> None:
     write_samples(tmp_path / "round_000001.jsonl", groups)
     assert {file.name for file in (tmp_path / "images").iterdir()} == {f"{one.key}.png" for one in SEEN}
     for sample, original in zip(
@@ -108,7 +108,7 @@ def test_pictures_are_stored_once_and_come_back(groups: list[Group], tmp_path: A
         assert back[0][0].image.data == SEEN[0].data
 
 
-def test_a_model_of_text_makes_a_picture_an_invalid_episode() -> None:
+def test_a_model_of_text_makes_an_image_an_invalid_episode() -> None:
     lm = CausalLM(model_of("qwen3_vl"))
     engine, chat = make_engine(lm), ChatFormat(TOKENIZER, end_token_ids=(1,))
     driver = AgentDriver(engine, Gallery, chat, SAMPLING, LIMITS, seed=1, retries=0)

@@ -119,6 +119,13 @@ def test_a_resumed_run_equals_the_unbroken_one(config: Path) -> None:
         (["rollout.engine={kind: vllm, tensor_parallel: 2}"], "not tested on 2 devices per engine"),
         (["model.lora={rank: 2}"], "model.lora freezes all but its adapters"),
         (["model.build={architecture: qwen3}"], "qwen3 has no vision tower"),
+        (
+            [
+                "model={build: {}}",
+                "reward.parts=[{kind: judge, url: policy, prompt: '{response}', images: true}]",
+            ],
+            r"reward.parts\[0\].images: prompts have no images, since the policy reads only text",
+        ),
         (["model.build.tower.patch_size=5"], "is not a multiple of 2 x patch_size=5"),
     ],
 )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+from braid.config.schema import RunConfig
 from braid.config.train import OptimizerConfig, ScheduleConfig
-from braid.training.optimizer import (
-    build_optimizer,
-    lr_factor,
-    set_rate,
-)
+from braid.models.roles import make_critic, make_policy
+from braid.training.optimizer import build_optimizer, lr_factor, peak_rates, set_rate
 
 
 def _factors(total: int, **schedule: object) -> list[float]:
@@ -132,10 +133,10 @@ def test_sgd_uses_the_plain_gradient() -> None:
     assert module.bias.item() == pytest.approx(1 - 0.1 * 3)
 
 
-def test_a_value_head_has_its_own_rate_at_every_point_of_the_schedule() -> None:
+def test_parameters_with_a_peak_rate_have_it_at_every_point_of_the_schedule() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    config = OptimizerConfig(kind="sgd", lr=0.1, value_lr=0.4)
-    optimizer = build_optimizer(module, config, module[1])
+    config = OptimizerConfig(kind="sgd", lr=0.1)
+    optimizer = build_optimizer(module, config, dict.fromkeys(module[1].parameters(), 0.4))
     before = [p.detach().clone() for p in module.parameters()]
     for p in module.parameters():
         p.grad = torch.ones_like(p)
@@ -145,7 +146,33 @@ def test_a_value_head_has_its_own_rate_at_every_point_of_the_schedule() -> None:
     assert moved == pytest.approx([0.05, 0.05, 0.2, 0.2])  # float32 subtraction
 
 
-def test_without_its_own_rate_a_value_head_changes_no_group() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    groups = build_optimizer(module, OptimizerConfig(), module[1]).param_groups
-    assert [len(group["params"]) for group in groups] == [2, 2]
+VISION = {
+    "architecture": "qwen3_vl", "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 2,
+    "num_kv_heads": 1, "head_dim": 8, "tower": {"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "depth": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "part", "is_changed"),
+    [
+        (make_policy, "all", "visual"),
+        (make_policy, "projector", "merger"),
+        (make_critic, "all", "visual|value_head"),
+    ],
+)
+def test_the_tower_and_the_value_head_have_their_own_rates(make: Any, part: str, is_changed: str) -> None:
+    model = {"build": VISION, "vision": {"train": part, "lr": 0.2}}
+    optimizer = {"kind": "sgd", "lr": 0.1, "value_lr": 0.2}
+    config = RunConfig.model_validate({"model": model, "train": {"optimizer": optimizer}})
+    made = make(config, torch.device("cpu"))
+    rates = peak_rates(made, config.train.optimizer)
+    trained = {name: p for name, p in made.module.named_parameters() if p.requires_grad}
+    assert any(re.search(is_changed, name) for name in trained)
+    assert {name: rates.get(p, 0.1) for name, p in trained.items()} == {
+        name: 0.2 if re.search(is_changed, name) else 0.1 for name in trained
+    }
+
+
+def test_without_rates_of_their_own_the_tower_and_the_value_head_have_that_of_the_model() -> None:
+    config = RunConfig.model_validate({"model": {"build": VISION, "vision": {"train": "all"}}})
+    assert peak_rates(make_critic(config, torch.device("cpu")), config.train.optimizer) == {}

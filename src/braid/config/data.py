@@ -29,7 +29,7 @@ class _Source(Section):
     """Column of the reference answer (`answer` in rewards); null for none, also where a column is called
     `answer`. Of a list, any item is correct."""
     images_key: str | None = None
-    """Column of pictures: one or a list of paths, bytes, base64 or `{bytes, path}`; `images` or `image` when
+    """Column of images: one or a list of paths, bytes, base64 or `{bytes, path}`; `images` or `image` when
     null. `<image>` in the prompt places each; without it they come first."""
     source_key: str | None = None
     """Column of each row's source name, for metrics and rewards' `sources`; this source's name when null."""
@@ -145,7 +145,7 @@ class MixShare(Section):
 
 
 class ImageLimits(Section):
-    """Sizes to which pictures are scaled before the model reads them."""
+    """Sizes to which images are scaled before the model reads them."""
 
     min_pixels: PositiveInt | None = None
     """Fewest pixels (width x height); the processor's own limit when null."""
@@ -182,7 +182,7 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Additional variables of the chat template, such as {enable_thinking: false}."""
     image: ImageLimits = Field(default_factory=ImageLimits)
-    """Sizes of pictures in prompts."""
+    """Sizes of images in prompts."""
     shuffle: bool = True
     """Shuffle training prompts anew in each epoch."""
     seed: NonNegativeInt | None = None

@@ -69,7 +69,7 @@ class ModelConfig(Section):
     """Train low-rank adapters instead of all weights of the policy. A reference without a path is the base
     model with the initial adapters; a critic has none. Checkpoints store adapters, exports merged weights."""
     vision: VisionConfig | None = None
-    """Read pictures in prompts with a vision-language model's tower; null: read only text, with the language
+    """Read images in prompts with a vision-language model's tower; null: read only text, with the language
     model alone where transformers has it."""
     vla: VlaConfig | None = None
     """Settings of the vision-language-action policy in `path`."""
@@ -112,7 +112,7 @@ class ModelConfig(Section):
             what = " and ".join(sources) if sources else "none"
             raise ValueError(f"set exactly one of path, build and mlp, not {what}")
         if self.vision is not None and self.kind.is_robot:
-            raise ValueError("vision is how a language model reads pictures; remove it")
+            raise ValueError("vision is how a language model reads images; remove it")
         if self.gguf is not None and (self.path is None or self.vla is not None):
             raise ValueError(
                 "gguf is the name of a language model's file in the folder path; remove it"

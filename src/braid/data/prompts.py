@@ -54,7 +54,7 @@ RECENT_PROMPTS = 4096
 """Prompts that are kept after they were read."""
 NOTHING = np.empty(0, np.int64)
 _IMAGE_COLUMNS = ("images", "image")
-"""Columns of pictures where `images_key` is null."""
+"""Columns of images where `images_key` is null."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +225,7 @@ def load_prompts(
     `Prompt.uid` contains the source's name in the config; `Prompt.source` is the value of the `source_key`
     column, or that name if there is no `source_key`; `Prompt.fields` is the row, with the reference answer
     under `answer`, which is absent if `answer_key` is null. Relative paths start from `base_dir`. `vision`
-    places pictures.
+    places images.
     """
     parts: list[SourcePrompts] = []
     counts: dict[str, SourceCounts] = {}
@@ -303,7 +303,7 @@ def _source_name(source: SourceRows, index: int) -> str:
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """The prompt of one row: its index in the source, messages, tokens, whether these come from the chat
-    template, and its pictures."""
+    template, and its images."""
 
     index: int
     messages: tuple[Message, ...]
@@ -314,7 +314,7 @@ class Encoded:
 
 class _Unmeasured(NamedTuple):
     """A prompt's text before it is tokenized, whether it comes from the chat template, the number of its
-    pictures, and of the tokens that these have beyond their placeholders."""
+    images, and of the tokens that these have beyond their placeholders."""
 
     text: str
     is_templated: bool
@@ -364,13 +364,13 @@ class Encoder:
         messages, is_chat = _messages(self.source, index, self._used, self._images(index), self._base_dir)
         if self._vision is None and images_in(messages):
             raise DataError(
-                f"{self.source.where(index)}: the prompt has a picture, but the model reads only text; set "
+                f"{self.source.where(index)}: the prompt has an image, but the model reads only text; set "
                 "model.vision"
             )
         return messages, _use_chat_template(self.source, index, is_chat, self._config, self._tokenizer)
 
     def _images(self, index: int) -> list[Image]:
-        """The pictures in a row's columns."""
+        """The images in a row's columns."""
         source, key = self.source, self.source.config.images_key
         if key is None:
             row = source.rows[index] if self._vision is not None else {}
@@ -405,7 +405,7 @@ class Encoder:
     def _expanded(
         self, index: int, token_ids: tuple[int, ...], messages: Sequence[Message]
     ) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
-        """Tokens with those that stand for the pictures of a row, and where these are."""
+        """Tokens with those that stand for the images of a row, and where these are."""
         if self._vision is None:
             return token_ids, ()
         try:
@@ -415,7 +415,7 @@ class Encoder:
         return tuple(expanded), placed
 
     def _check_places(self, index: int, token_ids: Sequence[int], num_images: int) -> None:
-        """Raise DataError if a row's tokens do not have a placeholder for each of its pictures."""
+        """Raise DataError if a row's tokens do not have a placeholder for each of its images."""
         try:
             if self._vision is not None:
                 self._vision.places(token_ids, num_images)
@@ -436,7 +436,7 @@ class Encoder:
         limit = self._config.max_prompt_tokens
         if images_in(messages):
             raise DataError(
-                f"{self.source.where(index)}: with its pictures the prompt has more than "
+                f"{self.source.where(index)}: with its images the prompt has more than "
                 f"data.max_prompt_tokens={limit} tokens, and it cannot be cut; raise it, or set "
                 "data.overlong to drop"
             )
@@ -627,7 +627,7 @@ def _messages(
     source: SourceRows, index: int, used: Sequence[str], images: Sequence[Image], base_dir: Path
 ) -> tuple[tuple[Message, ...], bool]:
     """A row's prompt as chat messages, and whether the row itself holds chat messages. `used` are the columns
-    in the template, `images` the pictures in columns."""
+    in the template, `images` the images in columns."""
     config, where, column = source.config, source.where(index), source.config.prompt_key
     value = source.cell(index, "prompt_key", column) if "prompt" in used else source.rows[index].get(column)
     if isinstance(value, str) and is_chat(parsed := parse_json(value)):
@@ -665,7 +665,7 @@ def _messages(
 
 
 def _with_images(text: str, images: Sequence[Image], where: str) -> Any:
-    """Text, or parts with the pictures of a row in place of its marks."""
+    """Text, or parts with the images of a row in place of its marks."""
     try:
         return marked_content(text, images) if images else text
     except ValueError as error:

@@ -34,7 +34,7 @@ Conversation = Callable[
     list[tuple[list[int], list[int], list[bool], tuple[Placed, ...]]],
 ]
 """From messages and tool schemas to examples: the tokens of the prompt, those after it, which of these the
-policy writes, and the pictures."""
+policy writes, and the images."""
 
 Piece = tuple[str, bool]
 """Part of a response, and whether the policy writes it (True) or reads it (False, an environment's reply)."""

@@ -39,7 +39,7 @@ class TrainableModel(ABC):
     """A policy or critic of any kind, as used by the training backends. `module` holds the trained
     parameters; `value_head` computes "values", None for a policy without one. `num_experts` is that of
     a layer of routed experts whose load is measured; 0 without. `vision` says how a language model reads
-    pictures; None if it reads only text."""
+    images; None if it reads only text."""
 
     module: nn.Module
     value_head: ValueHead | None = None

@@ -33,7 +33,7 @@ class PackedBatch:
     those of an earlier row. They are stored once, with the earlier row, and T counts them once. (0, 0), or an
     empty tuple for the whole batch, means that nothing is shared.
 
-    `images` are the pictures of each row [B], empty where no row has any. With `runs_tower` the vision tower
+    `images` are the images of each row [B], empty where no row has any. With `runs_tower` the vision tower
     runs also if there are none (see SingleBackend).
 
     `on_host` has copies of tensors of the batch in host memory, by name: to read them from a GPU, the host

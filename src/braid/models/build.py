@@ -15,7 +15,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from braid.models.kinds.language import PICTURE_TOKENS, BuildSpec, TowerSpec
+from braid.models.kinds.language import IMAGE_TOKENS, BuildSpec, TowerSpec
 
 VOCAB_MULTIPLE = 16
 """Vocabulary sizes are rounded up to a multiple of this for faster matrix products. The added tokens are
@@ -36,8 +36,8 @@ def build_model(
 
 def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
     """Settings of a model's config that follow from its tokenizer."""
-    of_pictures = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    pictures = zip(of_pictures, PICTURE_TOKENS, strict=True)
+    of_images = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    names = zip(of_images, IMAGE_TOKENS, strict=True)
     pad: Any = tokenizer.pad_token_id
     end: Any = tokenizer.eos_token_id
     known = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
@@ -46,7 +46,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
         "pad_token_id": pad,
         "bos_token_id": None,
         "eos_token_id": end,
-        **{name: known[token] for name, token in pictures if token in known},
+        **{name: known[token] for name, token in names if token in known},
     }
 
 

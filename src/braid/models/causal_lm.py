@@ -107,7 +107,7 @@ class CausalLM(TrainableModel):
         has_hooks = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
         accumulates = self._writes_gradients and not has_hooks
         bias = self._head.bias
-        if self.vision is not None:  # a placeholder that the policy wrote would stand for no picture
+        if self.vision is not None:  # a placeholder that the policy wrote would stand for no image
             excluded = self._excluded
             if excluded is None or (excluded.device, excluded.dtype) != (weight.device, weight.dtype):
                 with torch.inference_mode(False):  # training uses what an engine has made
@@ -127,7 +127,7 @@ class CausalLM(TrainableModel):
         self, input_ids: Tensor, positions: Tensor, context: AttentionContext, sight: Sight | None = None
     ) -> Tensor:
         """Last hidden states [T, D], after the final norm, of token ids [T] at positions [T] in their
-        sequences, with the pictures of `sight`."""
+        sequences, with the images of `sight`."""
         return hidden_states(self.backbone, input_ids, positions, context, sight)
 
     def sight(self, spans: Sequence[Span]) -> Sight | None:
@@ -274,7 +274,7 @@ def hidden_states(
     sight: Sight | None = None,
 ) -> Tensor:
     """[T], [T] -> [T, D]: run the backbone over a flat sequence of tokens with the attention of `context`
-    and the pictures of `sight`. Raises ModelError if transformers would use another one, in which all tokens
+    and the images of `sight`. Raises ModelError if transformers would use another one, in which all tokens
     are one sequence."""
     chosen = backbone.config._attn_implementation
     if chosen != attention.IMPLEMENTATION and getattr(backbone, _USES_CONTEXT, False):
@@ -283,14 +283,14 @@ def hidden_states(
             "the sequences of a batch would attend to each other; don't share it with another model: pass "
             "that one a copy.deepcopy of the config"
         )
-    places, pictures = positions.unsqueeze(0), dict[str, Any]()
+    places, images = positions.unsqueeze(0), dict[str, Any]()
     if sight is not None:
         places = places if sight.coordinates is None else sight.coordinates.unsqueeze(1)
-        pictures = {} if sight.features is None else {"mm_encoder_outputs": {"image": sight.features}}
+        images = {} if sight.features is None else {"mm_encoder_outputs": {"image": sight.features}}
         if sight.blocks is not None:
             cast("Any", context).see(sight.blocks)
     with attention.attending(context):
-        out = backbone(input_ids=input_ids.unsqueeze(0), position_ids=places, use_cache=False, **pictures)
+        out = backbone(input_ids=input_ids.unsqueeze(0), position_ids=places, use_cache=False, **images)
     return out.last_hidden_state[0]
 
 
@@ -310,7 +310,7 @@ def states_before(
         ids, positions = ranks.cut(ids), ranks.cut(positions)
     sight, zero = None, None
     if batch.images:
-        assert vision is not None, "the plan refuses pictures for models that read only text"
+        assert vision is not None, "the plan refuses images for models that read only text"
         begin = [num for _, num in batch.shared] or [0] * len(batch.lengths)
         sight = vision.sight(backbone, list(map(Span, begin, batch.lengths, batch.images)), batch.device)
     if batch.runs_tower and (sight is None or sight.features is None):

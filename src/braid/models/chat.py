@@ -65,7 +65,7 @@ class ChatFormat:
         """Without `use_template`, or a template of the tokenizer, messages are texts without roles, and
         results of tools are in a tag. `tool_format` None: that of the template. `thinking`: keep that of
         earlier turns, or do as the template does. `replies` to the policy: messages, or text within its
-        answer. `vision` places pictures; None if the model reads only text."""
+        answer. `vision` places images; None if the model reads only text."""
         template: Any = tokenizer.chat_template if use_template else None
         if isinstance(template, dict):
             template = template.get("tool_use", template.get("default"))
@@ -109,18 +109,18 @@ class ChatFormat:
     def expand(
         self, ids: list[int], messages: Sequence[Mapping[str, Any]]
     ) -> tuple[list[int], tuple[Placed, ...]]:
-        """The tokens `ids` of `messages`, with those that stand for their pictures in place of one
+        """The tokens `ids` of `messages`, with those that stand for their images in place of one
         placeholder each; and where these are. Raises ModelError if the model reads only text, or the template
-        does not show a picture."""
+        does not show an image."""
         images = images_in(messages)
         if self._vision is not None:
             return self._vision.expand(ids, images)
         if images:
-            raise ModelError("a message has a picture, but the model reads only text; set model.vision")
+            raise ModelError("a message has an image, but the model reads only text; set model.vision")
         return ids, ()
 
     def opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[int]:
-        """Tokens of a conversation, up to the start of the policy's answer. Each picture is a placeholder, as
+        """Tokens of a conversation, up to the start of the policy's answer. Each image is a placeholder, as
         in all tokens of messages here; see `expand`."""
         start = leading_tokens(self.tokenizer) if self.is_plain else []
         return start + self._encode(self._render(messages, tools))
@@ -183,7 +183,7 @@ class ChatFormat:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSchema] = ()
     ) -> list[tuple[list[int], list[int], list[bool], tuple[Placed, ...]]]:
         """A conversation to imitate, with answers of the role `assistant`: tokens of the prompt, those after
-        it, which of these the policy writes (not those of answers whose `weight` is 0), and the pictures in
+        it, which of these the policy writes (not those of answers whose `weight` is 0), and the images in
         all of these tokens. Another example begins where a new segment would in an episode, when the template
         drops the reasoning of earlier turns. Raises ModelError if the template does not show an answer where
         the policy would write it."""
@@ -471,11 +471,11 @@ class ChatFormat:
             raise ModelError(f"the chat template rejects messages with the roles {roles}: {error}") from error
 
     def _plain(self, content: Any) -> str:
-        """Text, with a placeholder for each picture."""
+        """Text, with a placeholder for each image."""
         return plain_content(content, "" if self._vision is None else self._vision.mark)
 
     def _marked(self, value: Any) -> Any:
-        """`value` with a mark after the first character of each added token in its texts, and pictures as
+        """`value` with a mark after the first character of each added token in its texts, and images as
         transformers' templates take them."""
         if isinstance(value, Mapping):
             if value.get("type") == "image":

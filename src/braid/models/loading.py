@@ -58,7 +58,7 @@ def load_policy(  # noqa: PLR0913
 
     `seed` is used for random weights (`build`, `lora`); `key` is the config section named in errors; `train`
     selects the kernels (default: the schema's defaults); `longest` is the run's longest row in tokens (None:
-    any length), beyond which the model is not checked. `images` are the limits of pictures.
+    any length), beyond which the model is not checked. `images` are the limits of images.
 
     With `rank` the model stays in host memory, to be sharded over ranks. With `low_memory_load` only rank 0
     reads the files; the weights of the others take no memory until they are written to. Raises ModelError.

@@ -71,7 +71,7 @@ def check_against_plain(lm: CausalLM, longest: int | None = None) -> None:
     check_tiny_copy(lm, PACKED_ROWS, longest)
     check_own_weights(lm, PACKED_ROWS, longest)
     if lm.vision is not None:
-        check_pictures(lm, lm.vision)
+        check_images(lm, lm.vision)
 
 
 @torch.no_grad()
@@ -131,53 +131,53 @@ def check_own_weights(lm: CausalLM, check: Check, longest: int | None) -> None:
 
 
 @torch.no_grad()
-def check_pictures(lm: CausalLM, vision: Vision) -> None:
-    """Compare packed rows with no, one and two pictures, two of which share one, with the model's own forward
-    pass over each; and see that another picture gives other log-probs. Raises ModelError."""
+def check_images(lm: CausalLM, vision: Vision) -> None:
+    """Compare packed rows with no, one and two images, two of which share one, with the model's own forward
+    pass over each; and see that another image gives other log-probs. Raises ModelError."""
     model, name = lm.model, type(lm.model).__name__
-    rows = [picture_row(lm, vision, pictures) for pictures in ((), (0,), (0, 1))]
+    rows = [image_row(lm, vision, seeds) for seeds in ((), (0,), (0, 1))]
     with _plain_attention(model):
         plain = [_of_free(lm, _plain_row(model, vision, *row)) for row in rows]
         with _Wider(model.dtype):
             wide = [_of_free(lm, _plain_row(model, vision, *row)) for row in rows]
     rounding = _errors(plain, wide).mean().item()
-    error = _errors([_of_free(lm, part) for part in packed_pictures(lm, rows)], plain).mean().item()
+    error = _errors([_of_free(lm, part) for part in packed_images(lm, rows)], plain).mean().item()
     allowed = _OF_MEAN * rounding + _LEAST
     if not error <= allowed:
         raise ModelError(
-            f"{name} gives different log-probs with packed rows that have pictures than in its own forward "
+            f"{name} gives different log-probs with packed rows that have images than in its own forward "
             f"pass: by {error:.2g} nats on average, where rounding explains {allowed:.2g}; remove "
             "model.vision, or choose another model"
         )
     ids, images = rows[1]
     other = [one._replace(image=noise(7)) for one in images]
-    (swapped,) = packed_pictures(lm, [(ids, other)])
+    (swapped,) = packed_images(lm, [(ids, other)])
     end = images[0].start + images[0].num
     change = _errors([_of_free(lm, swapped)[end:]], [plain[1]]).mean().item()
     if not change > 3 * allowed:
         raise ModelError(
-            f"{name} gives the same log-probs with another picture (they differ by {change:.2g} nats): it "
-            "does not see pictures; choose another model, or train it on pictures from a checkpoint that does"
+            f"{name} gives the same log-probs with another image (they differ by {change:.2g} nats): it "
+            "does not see images; choose another model, or train it on images from a checkpoint that does"
         )
 
 
 def noise(seed: int) -> Image:
-    """A picture of noise, whose sides differ."""
+    """An image of noise, whose sides differ."""
     pixels = np.random.default_rng(seed).integers(0, 256, (64, 96, 3), dtype=np.uint8)
     return image_of(pixels, Path())
 
 
-def picture_row(lm: CausalLM, vision: Vision, pictures: Sequence[int]) -> tuple[Tensor, list[Placed]]:
-    """Tokens [L] of a row with these pictures of noise, and where they are; it ends with nine of text."""
-    numbers, free = random.Random(len(pictures)), _free_ids(lm)
+def image_row(lm: CausalLM, vision: Vision, seeds: Sequence[int]) -> tuple[Tensor, list[Placed]]:
+    """Tokens [L] of a row with these images of noise, and where they are; it ends with nine of text."""
+    numbers, free = random.Random(len(seeds)), _free_ids(lm)
     ids = numbers.choices(free, k=3)
-    for _ in pictures:
+    for _ in seeds:
         ids += [vision.placeholder, *numbers.choices(free, k=2)]
-    expanded, placed = vision.expand([*ids, *numbers.choices(free, k=9)], list(map(noise, pictures)))
+    expanded, placed = vision.expand([*ids, *numbers.choices(free, k=9)], list(map(noise, seeds)))
     return torch.tensor(expanded, device=lm.device), list(placed)
 
 
-def packed_pictures(lm: CausalLM, rows: Sequence[tuple[Tensor, Sequence[Placed]]]) -> list[Tensor]:
+def packed_images(lm: CausalLM, rows: Sequence[tuple[Tensor, Sequence[Placed]]]) -> list[Tensor]:
     """Log-probs [L, V] of each row from one packed forward pass."""
     lengths = [len(ids) for ids, _ in rows]
     positions = torch.cat([torch.arange(length) for length in lengths]).to(lm.device)
@@ -215,7 +215,7 @@ class PlainLogprobs:
         model, vision, reserved = lm.model, lm.vision, [] if lm.vision is None else list(lm.vision.reserved)
         read: list[tuple[Tensor, Sequence[Placed]]] = [(ids, ()) for ids in _random_rows(lm, longest)]
         if vision is not None:
-            read += [picture_row(lm, vision, pictures) for pictures in ((0,), (0, 1))]
+            read += [image_row(lm, vision, seeds) for seeds in ((0,), (0, 1))]
         arrays = [(ids.cpu().numpy(), tuple(images)) for ids, images in read]
         rows = [
             Row({"input_ids": ids}, (np.arange(len(ids)) > 0) & ~np.isin(ids, reserved), i, i, images=images)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import jinja2
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
+    AutoImageProcessor,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -17,11 +21,13 @@ from transformers import (
 
 from braid.config.reward import ModelReward
 from braid.errors import ModelError, RewardError
-from braid.types import Message
+from braid.images import image_of, shown_content
+from braid.types import Encoded, Image, Message, identity, images_in, text_of
 from braid.users import encodable
 
-from .folders import local_path, read_chat_template, read_model, read_tokenizer
+from .folders import local_path, read, read_chat_template, read_model, read_tokenizer
 from .loading import TORCH_DTYPES
+from .vision import Vision
 
 _LENGTHS = (7, 4)
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -62,9 +68,27 @@ def load_classifier(config: ModelReward, *, device: torch.device, key: str) -> S
     place = device if config.device == "auto" else torch.device(config.device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"{key}.device=cuda, but torch finds no GPU; set it to cpu or auto")
-    classifier = SequenceClassifier(model.to(place), tokenizer, config, key=key)  # pyright: ignore[reportArgumentType]
+    vision = _vision_of(config, model, tokenizer, path, key) if config.images else None
+    classifier = SequenceClassifier(model.to(place), tokenizer, config, key=key, vision=vision)  # pyright: ignore[reportArgumentType]
     classifier.check_padding()
+    if vision is not None:
+        classifier.check_images(vision)
     return classifier
+
+
+def _vision_of(
+    config: ModelReward, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str, key: str
+) -> Vision:
+    """How the reward model reads images. Raises ModelError if it, or braid, does not."""
+    if "pixel_values" not in inspect.signature(model.forward).parameters:
+        raise ModelError(
+            f"{key}.images: {type(model).__name__} reads only text; set it to false, or use a judge with "
+            "images"
+        )
+    remote = {"trust_remote_code": config.trust_remote_code}
+    load = AutoImageProcessor.from_pretrained
+    processor = read(path, f"{key}.path", "image processor", load, backend="pil", **remote)
+    return Vision(model.config, processor, tokenizer)
 
 
 def _check_label(config: ModelReward, settings: PreTrainedConfig, key: str) -> None:
@@ -97,17 +121,25 @@ class SequenceClassifier:
     score does not depend on the other rows of its batch, up to rounding."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelReward, *, key: str
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: ModelReward,
+        *,
+        key: str,
+        vision: Vision | None = None,
     ) -> None:
         self._model, self._tokenizer, self._config, self._key = model, tokenizer, config, key
+        self._vision = vision
         self._max_tokens = config.max_tokens or _longest(model, tokenizer)
 
-    def encode(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
+    def encode(self, messages: Sequence[Message]) -> tuple[Encoded, bool]:
         """Tokens of the templated conversation, and whether they were truncated to the maximum input length.
-        Raises RewardError if the template rejects the conversation, or if it is too long and `overlong` is
-        error."""
+        Raises RewardError if the template rejects the conversation or does not show its images, or if it is
+        too long and `overlong` is error or it has images."""
+        content = text_of if self._vision is None else shown_content
         try:
-            conversation: Any = [dict(message) for message in messages]
+            conversation: Any = [{**message, "content": content(message["content"])} for message in messages]
             text = str(self._tokenizer.apply_chat_template(conversation, tokenize=False))
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             roles = ", ".join(message["role"] for message in messages)
@@ -119,34 +151,44 @@ class SequenceClassifier:
         ]  # pyright: ignore[reportAssignmentType]
         if not ids:
             raise RewardError("the reward model's chat template gives no tokens for the conversation")
+        images = ()
+        if self._vision is not None:
+            try:
+                ids, images = self._vision.expand(ids, images_in(messages))
+            except (ModelError, ValueError) as error:
+                raise RewardError(f"the reward model: {error}") from error
         limit = self._max_tokens
         if limit is None or len(ids) <= limit:
-            return ids, False
+            return Encoded(ids, images), False
+        if images:
+            raise RewardError(
+                f"{len(ids)} tokens with images, which are not cut, but the reward model accepts {limit}"
+            )
         match self._config.overlong:
             case "left":
-                return ids[-limit:], True
+                return Encoded(ids[-limit:]), True
             case "right":
-                return ids[:limit], True
+                return Encoded(ids[:limit]), True
             case "error":
                 raise RewardError(
                     f"{len(ids)} tokens, but the reward model accepts {limit}; set {self._key}.overlong to "
                     "left or right to cut them"
                 )
 
-    def batches(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    def batches(self, rows: Sequence[Encoded]) -> list[list[int]]:
         """Split rows into batches (lists of row indices, longest row first) of at most `batch_tokens`
         including padding. The batches do not depend on the order of the rows."""
-        order = sorted(range(len(rows)), key=lambda i: (-len(rows[i]), rows[i]))
+        order = sorted(range(len(rows)), key=lambda i: (-len(rows[i].ids), identity(*rows[i])))
         out: list[list[int]] = []
         for i in order:
-            if not out or (len(out[-1]) + 1) * len(rows[out[-1][0]]) > self._config.batch_tokens:
+            if not out or (len(out[-1]) + 1) * len(rows[out[-1][0]].ids) > self._config.batch_tokens:
                 out.append([])
             out[-1].append(i)
         return out
 
     @torch.inference_mode()
-    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """Score each row of token ids, in one forward pass."""
+    def scores(self, rows: Sequence[Encoded]) -> list[float]:
+        """Score each row, in one forward pass."""
         logits = self._logits(rows)
         if self._config.normalize:
             settings = self._model.config
@@ -158,24 +200,34 @@ class SequenceClassifier:
                 logits = logits.softmax(-1)
         return logits[:, self._config.label or 0].tolist()
 
-    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def _logits(self, rows: Sequence[Encoded]) -> Tensor:
         """Logits [B, labels] in float32. transformers' decoders read the last position that is not
         `config.pad_token_id`; for a model without a padding token an id that no row contains is used."""
         config = self._model.config.get_text_config()
         pad_before: int | None = config.pad_token_id
-        unused = set(range(len(self._tokenizer))).difference(*rows) if pad_before is None else {pad_before}
+        unused = {pad_before} if pad_before is not None else set(range(len(self._tokenizer)))
+        if pad_before is None:
+            unused = unused.difference(*(row.ids for row in rows))
         if not unused and len(rows) > 1:
             return torch.cat([self._logits([row]) for row in rows])
         pad = min(unused, default=None)
-        ids = torch.full((len(rows), max(map(len, rows))), 0 if pad is None else pad)
+        ids = torch.full((len(rows), max(len(row.ids) for row in rows)), 0 if pad is None else pad)
         mask = torch.zeros_like(ids)
         for number, row in enumerate(rows):
-            ids[number, : len(row)] = torch.tensor(row)
-            mask[number, : len(row)] = 1
-        device = self._model.device
+            ids[number, : len(row.ids)] = torch.tensor(row.ids)
+            mask[number, : len(row.ids)] = 1
+        ids, mask = ids.to(self._model.device), mask.to(self._model.device)
+        pixels: dict[str, Tensor] = {}
+        if self._vision is not None:
+            pixels = self._vision.plain_inputs(ids, [image for row in rows for image in row.images])
+            # transformers' own are wrong for images next to each other, and kept for calls without images
+            lines = [self._vision.coordinates(ids.shape[1], row.images) for row in rows]
+            grids = [line[:, :-1] for line in lines if line is not None]
+            if grids:
+                pixels["position_ids"] = torch.from_numpy(np.stack(grids, 1)).to(ids.device)
         config.pad_token_id = pad
         try:
-            return self._model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits.float()
+            return self._model(input_ids=ids, attention_mask=mask, **pixels).logits.float()
         finally:
             config.pad_token_id = pad_before
 
@@ -184,7 +236,13 @@ class SequenceClassifier:
         """Compare random rows in a padded batch with the same rows alone. Raises ModelError if their scores
         differ."""
         generator = torch.Generator().manual_seed(0)
-        rows = [torch.randint(len(self._tokenizer), (n,), generator=generator).tolist() for n in _LENGTHS]
+        rows = [
+            Encoded(torch.randint(len(self._tokenizer), (n,), generator=generator).tolist()) for n in _LENGTHS
+        ]
+        if self._vision is not None:
+            reserved = self._vision.reserved
+            rows = [Encoded([i for i in row.ids if i not in reserved] or [0]) for row in rows]
+            rows.append(self._with_image(self._vision, 0))
         alone = torch.cat([self._logits([row]) for row in rows])
         difference = (self._logits(rows) - alone).abs().max().item()
         allowed = _TOLERANCE[self._model.dtype] * (1 + alone.abs().max().item())
@@ -193,6 +251,24 @@ class SequenceClassifier:
                 f"{self._key}: {type(self._model).__name__} gives different scores with padding (by up to "
                 f"{difference:.2g}, allowed {allowed:.2g}); choose another architecture"
             )
+
+    @torch.inference_mode()
+    def check_images(self, vision: Vision) -> None:
+        """Raise ModelError if another image gives the same score."""
+        first, second = (self._logits([self._with_image(vision, level)]) for level in (0, 255))
+        if torch.equal(first, second):
+            raise ModelError(
+                f"{self._key}.images: {type(self._model).__name__} gives two images the same score; set it "
+                "to false, or choose another model"
+            )
+
+    def _with_image(self, vision: Vision, level: int) -> Encoded:
+        """A row that ends after an image with pixels of this level on its left."""
+        pixels = np.full((64, 64, 3), 128, np.uint8)
+        pixels[:, :32] = level
+        image: Image = image_of(pixels, Path())
+        text = next(i for i in range(len(self._tokenizer)) if i not in vision.reserved)
+        return Encoded(*vision.expand([text, vision.placeholder, text], [image]))
 
 
 def _longest(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int | None:

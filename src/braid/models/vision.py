@@ -1,7 +1,7 @@
-"""Pictures in prompts: the tokens that stand for each, its features, and positions around it.
+"""Images in prompts: the tokens that stand for each, its features, and positions around it.
 
 The processor of the model's folder is the only source of placeholders and pixels, for engines and trainers
-alike. The features of a pass's distinct pictures are computed once and handed to transformers' own module,
+alike. The features of a pass's distinct images are computed once and handed to transformers' own module,
 which puts them at the placeholders; so there is no code for an architecture but the table `_FAMILIES`.
 """
 
@@ -13,14 +13,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -32,7 +31,7 @@ from transformers import (
 from braid.config.data import ImageLimits
 from braid.config.model import ModelConfig, VisionConfig
 from braid.errors import ModelError
-from braid.images import image_of
+from braid.images import image_of, opened
 from braid.types import Image, Placed
 
 from .attention import ImageBlocks
@@ -47,7 +46,7 @@ _PROJECTOR = re.compile(r"(merger|projector|connector)")
 
 
 class Pixels(NamedTuple):
-    """A picture as the vision tower reads it: the processor's `inputs`, the text that takes the place of its
+    """An image as the vision tower reads it: the processor's `inputs`, the text that takes the place of its
     placeholder, and the rows and columns of its tokens, (0, 0) where their positions are in one dimension."""
 
     inputs: dict[str, Tensor]
@@ -56,7 +55,7 @@ class Pixels(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Positions `start` to `stop` of a sequence with these pictures, those before `start` among them."""
+    """Positions `start` to `stop` of a sequence with these images, those before `start` among them."""
 
     start: int
     stop: int
@@ -65,7 +64,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What a pass over T positions reads besides tokens: the tower's output for the pictures in the order of
+    """What a pass over T positions reads besides tokens: the tower's output for the images in the order of
     their placeholders (None if the pass begins after them), coordinates [3, T], or None where positions are
     in one dimension, and which positions are of one image where these see each other."""
 
@@ -76,10 +75,10 @@ class Sight:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """How the processors of some architectures write a picture: `text(vision, inputs)` replaces the
+    """How the processors of some architectures write an image: `text(vision, inputs)` replaces the
     placeholder that the chat template writes. `mark` is the tokenizer's attribute with this placeholder.
     `inputs` are those of the tower, joined along `axis`; `options` are the processor's. The positions of a
-    picture `see` each other: never, in all layers, or in those with a window."""
+    image `see` each other: never, in all layers, or in those with a window."""
 
     text: Callable[[Vision, Mapping[str, Any]], str]
     mark: str = "image_token"
@@ -149,17 +148,19 @@ _FAMILIES: dict[str, _Family] = {
 
 
 class Vision:
-    """How one model reads pictures. `is_trained`: the tower or its projector are."""
+    """How one model reads images. `is_trained`: the tower or its projector are, with the peak learning rate
+    `lr` if it is not None."""
 
     is_trained = False
+    lr: float | None = None
 
     def __init__(self, config: PreTrainedConfig, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         """`config` is the whole model's, `processor` its image processor. Raises ModelError for an
-        architecture whose pictures braid cannot place."""
+        architecture whose images braid cannot place."""
         family = _FAMILIES.get(config.model_type)
         if family is None:
             raise ModelError(
-                f"pictures of models of type {config.model_type} are not supported; these are: "
+                f"images of models of type {config.model_type} are not supported; these are: "
                 f"{', '.join(_FAMILIES)}"
             )
         self.config, self.tokenizer, self.processor, self._family = config, tokenizer, processor, family
@@ -187,7 +188,7 @@ class Vision:
             self.processor.size[name] = pixels
 
     def read(self, image: Image) -> Pixels:
-        """The picture for the tower; recent ones are kept."""
+        """The image for the tower; recent ones are kept."""
         if (pixels := self._recent.get(image.key)) is not None:
             self._recent.move_to_end(image.key)
             return pixels
@@ -204,11 +205,11 @@ class Vision:
         return pixels
 
     def __getstate__(self) -> dict[str, Any]:
-        """For other processes: without the pictures that were read."""
+        """For other processes: without the images that were read."""
         return {**vars(self), "_recent": OrderedDict(), "_bytes": 0}
 
     def num_tokens(self, image: Image) -> int:
-        """The number of tokens that stand for a picture. It is decoded, but where its size tells the number
+        """The number of tokens that stand for an image. It is decoded, but where its size tells the number
         not prepared for the tower. Raises ValueError if it cannot be read."""
         count = getattr(self.processor, "get_number_of_image_patches", None)
         if image.key in self._recent or not self._family.has_grid or count is None:
@@ -221,7 +222,7 @@ class Vision:
 
     def expand(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], tuple[Placed, ...]]:
         """Token ids with the placeholders of `images`, in order, replaced by the tokens that stand for them;
-        and where these are. Raises ModelError if the numbers of placeholders and pictures differ."""
+        and where these are. Raises ModelError if the numbers of placeholders and images differ."""
         out, placed, end = list[int](), list[Placed](), 0
         for place, image in zip(self.places(ids, len(images)), images, strict=True):
             out += ids[end:place]
@@ -232,19 +233,19 @@ class Vision:
         return [*out, *ids[end:]], tuple(placed)
 
     def places(self, ids: Sequence[int], num_images: int) -> list[int]:
-        """Where the placeholders of `num_images` pictures are. Raises ModelError if there are not as many."""
+        """Where the placeholders of `num_images` images are. Raises ModelError if there are not as many."""
         places = [place for place, token in enumerate(ids) if token == self.placeholder]
         if len(places) != num_images:
             raise ModelError(
-                f"the prompt has {num_images} pictures, but {len(places)} placeholders ({self.mark}) once it "
-                "is rendered: the chat template does not show pictures in messages of this role, or a text "
+                f"the prompt has {num_images} images, but {len(places)} placeholders ({self.mark}) once it "
+                "is rendered: the chat template does not show images in messages of this role, or a text "
                 "has a placeholder"
             )
         return places
 
     def coordinates(self, length: int, images: Sequence[Placed]) -> NDArray[np.int64] | None:
         """Positions [3, length + 1] of a sequence's tokens, and of the one after it, in time, rows and
-        columns (Qwen2-VL, arXiv 2409.12191): those of a picture start together, and the next token follows
+        columns (Qwen2-VL, arXiv 2409.12191): those of an image start together, and the next token follows
         its largest. None if positions are in one dimension."""
         if not self._family.has_grid:
             return None
@@ -259,14 +260,14 @@ class Vision:
         return out
 
     def shift(self, images: Sequence[Placed]) -> int:
-        """How far positions are ahead of indices after these pictures."""
+        """How far positions are ahead of indices after these images."""
         if not self._family.has_grid:
             return 0
         return sum(max(self.read(image).grid) - num for _, num, image in images)
 
     def sight(self, backbone: PreTrainedModel, spans: Sequence[Span], device: torch.device) -> Sight | None:
-        """What a pass over `spans`, one after the other, reads; None if there are no pictures in or before
-        them. Each picture goes through the tower of `backbone` once."""
+        """What a pass over `spans`, one after the other, reads; None if there are no images in or before
+        them. Each image goes through the tower of `backbone` once."""
         if not any(span.images for span in spans):
             return None
         placed = [one.image for span in spans for one in span.images if one.start >= span.start]
@@ -350,12 +351,12 @@ class Vision:
 def load_vision(
     config: ModelConfig, limits: ImageLimits, tokenizer: PreTrainedTokenizerBase
 ) -> Vision | None:
-    """How the model of a config reads pictures; None if it reads only text. Raises ModelError."""
+    """How the model of a config reads images; None if it reads only text. Raises ModelError."""
     if config.vision is None:
         return None
     if config.build is not None:
         model_config = config_of(config.build, **token_ids(tokenizer))
-        assert config.build.vision_tower is not None, "the plan refuses pictures for models without a tower"
+        assert config.build.vision_tower is not None, "the plan refuses images for models without a tower"
         processor = processor_of(config.build.vision_tower)
     else:
         path, remote = model_path(config), {"trust_remote_code": config.trust_remote_code}
@@ -364,7 +365,7 @@ def load_vision(
         processor = read(path, "model.path", "image processor", load, backend="pil", **remote)
     vision = Vision(model_config, processor, tokenizer)
     vision.limit(limits)
-    vision.is_trained = config.vision.train != "none"
+    vision.is_trained, vision.lr = config.vision.train != "none", config.vision.lr
     return vision
 
 
@@ -376,25 +377,17 @@ def modules_of_tower(model: PreTrainedModel) -> set[str]:
     return {name for name, module in model.named_modules() if id(module) not in modules}
 
 
+def tower_parameters(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Parameters of the vision tower and its projector, by name."""
+    tower = modules_of_tower(model)
+    return {name: p for name, p in model.named_parameters() if name.rpartition(".")[0] in tower}
+
+
 def freeze(model: PreTrainedModel, config: VisionConfig) -> None:
     """Freeze what `config` does not train of the vision tower and its projector."""
-    tower = modules_of_tower(model)
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] in tower:
-            is_projector = _PROJECTOR.search(name) is not None
-            parameter.requires_grad_(config.train == "all" or (config.train == "projector" and is_projector))
-
-
-def opened(image: Image) -> Any:
-    """The picture as PIL's, in RGB, turned as its EXIF data say. Raises ValueError if it cannot be read."""
-    import PIL.Image
-    from PIL import ImageOps
-
-    try:
-        with PIL.Image.open(BytesIO(image.data)) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
-    except Exception as error:  # Pillow's plugins raise many types for damaged files
-        raise ValueError(f"the picture cannot be read: {type(error).__name__}: {error}") from error
+    for name, parameter in tower_parameters(model).items():
+        is_projector = _PROJECTOR.search(name) is not None
+        parameter.requires_grad_(config.train == "all" or (config.train == "projector" and is_projector))
 
 
 @cache

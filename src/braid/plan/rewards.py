@@ -33,6 +33,9 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     limit = None if plan.model_size is None else plan.model_size.max_positions
     for i, part in enumerate(config.reward.parts):
         yield from part.problems(f"reward.parts[{i}]", limit)
+        if part.shows_images and config.model.vision is None:
+            why = "prompts have no images, since the policy reads only text; set model.vision, or remove it"
+            yield f"reward.parts[{i}].images", why
 
 
 def weight_problems(config: RunConfig, sources: Collection[str]) -> Iterator[tuple[str, str]]:

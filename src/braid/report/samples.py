@@ -71,7 +71,7 @@ def write_samples(
     path: Path, groups: Sequence[Group], rows: Iterable[Row] = (), *, decode: Decode | None = None
 ) -> None:
     """Write every trajectory of `groups`, with the training values from its rows in `rows`. The write is
-    atomic. Pictures are files in the folder `images` beside `path`, one each however often they are read.
+    atomic. Images are files in the folder `images` beside `path`, one each however often they are read.
 
     Raises OSError.
     """
@@ -94,7 +94,7 @@ def write_samples(
 
 
 def _storable(value: Any, images: dict[str, Image]) -> Any:
-    """A record with the names of files in place of pictures, which are added to `images`, and the size of
+    """A record with the names of files in place of images, which are added to `images`, and the size of
     bytes in place of their content."""
     if isinstance(value, Image):
         name = f"images/{value.key}{extension_of(value)}"
@@ -113,7 +113,7 @@ def _storable(value: Any, images: dict[str, Image]) -> Any:
 
 def read_samples(path: Path) -> Iterator[Sample]:
     """Read the samples of a file, in order. Non-finite numbers come back as nan, and values of prompt fields
-    that JSON does not support as strings. Pictures are read from their files."""
+    that JSON does not support as strings. Images are read from their files."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield _sample(json.loads(line), path.parent)
@@ -163,7 +163,7 @@ def _sample(record: dict[str, Any], folder: Path) -> Sample:
                 uid=record["uid"],
                 source=record["source"],
                 token_ids=tuple(prompt["token_ids"]),
-                messages=tuple(_with_pictures(message, folder) for message in prompt["messages"]),
+                messages=tuple(_with_images(message, folder) for message in prompt["messages"]),
                 fields=prompt["fields"],
                 images=_placed(prompt.get("images", ()), folder),
             ),
@@ -199,20 +199,20 @@ def _turn(record: dict[str, Any], folder: Path) -> Turn:
 
 
 def _placed(records: Iterable[Any], folder: Path) -> tuple[Placed, ...]:
-    return tuple(Placed(one["start"], one["num"], _picture(one["image"], folder)) for one in records)
+    return tuple(Placed(one["start"], one["num"], _image(one["image"], folder)) for one in records)
 
 
-def _picture(name: str, folder: Path) -> Image:
-    """A stored picture; without data if its file is gone."""
+def _image(name: str, folder: Path) -> Image:
+    """A stored image; without data if its file is gone."""
     file = folder / name
     return Image(file.stem, file.read_bytes() if file.exists() else b"")
 
 
-def _with_pictures(message: Any, folder: Path) -> Any:
+def _with_images(message: Any, folder: Path) -> Any:
     if isinstance(message["content"], str):
         return message
     parts = [
-        {**part, "image": _picture(part["image"], folder)} if part["type"] == "image" else part
+        {**part, "image": _image(part["image"], folder)} if part["type"] == "image" else part
         for part in message["content"]
     ]
     return {**message, "content": parts}

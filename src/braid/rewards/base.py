@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from braid.config.reward import RewardConfig
 from braid.errors import ConfigError, Problem, RewardError
-from braid.types import Message, Prompt, Trajectory, text_of
+from braid.types import Encoded, Message, Prompt, Trajectory, text_of
 
 Later = Callable[[], Awaitable[object]]
 """Async function that returns a score; called again for each retry."""
@@ -34,16 +34,15 @@ class Part:
 class Classifier(Protocol):
     """A reward model, as models.sequence_classifier builds it."""
 
-    def encode(self, messages: Sequence[Message]) -> tuple[list[int], bool]:
-        """Tokens of the conversation, and whether they were truncated. Raises RewardError if there are too
-        many."""
+    def encode(self, messages: Sequence[Message]) -> tuple[Encoded, bool]:
+        """The conversation, and whether it was truncated. Raises RewardError if it has too many tokens."""
         ...
 
-    def batches(self, rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    def batches(self, rows: Sequence[Encoded]) -> list[list[int]]:
         """Partition the rows into batches, each a list of row indices."""
         ...
 
-    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]: ...
+    def scores(self, rows: Sequence[Encoded]) -> list[float]: ...
 
 
 class Generate(Protocol):

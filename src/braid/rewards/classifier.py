@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from braid.errors import RewardError
-from braid.types import Message, Trajectory
+from braid.types import Encoded, Message, Trajectory
 
 from .base import Classifier
 
@@ -27,17 +27,17 @@ class ModelPart:
         """Return the score of each trajectory, and the number of truncated inputs. Inputs that are too long,
         or that the model fails on, give a RewardError in place of a score."""
         scores: list[float | RewardError] = [0.0] * len(trajectories)
-        rows: list[list[int]] = []
+        rows: list[Encoded] = []
         places: list[int] = []
         num_truncated = 0
         for place, trajectory in enumerate(trajectories):
             answer = Message(role="assistant", content=trajectory.answer_text)
             try:
-                ids, is_cut = self._classifier.encode([*trajectory.prompt.messages, answer])
+                row, is_cut = self._classifier.encode([*trajectory.prompt.messages, answer])
             except RewardError as error:
                 scores[place] = error
                 continue
-            rows.append(ids)
+            rows.append(row)
             places.append(place)
             num_truncated += is_cut
         for batch in self._classifier.batches(rows):
@@ -46,7 +46,7 @@ class ModelPart:
                 scores[places[i]] = score
         return scores, num_truncated
 
-    async def _scores(self, rows: Sequence[Sequence[int]]) -> Sequence[float | RewardError]:
+    async def _scores(self, rows: Sequence[Encoded]) -> Sequence[float | RewardError]:
         try:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, self._classifier.scores, rows)

@@ -19,15 +19,17 @@ from os.path import isfile  # False for names that no file can have
 from pathlib import Path
 from random import Random
 from string import Formatter
+from typing import Any
 
 import httpx2
 import regex
 
 from braid.errors import ConfigError, Problem, RewardError, ServerError, suggest
 from braid.http import Client
+from braid.images import data_uri
 from braid.reasoning import without_reasoning
 from braid.rewards.kinds import JudgeReward
-from braid.types import Message, Trajectory
+from braid.types import Message, Trajectory, images_in
 
 from .base import Generate, Later, Score, references_of, task_of
 from .rules import extraction
@@ -71,7 +73,11 @@ def judge(config: JudgeReward, chat: Chat, *, timeout_s: float, seed: int, base_
 
     def score(trajectory: Trajectory) -> Later:
         question = fill_template(template, trajectory, key=f"{key}.prompt")
-        messages = [Message(role="user", content=question)]
+        content: Any = question
+        if config.images and (images := images_in(trajectory.prompt.messages)):
+            shown = [{"type": "image", "image": image} for image in images]
+            content = [*shown, {"type": "text", "text": question}]
+        messages = [Message(role="user", content=content)]
         if config.system is not None:
             messages.insert(0, Message(role="system", content=config.system))
         return partial(ask, messages, f"{trajectory.prompt.uid}:{trajectory.sample}", count())
@@ -171,7 +177,7 @@ def policy_chat(config: JudgeReward, generate: Generate) -> Chat:
     judgement neither depends on other requests nor affects them."""
 
     async def chat(messages: list[Message], attempt: int) -> str:
-        digest = sha256(json.dumps(messages).encode()).digest()
+        digest = sha256(json.dumps(messages, default=lambda image: image.key).encode()).digest()
         key = (int.from_bytes(digest[:7]), attempt)
         return await generate(messages, max_tokens=config.max_tokens, temperature=config.temperature, key=key)
 
@@ -197,7 +203,7 @@ class HttpChat:
         self.close = self._client.close
 
     async def __call__(self, messages: list[Message], attempt: int) -> str:  # noqa: ARG002  # no seed is sent
-        body = {**self._fields, "messages": messages}
+        body = {**self._fields, "messages": [_as_openai(message) for message in messages]}
         asked = self._client.start("POST", self._url, body, tries=1, is_new=False)  # scorer.py retries
         try:
             answer = await asyncio.wrap_future(asked)
@@ -218,6 +224,19 @@ class HttpChat:
         if text and not reply:
             raise RewardError(f"the judge's reply is reasoning alone; raise {self._max_tokens_key}")
         return self._client.redacted(reply)
+
+
+def _as_openai(message: Message) -> dict[str, Any]:
+    """A message with its images as image_url parts."""
+    if isinstance(message["content"], str):
+        return dict(message)
+    parts = [
+        {"type": "image_url", "image_url": {"url": data_uri(part["image"])}}
+        if part["type"] == "image"
+        else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
 
 
 def _secret(variable: str, *, key: str) -> str:

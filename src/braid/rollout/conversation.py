@@ -137,5 +137,5 @@ class Conversation:
 
 
 def _moved(images: Iterable[Placed], by: int) -> tuple[Placed, ...]:
-    """Pictures at other positions."""
+    """Images at other positions."""
     return tuple(one._replace(start=one.start + by) for one in images)

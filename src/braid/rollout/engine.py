@@ -54,7 +54,7 @@ class Request:
     """One completion to sample. `key` seeds its random numbers: the same key, prompt and weights give the
     same tokens whatever else runs. Requests with equal `prompt_ids` that wait together are prefilled once.
     The turns of a `conversation` have the same name, by which an engine finds the cache of the turns
-    before. `images` are the pictures of the prompt."""
+    before. `images` are the images of the prompt."""
 
     prompt_ids: tuple[int, ...]
     sampling: Sampling
@@ -64,7 +64,7 @@ class Request:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Equal for equal prompts, their pictures among them."""
+        """Equal for equal prompts, their images among them."""
         return identity(self.prompt_ids, self.images) if self.images else self.prompt_ids
 
 

@@ -37,7 +37,7 @@ class TextInputs:
     end_token_ids: tuple[int, ...]
     """Ids of all tokens that end an answer."""
     vision: Vision | None = None
-    """How the model reads pictures; None if it reads only text."""
+    """How the model reads images; None if it reads only text."""
     pairs: PairSet = NO_PAIRS
     """Preference pairs to train on."""
     held_out: PairSet = NO_PAIRS

@@ -10,12 +10,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from braid.config.schema import RunConfig
-from braid.errors import EngineError, RewardError
+from braid.errors import EngineError, ModelError, RewardError
+from braid.images import plain_content, shown_content
 from braid.models.chat import ChatFormat
 from braid.models.sequence_classifier import load_classifier
+from braid.models.vision import Vision
 from braid.rewards.base import Services
 from braid.rollout.engine import Request, RolloutEngine, Sampling
-from braid.types import Message, text_of
+from braid.types import Message, Placed, images_in
 from braid.users import encodable
 
 from .inputs import TextInputs
@@ -30,9 +32,10 @@ def reward_services(
         i: load_classifier(part, device=device, key=f"reward.parts[{i}]")
         for i, part in config.reward.models()
     }
-    return Services(
-        classifiers, PolicyJudge(engine, inputs.tokenizer, inputs.end_token_ids, seed=config.run.seed)
+    judge = PolicyJudge(
+        engine, inputs.tokenizer, inputs.end_token_ids, seed=config.run.seed, vision=inputs.vision
     )
+    return Services(classifiers, judge)
 
 
 class PolicyJudge:
@@ -46,8 +49,10 @@ class PolicyJudge:
         end_token_ids: tuple[int, ...],
         *,
         seed: int,
+        vision: Vision | None = None,
     ) -> None:
         self._engine, self._tokenizer, self._ends, self._seed = engine, tokenizer, end_token_ids, seed
+        self._vision = vision
         self._chat = ChatFormat(tokenizer, end_token_ids=end_token_ids)
 
     async def __call__(
@@ -59,7 +64,8 @@ class PolicyJudge:
             greedy=temperature == 0,
             stop_token_ids=self._ends,
         )
-        request = Request(self._prompt(messages), sampling, (self._seed, JUDGE_KEY, *key))
+        ids, images = self._prompt(messages)
+        request = Request(ids, sampling, (self._seed, JUDGE_KEY, *key), images=images)
         try:
             completion = await self._engine.generate(request)
         except EngineError as error:
@@ -68,14 +74,15 @@ class PolicyJudge:
             raise RewardError("the judge's reply was truncated; raise max_tokens of this reward part")
         return self._chat.parse(completion.token_ids, context_ids=request.prompt_ids).text
 
-    def _prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of the messages. Without a chat template they are joined as plain text, separated by
-        empty lines."""
+    def _prompt(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], tuple[Placed, ...]]:
+        """Token ids of the messages, and where their images are. Without a chat template they are joined as
+        plain text, separated by empty lines."""
         has_template = bool(self._tokenizer.chat_template)
-        text = "\n\n".join(text_of(message["content"]) for message in messages)
+        mark = "" if self._vision is None else self._vision.mark
+        text = "\n\n".join(plain_content(message["content"], mark) for message in messages)
         if has_template:
             try:
-                conversation: Any = [dict(message) for message in messages]
+                conversation: Any = [{**m, "content": shown_content(m["content"])} for m in messages]
                 text = str(
                     self._tokenizer.apply_chat_template(
                         conversation, tokenize=False, add_generation_prompt=True
@@ -88,4 +95,10 @@ class PolicyJudge:
         ids: Any = self._tokenizer(encodable(text), add_special_tokens=not has_template, verbose=False)[
             "input_ids"
         ]
-        return tuple(ids)
+        if self._vision is None:
+            return tuple(ids), ()
+        try:
+            ids, images = self._vision.expand(ids, images_in(messages))
+        except ModelError as error:
+            raise RewardError(f"the judge's messages: {error}", is_final=True) from error
+        return tuple(ids), images

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from braid.config.train import OptimizerConfig, ScheduleConfig
+
+if TYPE_CHECKING:
+    from braid.models.base import TrainableModel
+    from braid.models.causal_lm import CausalLM
+    from braid.models.value import ValueModel
 
 HALF = frozenset({torch.bfloat16, torch.float16})
 """Types in which small weight updates are lost to rounding: bf16 has 8 bits of precision, fp16 has 11."""
@@ -30,10 +35,24 @@ def master_weights(module: nn.Module) -> dict[Tensor, Tensor]:
     return masters
 
 
+def peak_rates(model: TrainableModel, config: OptimizerConfig) -> dict[Tensor, float]:
+    """Peak learning rates of the parameters that have one other than `lr`: those of the value head and of the
+    vision tower."""
+    rates: dict[Tensor, float] = {}
+    if model.value_head is not None and config.value_lr is not None:
+        rates |= dict.fromkeys(model.value_head.parameters(), config.value_lr)
+    if model.vision is not None and model.vision.lr is not None:
+        from braid.models.vision import tower_parameters
+
+        backbone = cast("CausalLM | ValueModel", model).backbone
+        rates |= dict.fromkeys(tower_parameters(backbone).values(), model.vision.lr)
+    return rates
+
+
 def build_optimizer(
     module: nn.Module,
     config: OptimizerConfig,
-    value_head: nn.Module | None = None,
+    rates: Mapping[Tensor, float] | None = None,
     masters: Mapping[Tensor, Tensor] | None = None,
     matrices: Collection[Tensor] | None = None,
 ) -> torch.optim.Optimizer:
@@ -42,12 +61,10 @@ def build_optimizer(
     `matrices` are given where parameters are flat shards.
 
     adamw: Loshchilov & Hutter 2019, arXiv 1711.05101. sgd: w <- w - rate * (g + weight_decay * w), without
-    momentum. Each group's "scale" is its peak rate relative to `lr`: `value_lr / lr` for the parameters of
-    `value_head`, else 1.
+    momentum. `rates` has peak rates of parameters whose rate is not `lr`; each group's "scale" is its peak
+    rate relative to `lr`.
     """
-    of_head: set[int] = set()
-    if value_head is not None and config.value_lr is not None:
-        of_head = {id(p) for p in value_head.parameters()}
+    rates = rates or {}
     trainable = [p for p in module.parameters() if p.requires_grad]
     decayed = {id(p) for p in ([p for p in trainable if p.ndim >= 2] if matrices is None else matrices)}
     groups: list[dict[str, Any]] = [
@@ -55,12 +72,12 @@ def build_optimizer(
             "params": [
                 (masters or {}).get(p, p)
                 for p in trainable
-                if (id(p) in decayed) is decays and (id(p) in of_head) is is_head
+                if (id(p) in decayed) is decays and rates.get(p, config.lr) == rate
             ],
             "weight_decay": config.weight_decay if decays else 0.0,
-            "scale": config.value_lr / config.lr if is_head and config.value_lr else 1.0,
+            "scale": rate / config.lr,
         }
-        for is_head in (False, True)
+        for rate in dict.fromkeys([config.lr, *rates.values()])
         for decays in (True, False)
     ]
     groups = [group for group in groups if group["params"]]

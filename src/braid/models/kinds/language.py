@@ -27,7 +27,7 @@ class LanguageModel(PolicyKind):
 
     def problems(self, config: RunConfig) -> Iterator[tuple[str, str]]:
         if config.model.vision is not None:
-            yield from _problems_of_pictures(config)
+            yield from _problems_of_images(config)
         elif config.model.build is not None and config.model.build.vision_tower is not None:
             yield "model.build.architecture", "it reads images; set model.vision={}, or another architecture"
         if not config.env.is_simulator:
@@ -48,9 +48,10 @@ class LanguageModel(PolicyKind):
 _SEE = "; docs/models.md#images says what does, or remove model.vision"
 
 
-def _problems_of_pictures(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """(key, message) of what cannot be combined with pictures in prompts."""
-    build, engine = config.model.build, config.rollout.engine
+def _problems_of_images(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """(key, message) of what cannot be combined with images in prompts."""
+    build, vision, engine = config.model.build, config.model.vision, config.rollout.engine
+    assert vision is not None, "the model reads images"
     if build is not None and build.architecture != "qwen3_vl":
         why = f"{build.architecture} has no vision tower; set it to qwen3_vl, or remove model.vision"
         yield "model.build.architecture", why
@@ -71,29 +72,34 @@ def _problems_of_pictures(config: RunConfig) -> Iterator[tuple[str, str]]:
         if (size := train.sequence_parallel) > 1:
             why = f"{size} devices would share a sequence, but the tokens of an image stay together"
             yield f"{key}.sequence_parallel", f"{why}; set it to 1, or remove model.vision"
-    if config.model.lora is not None and config.model.vision != VisionConfig():
+    if config.model.lora is not None and vision.train != "none":
         yield "model.vision.train", "model.lora freezes all but its adapters; set it to none"
     if config.env.kind == "program":
         yield "env.kind", "programs cannot send images; use another environment, or remove model.vision"
 
 
-PICTURE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-"""Special tokens of Qwen's models that read pictures."""
+IMAGE_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+"""Special tokens of Qwen's models that read images."""
 
 
 class VisionConfig(Section):
-    """How a vision-language model reads pictures."""
+    """How a vision-language model reads images."""
+
+    unused_while = (("train", "none", "lr"),)
 
     train: Literal["all", "projector", "none"] = "none"
     """What of it is trained beside the language model: the vision tower and the layers that project its
     features, only these layers, or neither."""
+    lr: PositiveFloat | None = None
+    """Peak learning rate of what is trained of it, also in supervised fine-tuning and in the critic; that of
+    the language model when null. Schedules scale both alike."""
 
 
 class TowerSpec(Section):
     """Sizes of a vision tower built from scratch, in the form of Qwen3-VL's."""
 
     image_size: PositiveInt = 32
-    """Side of the largest square picture, in pixels; larger ones are scaled down."""
+    """Side of the largest square image, in pixels; larger ones are scaled down."""
     patch_size: PositiveInt = 4
     """Side of a patch, in pixels; a token stands for 2 x 2 patches."""
     depth: PositiveInt = 3
@@ -134,7 +140,7 @@ class BuildSpec(Section):
     architecture: Literal[
         "llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "mistral", "qwen3_vl"
     ] = "qwen3"
-    """Transformers architecture to build; qwen3_vl reads pictures (model.vision)."""
+    """Transformers architecture to build; qwen3_vl reads images (model.vision)."""
     tower: TowerSpec | None = None
     """Sizes of the vision tower of qwen3_vl; the defaults when null."""
     rope_theta: PositiveFloat = 10000.0
@@ -165,13 +171,13 @@ class BuildSpec(Section):
 
     @property
     def vision_tower(self) -> TowerSpec | None:
-        """The tower of a model that reads pictures."""
+        """The tower of a model that reads images."""
         return (self.tower or TowerSpec()) if self.architecture == "qwen3_vl" else None
 
     @property
     def all_special_tokens(self) -> tuple[str, ...]:
-        """`special_tokens`, and those that stand for pictures."""
-        return (*self.special_tokens, *(PICTURE_TOKENS if self.vision_tower is not None else ()))
+        """`special_tokens`, and those that stand for images."""
+        return (*self.special_tokens, *(IMAGE_TOKENS if self.vision_tower is not None else ()))
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> BuildSpec:
@@ -182,7 +188,7 @@ class BuildSpec(Section):
             )
         if self.tower is not None and self.architecture != "qwen3_vl":
             raise ValueError(
-                f"{self.architecture} reads no pictures; set architecture=qwen3_vl, or remove tower"
+                f"{self.architecture} reads no images; set architecture=qwen3_vl, or remove tower"
             )
         if self.architecture == "qwen3_vl" and self.head_dim % 8:
             raise ValueError(

@@ -56,6 +56,11 @@ class RewardPart(Section):
         """Whether the policy itself scores."""
         return False
 
+    @property
+    def shows_images(self) -> bool:
+        """Whether a model that scores reads the images of prompts."""
+        return False
+
     def limits(self, config: RewardConfig) -> tuple[int, int]:
         """(retries of a call, maximum number of concurrent calls)."""
         most = num_cores() if self.scores_in_processes else config.concurrency

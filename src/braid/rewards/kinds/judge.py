@@ -42,6 +42,9 @@ class JudgeReward(RewardPart):
     the data have columns of these names."""
     system: str | None = None
     """System message of the judge; none when null."""
+    images: bool = False
+    """Send the images of the prompt's messages too, before the text: to a server as image_url parts with data
+    URIs. Those of an environment's replies are not sent."""
     pattern: str | None = None
     """Regular expression; group 1 of its last match is the score. When null, the last number in the reply, or
     the last word that is in `scores`."""
@@ -98,6 +101,10 @@ class JudgeReward(RewardPart):
     @property
     def asks_policy(self) -> bool:
         return self.url == "policy"
+
+    @property
+    def shows_images(self) -> bool:
+        return self.images
 
     def limits(self, config: RewardConfig) -> tuple[int, int]:
         is_certain = self.asks_policy and self.temperature == 0  # the reply would be the same

@@ -41,12 +41,19 @@ class ModelReward(RewardPart):
     """Tokens per forward pass, including padding; a longer input is processed alone."""
     dtype: DType = "fp32"
     """Dtype of the weights."""
+    images: bool = False
+    """Read the images of the prompt's messages, with a vision-language classifier whose architecture
+    model.vision reads too (Gemma 3, Qwen3.5); false: their text alone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto for run.device."""
     trust_remote_code: bool = False
     """Allow the model folder to run its own Python code."""
 
     has_model: ClassVar[bool] = True
+
+    @property
+    def shows_images(self) -> bool:
+        return self.images
 
     def build(self, making: Making) -> ModelPart:
         from braid.rewards.classifier import ModelPart

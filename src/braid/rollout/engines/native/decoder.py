@@ -83,7 +83,7 @@ class Decoder:
 
     def logits(self, inputs: NDArray[np.int64]) -> Tensor:
         """Logits [B, V], B >= N, after the tokens `inputs[0]` [N] of all slots, with their indices
-        `inputs[1]` and their positions, the last of `inputs`, which differ after pictures.
+        `inputs[1]` and their positions, the last of `inputs`, which differ after images.
 
         The next call may overwrite the result.
         """
@@ -106,7 +106,7 @@ class Decoder:
         return graph.logits
 
     def _batch(self, inputs: NDArray[np.int64]) -> tuple[Tensor, list[Block]]:
-        """Tokens, indices, of each slot its place in the batch, and positions if the model reads pictures
+        """Tokens, indices, of each slot its place in the batch, and positions if the model reads images
         [3 or 4, B], with slots in the order of buckets; and the blocks. On CPU padding comes last; elsewhere
         each bucket has a number of rows from a small set, and padding writes to its unused rows. The slots
         that are not in use have the places of padding if the model has states."""
@@ -168,7 +168,7 @@ class Decoder:
         rows: Tensor,
         sight: Sight | None = None,
     ) -> Tensor:
-        """Logits [R, V] after `rows` [R] of the tokens [T] at `positions` [T], with the pictures of
+        """Logits [R, V] after `rows` [R] of the tokens [T] at `positions` [T], with the images of
         `sight`."""
         if self._layers is not None:
             return self._layers.logits(tokens, positions, attention, rows)

@@ -109,7 +109,7 @@ class _Sequence:
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Equal for equal prefixes, their pictures among them."""
+        """Equal for equal prefixes, their images among them."""
         return (*self.prompt, *self.token_ids) if self.token_ids else self.prompt
 
     @property
@@ -179,7 +179,7 @@ class NativeEngine(SteppedEngine):
             records_experts=run.records_experts,
         )
         self._stops = StopFinder(run.decode)
-        # Of each slot: the next input token, its index, its position (another one after pictures), the most
+        # Of each slot: the next input token, its index, its position (another one after images), the most
         # tokens of prompt and output, and whether it has stop strings.
         self._slots = np.zeros((5, slots), np.int64)
         self._tokens, self._indices, self._positions, self._longest, self._has_strings = self._slots
@@ -649,7 +649,7 @@ class NativeEngine(SteppedEngine):
         rows: list[int],
         sight: Sight | None,
     ) -> Tensor:
-        """Logits [R, V] after `rows` of the tokens at `positions`, with the pictures of `sight`."""
+        """Logits [R, V] after `rows` of the tokens at `positions`, with the images of `sight`."""
         ids, places, chosen = (to_device(numbers, self._device) for numbers in (tokens, positions, rows))
         return self._decoder.compute(ids, places, attention, chosen, sight)
 

@@ -29,7 +29,7 @@ from braid.models.value_head import ValueHead
 from braid.training.backend import HeldBytes
 from braid.training.backends.ranks import Pass, RankBackend
 from braid.training.offload import HOST, moved, num_bytes, release_memory
-from braid.training.optimizer import build_optimizer
+from braid.training.optimizer import build_optimizer, peak_rates
 from braid.training.shards import Boxes, WholeMoments
 
 from .checks import check_images, check_layers
@@ -73,7 +73,8 @@ class DeepSpeedBackend(RankBackend):
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         """Build the optimizer without master weights: DeepSpeed keeps its own."""
-        return build_optimizer(self._model.module, self._config.optimizer, self._model.value_head)
+        config = self._config.optimizer
+        return build_optimizer(self._model.module, config, peak_rates(self._model, config))
 
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
         return self._engine(batch, outputs)

@@ -45,7 +45,7 @@ from braid.models.value_head import ValueHead
 from braid.training.backends.ranks import Pass, RankBackend
 from braid.training.backends.single.backend import autocast_dtype
 from braid.training.offload import moved
-from braid.training.optimizer import HALF, build_optimizer
+from braid.training.optimizer import HALF, build_optimizer, peak_rates
 from braid.training.shards import Boxes
 
 from .kind import AnyFsdp, Fsdp, Fsdp2
@@ -124,9 +124,9 @@ class FsdpBackend(RankBackend):
         parameter."""
         tensors = _tensors_of(self._net)
         matrices = [x for name, x in tensors if len(self._shapes.get(_own_name(name), ())) >= 2]
-        return build_optimizer(
-            self._model.module, self._config.optimizer, self._model.value_head, matrices=matrices
-        )
+        config = self._config.optimizer
+        rates = peak_rates(self._model, config)
+        return build_optimizer(self._model.module, config, rates, matrices=matrices)
 
     def _flat_starts(self) -> dict[str, int]:
         """Offset of this rank's part in each parameter: FSDP's shards are consecutive ranges of the flattened

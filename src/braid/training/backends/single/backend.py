@@ -31,7 +31,7 @@ from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Wor
 from braid.training.balance import Balance, Load, load_metrics
 from braid.training.loss_scale import LossScale
 from braid.training.offload import HOST, move_states, move_weights, moved, num_bytes, release_memory
-from braid.training.optimizer import build_optimizer, lr_factor, master_weights, set_rate
+from braid.training.optimizer import build_optimizer, lr_factor, master_weights, peak_rates, set_rate
 from braid.training.packing import grouped_micro_batches, pack, unpack, unpack_choices
 from braid.training.shards import (
     Boxes,
@@ -193,9 +193,8 @@ class SingleBackend:
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         self._masters = master_weights(self._model.module)
-        return build_optimizer(
-            self._model.module, self._config.optimizer, self._model.value_head, self._masters
-        )
+        config = self._config.optimizer
+        return build_optimizer(self._model.module, config, peak_rates(self._model, config), self._masters)
 
     @property
     def _counts_rows(self) -> bool:
