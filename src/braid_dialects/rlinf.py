@@ -58,7 +58,6 @@ _ALIASES = {
     "rollout.sglang.use_torch_compile": "rollout.use_torch_compile",
     "rollout.sglang.torch_compile_max_bs": "rollout.torch_compile_max_bs",
     **{f"env.{role}.simulator_type": f"env.{role}.env_type" for role in ("train", "eval")},
-    **{f"env.{role}.enable_offload": "env.enable_offload" for role in ("train", "eval")},
     **{
         path.replace(".ckpt.", ".ckpt_convertor."): path
         for path in _RULES

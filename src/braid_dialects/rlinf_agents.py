@@ -102,13 +102,21 @@ RULES = rows(
                 "over_context_penalty use_llm_judge use_local_judge llm_ip llm_port llm_type", _SCORED,
                 default=False)),
     section("tools", "", _OF_TOOLS)(
+        missing("search.dummy_mode", "tools give what they find; to find nothing: braid.env.tools with a function",
+                _GIVEN, default=False),
         missing("search.{server_addr,topk}", "use an index: braid.env.tools=[{index: documents.jsonl}], or a "
                 f"server of MCP: braid.env.tools=[{{url: ...}}]{_FOR_WORKERS}", _GIVEN),
         missing("online use_access_summary enable_cache cache_size cache_file use_jina",
                 f"use a server of MCP: braid.env.tools=[{{url: ...}}]{_FOR_WORKERS}", _GIVEN, default=False),
         to("codejudge.*", "", "any", _GIVEN, lambda *_: implied("code runs in the sandbox of the tool python"))),
     always("actor.pack_traj", "turns that continue a context are one row", "bool"),
-    ignored("rollout.use_fixed_worker", "a group always goes to the same engine"),
+    missing("rollout.use_fixed_worker",
+            "one model plays planner and workers; to have another play one of them: braid.env.kind=agent with an "
+            "environment that asks a server for its turns", default=False),
+    missing("agentloop.fixed_role", "it says who plays with the second model of rollout.use_fixed_worker",
+            needs("rollout.use_fixed_worker")),
+    ignored("rollout_fixed_worker.* rollout_fixed_worker.{model,sglang,vllm}.* rollout_fixed_worker.sglang.server.*",
+            "for the second model of rollout.use_fixed_worker only"),
     ignored("rollout.sglang.tool_call_parser", "calls are parsed by agentloop.toolcall_parser"),
     missing("agentlightning.*", "run the program with braid.env.kind=program"),
 )

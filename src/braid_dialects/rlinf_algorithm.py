@@ -196,7 +196,7 @@ _SAMPLING = section("{algorithm,rollout}.sampling_params", "rollout.sampling", _
     to("min_new_tokens", ".min_new_tokens", "natural", TEXT_ONLY, note="not read by RLinf"),
     to("temperature_train", ".temperature", "non-negative", ROBOTS_ONLY, _temperature),
     to("temperature_eval", "", "number", ROBOTS_ONLY, _temperature_eval, note="0 or less: the likeliest actions"),
-    ignored("add_BOS", "not read by RLinf"))
+    ignored("add_BOS stop stop_token_ids", "not read by RLinf"))
 
 RULES = rows(_SAMPLING, section("algorithm", "algorithm")(
     # batches
@@ -244,7 +244,7 @@ RULES = rows(_SAMPLING, section("algorithm", "algorithm")(
     to("behave_weight_threshold", ".corrections", "positive?",
        needs("algorithm.loss_type", "decoupled_actor_critic"), _decoupled, default=None,
        note="masks tokens with exp(old - engine's log-prob) above it; null: no bound"),
-    to("value_clip", ".value_clip", "positive", VALUES),
+    to("value_clip value_cliprange", ".value_clip", "positive", VALUES),
     to("critic_warmup_steps", "critic.warmup_rounds", "natural", VALUES),
     missing("drpo_{lambda,tau,beta,delta,kl_type}",
             "for algorithm.loss_type=drpo only, which is not supported"),

@@ -329,7 +329,12 @@ RULES = rows(
     _ROLLOUT,
     to("env.group_name", "cluster.group_names.env", "text", WORKERS),
     ignored("{env,rollout,actor}.channel.{name,queue_name,queue_size}", "there are no named queues"),
-    to("env.enable_offload", "env.offload", "bool", ROBOTS_ONLY),
+    to("env.train.enable_offload", "env.offload", "bool", ROBOTS_ONLY,
+       note="of training and evaluation alike, which share simulators"),
+    to("env.eval.enable_offload", "env.offload", "bool", ROBOTS_ONLY, overridden("env.train.enable_offload")),
+    to("env.enable_offload", "env.offload", "bool", ROBOTS_ONLY, overridden("env.train.enable_offload"),
+       overridden("env.eval.enable_offload")),
+    ignored("env.{train,eval}.enable_init_offload", "for BEHAVIOR only"),
     ignored("env.obs_compression.*", "observations of simulators travel by shared memory"),
     to("env.train.total_num_envs", "", "count?", ROBOTS_ONLY, _num_envs,
        note=

@@ -66,6 +66,10 @@ def _robot_rounds(source: Source) -> int | None:
 
 
 def _epochs(value: int, source: Source) -> Became:
+    if value == -1 and (source["runner.max_steps"] or 0) <= 0:
+        raise ValueError("without a limit of epochs a run needs runner.max_steps above 0")
+    if value == -1:
+        return no_effect("no limit of epochs: runner.max_steps ends the run")
     if not is_robots(source):
         return Became({"run.max_epochs": value})
     note = "a simulator has no prompts: an epoch is a round"
@@ -217,6 +221,9 @@ _PLACEMENT = Takes(
     "a mapping of components to devices, such as actor,rollout: 0-3",
     lambda v: isinstance(v, dict) and v != {},
 )
+_EPOCHS = Takes(
+    "an integer >= 1, or -1", lambda v: isinstance(v, int) and not isinstance(v, bool) and (v >= 1 or v == -1)
+)
 _HAS_SINKS = unless(lambda s: not sinks(s), "runner.logger.logger_backends has neither wandb nor swanlab")
 _HAS_SWANLAB = unless(
     lambda s: "report.swanlab" not in sinks(s), "runner.logger.logger_backends does not have swanlab"
@@ -230,6 +237,7 @@ _CLUSTER = section("cluster")(
     to("num_gpus_per_node", "cluster.devices_per_node", "count", WORKERS),
     to("component_placement", "", _PLACEMENT, _placement, note="roles on the same devices take turns"),
     missing("node_groups", "number the devices across nodes in cluster.component_placement"),
+    ignored("tracer.* profiling.*", "metrics have the time of each stage (time/<verb>_s)"),
     missing("auto_scheduler", "set cluster.component_placement", default=False),
     ignored("assign_policy use_pre_process_policy rollout_use_all_gpus monitor_interval preprocess_threshold "
             "migrate_out_max_bs use_wait_before_last_iter_policy fuse_rollout_inference_only "
@@ -252,7 +260,7 @@ _RUNNER = section("runner")(
         to("swanlab_mode", ".swanlab.mode", "cloud|local|offline", _HAS_SWANLAB),
         missing("wandb_proxy", "set HTTPS_PROXY in the environment"),
         missing("wandb_entity", "set WANDB_ENTITY in the environment")),
-    to("max_epochs", "", "count", _epochs, note="an epoch is one pass over the training prompts"),
+    to("max_epochs", "", _EPOCHS, _epochs, note="an epoch is one pass over the training prompts"),
     to("max_steps", "run.max_rounds", "cadence", _steps,
        note="a step is a round; the smaller of this and max_epochs"),
     to("val_check_interval", {"eval.every_rounds": at_least_0, "eval.at_end": positive, "eval.before": False},
@@ -274,6 +282,7 @@ _RUNNER = section("runner")(
     to("max_prompt_length", "model.vla.max_prompt_tokens", "count", ROBOTS_ONLY, facts.VLA,
        overridden("actor.model.max_prompt_length")),
     always("weight_sync_interval", "weights are synced after every round", choice(1)),
+    ignored("per_worker_log per_worker_log_path", "logs/ in the run folder has a file for each worker"),
     ignored("pad_after_pack", "rows are packed without padding"),
     missing("overlap_env_bootstrap", "use env.pipeline_stages to overlap simulation and policy"),
     missing("use_training_pipeline", "the update always starts when the round is complete"))
@@ -287,7 +296,9 @@ _DATA = section("data", "data", TEXT_ONLY)(
     to("rollout_batch_size", "rollout.prompts_per_round", "count"),
     to("val_rollout_batch_size", "eval.batch_prompts", "count?", computed(eval_prompts),
        note="null: data.rollout_batch_size. RLinf takes the whole set if given, else no batch"),
-    ignored("{num_workers,process_workers,process_batch_size}", "prompts are tokenized once, at the start"),
+    missing("is_{markdown,hybrid}", "how RLinf reads WideSeek-R1's rows and answers: write a function of rewards",
+            default=False),
+    ignored("{num_workers,prefetch_factor,process_workers,process_batch_size}", "prompts are tokenized once, at the start"),
     missing("dataset_name",
             "use base, with choices and their letters in the column of prompt_key, the right letter in that "
             "of answer_key, and braid.reward.parts=[{kind: choice}]",

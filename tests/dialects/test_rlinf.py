@@ -561,3 +561,45 @@ def test_a_problem_names_the_key_that_was_set(override: str, expected: str) -> N
     (problem,) = error.value.problems
     assert str(problem).startswith(expected)
     assert problem.origin.startswith("override")
+
+
+def test_a_run_without_a_limit_of_epochs_needs_one_of_steps() -> None:
+    loaded = config("runner.max_epochs=-1", "runner.max_steps=5")
+    assert (loaded.run.max_epochs, loaded.run.max_rounds) == (None, 5)
+    with pytest.raises(ConfigError, match=r"runner\.max_epochs: .*needs runner\.max_steps above 0"):
+        config("runner.max_epochs=-1", "runner.max_steps=-1")
+    with pytest.raises(ConfigError, match=r"runner\.max_epochs: 0 is not an integer >= 1, or -1"):
+        config("runner.max_epochs=0")
+
+
+def test_a_second_model_for_planner_or_workers_is_not_ignored() -> None:
+    """RLinf evaluates with two engines of different weights if rollout.use_fixed_worker is true."""
+    second = ("rollout_fixed_worker.model.model_path=/other", "agentloop.fixed_role=worker")
+    with pytest.raises(ConfigError, match=r"rollout\.use_fixed_worker: true is not supported"):
+        config("rollout.use_fixed_worker=true", *second)
+    ledger = {entry.path: entry for entry in here("rollout.use_fixed_worker=false", *second).ledger}
+    assert {ledger[key.partition("=")[0]].disposition for key in second} == {"no effect"}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "runner.per_worker_log=true",
+        "cluster.tracer.enable=true",
+        "cluster.profiling.output_dir=/there",
+        "algorithm.sampling_params.stop_token_ids=[1]",
+        "data.prefetch_factor=4",
+        "tools.search.dummy_mode=false",
+    ],
+)
+def test_keys_that_change_no_result_have_no_effect(key: str) -> None:
+    path = key.partition("=")[0]
+    (entry,) = (entry for entry in here(key).ledger if entry.path == path)
+    assert (entry.disposition, entry.native) == ("no effect", {})
+
+
+def test_both_names_of_the_clip_of_values_are_one_key() -> None:
+    with_critic = ("algorithm.adv_type=gae", "critic.use_critic_model=true")
+    assert config(*with_critic, "algorithm.value_cliprange=0.25").algorithm.value_clip == 0.25
+    with pytest.raises(ConfigError, match="make them agree"):
+        config(*with_critic, "algorithm.value_cliprange=0.25", "algorithm.value_clip=0.5")

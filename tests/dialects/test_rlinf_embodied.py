@@ -457,3 +457,18 @@ def test_syncing_and_the_rollout_s_own_model_change_nothing() -> None:
     assert dispositions["rollout.model.action_dim"] == "no effect"
     assert dispositions["env.train.is_eval"] == "implied"
     assert read("rollout.generation_backend=huggingface").loaded.config.rollout.engine.kind == "native"
+
+
+@pytest.mark.parametrize(
+    ("keys", "offload"),
+    [
+        (["env.train.enable_offload=true", "env.eval.enable_offload=false", "env.enable_offload=false"], True),
+        (["env.eval.enable_offload=true", "env.enable_offload=false"], True),
+        (["env.enable_offload=true"], True),
+    ],
+)
+def test_the_offload_of_training_decides(keys: list[str], offload: bool) -> None:
+    """RLinf reads those of env.train and env.eval; its pages show env.enable_offload."""
+    foreign = [key for key in keys if not key.startswith("env.enable_offload")]
+    loaded = config(*foreign, *(key for key in keys if key.startswith("env.enable_offload")))
+    assert loaded.env.offload is offload  # pyright: ignore[reportAttributeAccessIssue]
