@@ -83,3 +83,20 @@ def test_paths_on_the_command_line_start_from_the_working_directory(folder: Path
 def test_making_paths_absolute_twice_changes_nothing(folder: Path) -> None:
     once = load(folder, {"model": {"path": "models/policy"}}, "run.output_dir=out")
     assert with_absolute_paths(once) == once
+
+
+def test_kinds_of_the_users_own_are_found_from_the_configs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, elsewhere = tmp_path / "configs", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "mine.py").write_text("def loss(batch):\n    return batch.ratio\n")
+    (folder / "c.yaml").write_text(
+        "model: {build: {}}\nalgorithm: {policy_loss: mine.py:loss}\nprefer: {loss: mine.py:loss}\n"
+    )
+    monkeypatch.chdir(elsewhere)
+    config = with_absolute_paths(load_config(folder / "c.yaml")).config
+    assert config.prefer is not None
+    assert config.algorithm.policy_loss is not None
+    assert config.prefer.loss.kind == config.algorithm.policy_loss.kind == "mine.py:loss"

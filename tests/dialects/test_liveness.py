@@ -93,14 +93,15 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Values to try where the type does not tell which are valid."""
 MISSING = (
+    "prefer.",
     "model.vla.",
     *sorted(
         {path for env in (ManiskillEnv, LiberoEnv, RobosuiteEnv) for path, _ in fields_of(env, "env.")}
         - {path for env in (ToolsEnv, GymnasiumEnv, MetaworldEnv) for path, _ in fields_of(env, "env.")}
     ),
 )
-"""Keys of policies and simulators that RUNS have not: tests/trainer/test_vla_runs.py,
-tests/envs/test_maniskill.py, test_libero.py, test_robosuite.py."""
+"""Keys of another command, of policies and of simulators that RUNS have not:
+tests/trainer/test_preference_runs.py, test_vla_runs.py, tests/envs/test_maniskill.py, test_libero.py, test_robosuite.py."""
 _TRAINS = ("train", "critic.train", "reference.train")
 NEVER = {
     # keys of prompts in sources of examples, and the reverse
@@ -110,6 +111,11 @@ NEVER = {
         for name in ("response_function", "response_key", "messages_key", "tools_key")
     ),
     *(f"sft.data[].{name}_key" for name in ("answer", "source")),
+    *(
+        f"{data}[].{name}"
+        for data in ("data.train", "data.eval", "sft.data")
+        for name in ("chosen_key", "rejected_key", "pair_function", "margin_key", "target_key")
+    ),
     # critics compute no log-probs and replay no experts, references are not trained
     *(
         f"critic.train.{name}"

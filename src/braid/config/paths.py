@@ -38,7 +38,8 @@ def with_absolute_paths(loaded: Loaded) -> Loaded:
         start = Path.cwd() if loaded.origins.get(name) == OVERRIDE else loaded.base_dir
         if isinstance(value, str) and value:
             place(data, path, _absolute(name, value, start, _kind_at(data, path)))
-    return replace(loaded, config=RunConfig.model_validate(data, context={"functions": loaded.functions}))
+    context = {"functions": loaded.functions, "base_dir": loaded.base_dir}  # of the user's own kinds
+    return replace(loaded, config=RunConfig.model_validate(data, context=context))
 
 
 def _absolute(name: str, value: str, start: Path, kind: object) -> str:
