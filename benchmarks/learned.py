@@ -41,11 +41,13 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @dataclass(frozen=True)
 class Task:
-    """A config with overrides; `vla` is the kind of the policy that examples/vla.py makes for it."""
+    """A config with overrides; `vla` is the kind of the policy that examples/vla.py makes for it, `script`
+    the example that writes its files of data."""
 
     config: Path
     overrides: Sequence[str] = ()
     vla: str | None = None
+    script: str | None = None
 
 
 TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
@@ -62,6 +64,7 @@ TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
     ),
     "button_press": Task(EXAMPLES / "robot.yaml", ["env.task=button-press-v3", "eval.target.min_final=0.8"]),
     **{name: Task(EXAMPLES / f"{name}.yaml") for name in ("smollm2", "smollm2_lora", "smollm2_tool")},
+    "pictures": Task(EXAMPLES / "pictures.yaml", script="pictures.py"),
     "vla": Task(EXAMPLES / "vla.yaml", vla="openvla_oft"),
     "pi0": Task(CONFIGS / "pi0.yaml", vla="pi0"),
 }
@@ -81,12 +84,18 @@ class Result:
 def prepare(task: Task, folder: Path) -> list[str]:
     """Make what the task's config reads; returns its overrides. A failure is reported, and shows again in the
     runs."""
-    if task.vla is None:
+    script = task.script if task.vla is None else "vla.py"
+    if script is None:
         return list(task.overrides)
-    command = [sys.executable, str(EXAMPLES / "vla.py"), str(folder), "--kind", task.vla]
+    command = [sys.executable, str(EXAMPLES / script), str(folder)]
+    command += [] if task.vla is None else ["--kind", task.vla]
     if code := subprocess.run(command, check=False, stdout=sys.stderr).returncode:
-        print(f"{folder.name}: examples/vla.py failed, exit code {code}", file=sys.stderr)
-    return [*task.overrides, f"model.path={folder}/model", f"sft.demonstrations={folder}/demonstrations"]
+        print(f"{folder.name}: examples/{script} failed, exit code {code}", file=sys.stderr)
+    made = [f"model.path={folder}/model", f"sft.demonstrations={folder}/demonstrations"]
+    if task.vla is None:
+        uses = {"data.train[0]": "train", "data.eval[0]": "eval", "sft.data[0]": "sft"}
+        made = [f"{source}.path={folder}/{name}.jsonl" for source, name in uses.items()]
+    return [*task.overrides, *made]
 
 
 def train(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from examples import pictures
 from tests.contracts.engines import TORCHVISION
 from tests.needs import WITH_VLLM
 from tests.pictures import picture
@@ -94,6 +96,27 @@ def test_vllm_samples_with_images(config: Path, monkeypatch: pytest.MonkeyPatch)
     assert [line["policy/logprob_mismatch_max"] < 1e-4 for line in rounds if "policy/loss" in line] == [
         True
     ] * 2
+
+
+@pytest.mark.slow
+def test_the_example_trains_on_the_files_that_its_script_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pictures.py", str(tmp_path)])
+    pictures.main()
+    uses = {"data.train[0]": "train", "data.eval[0]": "eval", "sft.data[0]": "sft"}
+    overrides = [f"{source}.path={tmp_path}/{name}.jsonl" for source, name in uses.items()]
+    overrides += [f"run.output_dir={tmp_path}/runs", "run.max_rounds=2", "sft.steps=25", "eval.target=null"]
+    result = commands.train(load_config(Path(pictures.__file__).with_suffix(".yaml"), overrides))
+    rounds = rounds_of(result.run_dir)
+    assert [line["policy/logprob_mismatch_kl"] < 1e-6 for line in rounds if "policy/loss" in line] == [
+        True
+    ] * 2
+    made, shuffled = ((tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("eval", "shuffled"))
+    assert sorted(json.loads(line)["image"] for line in made) == sorted(
+        json.loads(line)["image"] for line in shuffled
+    )
+    assert sum(one != other for one, other in zip(made, shuffled, strict=True)) > 0.9 * len(made)
 
 
 @pytest.mark.slow
