@@ -462,7 +462,10 @@ def test_syncing_and_the_rollout_s_own_model_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("keys", "offload"),
     [
-        (["env.train.enable_offload=true", "env.eval.enable_offload=false", "env.enable_offload=false"], True),
+        (
+            ["env.train.enable_offload=true", "env.eval.enable_offload=false", "env.enable_offload=false"],
+            True,
+        ),
         (["env.eval.enable_offload=true", "env.enable_offload=false"], True),
         (["env.enable_offload=true"], True),
     ],
