@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.plan import resolve
+from braid.plan import default_verb, resolve
 from braid_dialects.load import read_config, recognise
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "learned.py"))
@@ -19,7 +19,8 @@ SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "learned.
 def test_every_task_resolves_and_has_a_bar(name: str) -> None:
     task = SCRIPT["TASKS"][name]
     loaded = read_config(task.config, list(task.overrides)).loaded
-    warnings = resolve(loaded.config, 10**6, origin_of=loaded.origin).warnings
+    verb = default_verb(loaded.config)
+    warnings = resolve(loaded.config, 10**6, verb=verb, origin_of=loaded.origin).warnings
     assert not warnings or recognise(task.config) != "native"
     target = loaded.config.eval.target
     assert target.min_final is not None
