@@ -250,7 +250,9 @@ PREFERENCES: dict[str, Settings] = {
 }
 
 
-@pytest.mark.parametrize("case", PREFERENCES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "adapters")) for name in PREFERENCES]
+)
 def test_preferences_learned_on_ranks_match_one_process_which_can_resume_them(
     tmp_path: Path, case: str
 ) -> None:
