@@ -114,8 +114,7 @@ def test_keys_differ_by_value_and_not_by_name_and_folder_of_the_run(tmp_path: Pa
         "rollout: {engine: {kind: vllm}}",
         [],
     )
-    rows = {row.key: row.values for row in config_differences([one, two])}
-    assert rows == {
+    assert config_differences([one, two]) == {
         "train.lr": (1e-6, 2e-6),
         "rollout.engine.kind": ("native", "vllm"),
         "rollout.engine.max_running": (8, MISSING),
@@ -127,6 +126,6 @@ def test_metrics_are_compared_up_to_the_last_round_that_all_have_reached(tmp_pat
     short, long = run(tmp_path / "a", "", lines[:6]), run(tmp_path / "b", "", lines)
     last, rows = metrics_at([short, long])
     assert last == 6
-    assert {row.name: row.values for row in rows} == {
+    assert rows == {
         "reward/mean": (4.0, 4.0), "eval/all/mean@1": (0.6, 0.6)
     }  # fmt: skip

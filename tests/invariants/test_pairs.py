@@ -89,7 +89,7 @@ def _update(
 
 
 def _plainly(kind: PreferenceLoss) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and the gradients, each response in a forward pass of its own."""
+    """The loss and the gradients, each response in a separate forward pass."""
     model = deepcopy(_model())
     sums, counts = [], []
     for pair in _pairs():

@@ -1,4 +1,4 @@
-"""Runs of `braid prefer`: losses, resumes, adapters, a reference of its own, ranks, and refused configs."""
+"""Runs of `braid prefer`: losses, resumes, adapters, separate references, ranks, and refused configs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from braid.inspection.diagnosis import Finding, diagnose
 from braid.inspection.folder import Run, Stage, find_runs
 from braid.report.files import human_bytes, to_json
 from braid.report.samples import Sample, read_samples
-from braid.report.sinks.console import printable
+from braid.report.sinks.console import clock, printable
 from braid.types import text_of
 
 from .columns import print_beside, print_whole
@@ -64,14 +64,8 @@ def print_runs(folders: Sequence[Path], *, as_json: bool) -> None:
         sys.stdout.write(to_json([_of_run(run) for run in runs], indent=2) + "\n")
         return
     if not runs:
-        names = " ".join(map(str, folders))
-        raise ConfigError(
-            [
-                Problem(
-                    "FOLDER", f"there is no run in {names}; pass the folder that runs are in", "command line"
-                )
-            ]
-        )
+        message = f"there is no run in {' '.join(map(str, folders))}; pass the folder that runs are in"
+        raise ConfigError([Problem("FOLDER", message, "command line")])
     table = _table("run", "status", "round", "reward", "evaluation", "", "time", "changed", left=2)
     for run in runs:
         about = _of_run(run)
@@ -83,15 +77,14 @@ def print_runs(folders: Sequence[Path], *, as_json: bool) -> None:
             _number(about["reward"]),
             "" if last is None else f"{_number(first)} to {_number(last)}",
             (about["eval_name"] or "").removeprefix("eval/all/"),
-            "" if about["wall_s"] is None else _duration(about["wall_s"]),
+            "" if about["wall_s"] is None else clock(about["wall_s"]),
             time.strftime("%Y-%m-%d %H:%M", time.localtime(about["changed"])),
         )
     _show(Console(highlight=False), table, indent=0)
 
 
 def _of_run(run: Run) -> dict[str, Any]:
-    evaluated = [] if run.target_name is None else run.values(run.target_name)
-    rewards = run.values("reward/mean")
+    evaluated, rewards = run.evaluations, run.values("reward/mean")
     return {
         "run": str(run.path),
         "status": run.status,
@@ -246,9 +239,9 @@ def print_comparison(runs: Sequence[Run], *, numbers: Sequence[int], num_most: i
         about = f"   up to round {last}, means of the last five"
         print_whole(console, Text.assemble(("\nmetrics", "bold"), (about, "dim")))
         table = _table("", *names)
-        for row in rows:
-            form = human_bytes if row.name.endswith("_bytes") else _number
-            table.add_row(row.name, *("-" if math.isnan(value) else form(value) for value in row.values))
+        for name, values in rows.items():
+            form = human_bytes if name.endswith("_bytes") else _number
+            table.add_row(name, *("-" if math.isnan(value) else form(value) for value in values))
         _show(console, table)
         console.print()
     else:
@@ -289,9 +282,9 @@ def _print_differences(console: Console, runs: Sequence[Run], names: Sequence[st
     print_whole(console, Text("config" + "   no key differs" * (not rows), "bold"))
     if rows:
         table = _table("", *names)
-        for row in rows:
-            values = ("-" if value is MISSING else printable(show_value(value)) for value in row.values)
-            table.add_row(row.key, *values)
+        for key, values in rows.items():
+            texts = ("-" if value is MISSING else printable(show_value(value)) for value in values)
+            table.add_row(key, *texts)
         _show(console, table)
 
 
@@ -357,9 +350,3 @@ def _number(value: float | None) -> str:
 
 def _whole(value: int | None) -> str:
     return "?" if value is None else str(value)
-
-
-def _duration(seconds: float) -> str:
-    minutes, _ = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{round(seconds) % 60:02}"

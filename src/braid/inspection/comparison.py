@@ -28,35 +28,22 @@ METRICS = (
 """Metrics that a comparison shows, of those that the runs have."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A key of the config with its value in each run; missing where another kind has no such key."""
-
-    key: str
-    values: tuple[Any, ...]
+MISSING = object()
+"""In place of the value of a key that a run does not have."""
 
 
-class Missing:
-    """In place of the value of a key that a run does not have."""
-
-    def __repr__(self) -> str:
-        return "-"
-
-
-MISSING = Missing()
-
-
-def config_differences(runs: Sequence[Run]) -> list[Difference]:
-    """The keys whose values differ, but for those of name, folder and resume."""
+def config_differences(runs: Sequence[Run]) -> dict[str, tuple[Any, ...]]:
+    """Key -> its value in each run, of the keys whose values differ, but for those of name, folder and
+    resume."""
     trees = [settings(run.config) for run in runs]
     keys = dict.fromkeys(key for tree in trees for key in tree if key not in _ABOUT_THE_START)
     folders = [f"{tree.get('run.output_dir')}/{tree.get('run.name')}" for tree in trees]
     rows = ((key, tuple(tree.get(key, MISSING) for tree in trees)) for key in keys)
-    return [
-        Difference(key, values)
+    return {
+        key: values
         for key, values in rows
         if len({_below(value, folder) for value, folder in zip(values, folders, strict=True)}) > 1
-    ]
+    }
 
 
 def _below(value: Any, folder: str) -> str:
@@ -64,21 +51,14 @@ def _below(value: Any, folder: str) -> str:
     return repr(value).replace(folder, "RUN")
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """A metric of several runs: its mean over the last rounds that all of them have."""
-
-    name: str
-    values: tuple[float, ...]
-
-
 def metrics_at(
     runs: Sequence[Run], names: Sequence[str] = METRICS, window: int = 5
-) -> tuple[int, list[Measured]]:
-    """(round, metrics): the last round that every run has reached, and each metric's mean over `window`
-    rounds up to it. Evaluations are the last ones up to it. nan where a run does not have the metric."""
+) -> tuple[int, dict[str, tuple[float, ...]]]:
+    """(round, name -> value in each run): the last round that every run has reached, and the means of metrics
+    over `window` rounds up to it. Evaluations are the last ones up to it. nan where a run does not have the
+    metric; those that no run has are left out."""
     last = min((run.lines[-1]["round"] if run.lines else 0 for run in runs), default=0)
-    rows = []
+    rows: dict[str, tuple[float, ...]] = {}
     for name in names:
         values = []
         for run in runs:
@@ -86,7 +66,7 @@ def metrics_at(
             tail = upto[-1:] if name.startswith("eval/") else upto[-window:]
             values.append(sum(tail) / len(tail) if tail else math.nan)
         if not all(map(math.isnan, values)):
-            rows.append(Measured(name, tuple(values)))
+            rows[name] = tuple(values)
     return last, rows
 
 

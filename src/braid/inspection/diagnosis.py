@@ -1,7 +1,7 @@
 """What is wrong with a run, from its metrics alone: since which round, the likeliest causes, and the key to
 change.
 
-Each rule of RULES looks at the whole run and returns what it found, or None. A rule compares the first rounds
+Each rule of RULES looks at the whole run and yields what it finds. A rule compares the first rounds
 with the last ones (`_ends`: a fifth of the rounds, 3 to 20 of them), so that one odd round is no finding, and
 asks for an effect that matters in the metric's own unit. The causes and thresholds are from the papers named
 beside the rules and from docs/troubleshooting.md.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Literal
 
 from .folder import Run
@@ -46,30 +47,23 @@ def _training(run: Run, name: str) -> Series:
     return [(number, value) for number, value in run.values(name) if number > 0]
 
 
+def _window(series: Series) -> int:
+    """Number of the rounds that are averaged at either end: a fifth, 3 to 20."""
+    return min(max(3, len(series) // 5), 20)
+
+
 def _ends(series: Series) -> tuple[float, float] | None:
     """Means of the first and the last fifth of the rounds, 3 to 20 each; None if there are fewer than 6."""
     if len(series) < 6:
         return None
-    size = min(max(3, len(series) // 5), 20)
-    values = [value for _, value in series]
+    size, values = _window(series), [value for _, value in series]
     return statistics.fmean(values[:size]), statistics.fmean(values[-size:])
 
 
-def _since(series: Series, is_bad: Callable[[float], bool]) -> int | None:
-    """The first of the rounds at the end that are all bad; None if the last is not."""
-    first = None
-    for number, value in reversed(series):
-        if not is_bad(value):
-            break
-        first = number
-    return first
-
-
 def _lasts(series: Series, is_bad: Callable[[float], bool], rounds: int = 3) -> int | None:
-    """As `_since`, if at least that many rounds in a row are bad."""
-    first = _since(series, is_bad)
-    bad = [number for number, _ in series if first is not None and number >= first]
-    return first if len(bad) >= rounds else None
+    """The first of the rounds at the end that are all bad; None if they are fewer than `rounds`."""
+    bad = [number for number, _ in takewhile(lambda point: is_bad(point[1]), reversed(series))]
+    return bad[-1] if len(bad) >= rounds else None
 
 
 def _rise(series: Series) -> float:
@@ -85,13 +79,9 @@ def _spread(run: Run) -> float:
     return max(statistics.fmean(first), 1e-3) if first else 1.0
 
 
-def _evaluation(run: Run) -> Series:
-    return [] if run.target_name is None else run.values(run.target_name)
-
-
 def _evaluation_is_flat(run: Run) -> bool:
     """Whether the last evaluation is no better than the first; True without two evaluations."""
-    series = _evaluation(run)
+    series = run.evaluations
     return len(series) < 2 or series[-1][1] - series[0][1] <= 0.02
 
 
@@ -259,7 +249,7 @@ def _collapse(run: Run) -> Iterator[Finding]:
     ends = _ends(rewards)
     if ends is None:
         return
-    size = min(max(3, len(rewards) // 5), 20)
+    size = _window(rewards)
     means = [
         (rewards[i + size - 1][0], statistics.fmean(value for _, value in rewards[i : i + size]))
         for i in range(len(rewards) - size + 1)
@@ -292,7 +282,7 @@ def _length(run: Run) -> Iterator[Finding]:
 
 def _hacked(run: Run) -> Iterator[Finding]:
     # Gao et al. 2023 (arXiv:2210.10760)
-    rewards, evaluated = _training(run, "reward/mean"), _evaluation(run)
+    rewards, evaluated = _training(run, "reward/mean"), run.evaluations
     is_worse = len(evaluated) >= 2 and evaluated[-1][1] < evaluated[0][1] - 0.02
     if is_worse and _rise(rewards) > 0.3 * _spread(run):
         yield Finding(
@@ -386,14 +376,14 @@ def _empty(run: Run) -> Iterator[Finding]:
 
 
 def _nothing_learned(run: Run) -> Iterator[Finding]:
-    rewards, evaluated = _training(run, "reward/mean"), _evaluation(run)
+    rewards, evaluated = _training(run, "reward/mean"), run.evaluations
     spread = _spread(run)
     is_long = len(rewards) >= 20
     if not is_long or _rise(rewards) > 0.1 * spread or (evaluated and not _evaluation_is_flat(run)):
         return
     lowest, highest = _reward_range(run)
     if highest is not None and lowest is not None and rewards[-1][1] >= highest - 0.1 * (highest - lowest):
-        return  # it was good from the start, or all rewards are equal, which has a rule of its own
+        return  # good from the start; `_no_signal` looks at rewards that are all equal
     yield Finding(
         "nothing was learned",
         rewards[0][0],
@@ -420,7 +410,7 @@ def _first_below(series: Series, limit: float) -> int | None:
 
 def _evaluations(run: Run) -> str:
     """The first and the last evaluation, as "eval/all/mean@1 0.31 to 0.02"."""
-    series = _evaluation(run)
+    series = run.evaluations
     return f"{run.target_name} {series[0][1]:.3g} to {series[-1][1]:.3g}" if series else "no evaluation"
 
 

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from braid.config.source import read_file
 from braid.errors import ConfigError, Problem, suggest
-from braid.json_text import parse_json
-from braid.report.run_dir import parse_line
+from braid.json_text import read_json
+from braid.report.run_dir import read_metrics
 
 Stage = Literal["round", "eval"]
 """What samples are of: a round of training, or the evaluation after it."""
@@ -37,7 +37,7 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """summary.json; empty before the first round has ended."""
         try:
-            return dict(parse_json((self.path / "summary.json").read_text("utf-8")))
+            return read_json(self.path / "summary.json")
         except (OSError, ValueError):
             return {}
 
@@ -53,10 +53,9 @@ class Run:
     def lines(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, in order; lines that are cut short are left out."""
         try:
-            text = (self.path / "metrics.jsonl").read_text("utf-8", errors="replace")
+            return read_metrics(self.path / "metrics.jsonl")
         except OSError:
             return []
-        return [line for part in text.splitlines() if (line := parse_line(part)) is not None]
 
     @property
     def status(self) -> str:
@@ -87,7 +86,7 @@ class Run:
             if isinstance(value := line.get(name), int | float) and math.isfinite(value)
         ]
 
-    @property
+    @cached_property
     def target_name(self) -> str | None:
         """The metric of the evaluations over all sources: eval/all/pass@1, else mean@n, else None."""
         pattern = re.compile(r"eval/all/(mean|pass)@\d+")
@@ -95,6 +94,11 @@ class Run:
         if "eval/all/pass@1" in names and any(value for _, value in self.values("eval/all/pass@1")):
             return "eval/all/pass@1"
         return min((name for name in names if "mean@" in name), default=None)
+
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        """(round, value) of the metric `target_name`; empty without evaluations."""
+        return [] if self.target_name is None else self.values(self.target_name)
 
     def samples(self, stage: Stage) -> dict[int, Path]:
         """Round -> its file in samples/, in order of rounds."""

@@ -55,9 +55,8 @@ def export_reward_model(
         setattr(settings, name, value)
     model = AutoModelForSequenceClassification.from_config(settings, dtype=lm.model.dtype)
     loaded = model.load_state_dict(dict(weights), strict=False)
-    if faults := {"missing": loaded.missing_keys, "unknown": loaded.unexpected_keys}:
-        faults = {what: names for what, names in faults.items() if names}
-    if faults:
+    faults = {"missing": loaded.missing_keys, "unknown": loaded.unexpected_keys}
+    if faults := {what: names for what, names in faults.items() if names}:
         raise ModelError(
             f"the weights are not those of {type(model).__name__}: {listed(faults)}; export them with the "
             "model (model.path or model.build) that they were trained with"

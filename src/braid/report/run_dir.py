@@ -122,13 +122,8 @@ class RunDir:
         self._write(self.summary, to_json(summary, indent=2) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Read the lines of metrics.jsonl. Invalid lines (partly written when a run was killed) are
-        skipped."""
-        try:
-            lines = self.metrics.read_text("utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            return []
-        return [record for line in lines if (record := parse_line(line)) is not None]
+        """Read the lines of metrics.jsonl; none if there is no such file."""
+        return read_metrics(self.metrics) if self.metrics.exists() else []
 
     def rewind(self, last_round: int | None, stored_round: int | None = None) -> None:
         """Remove everything written after `last_round`; None: all rounds. Samples and batches up to
@@ -163,8 +158,14 @@ def holds_run(path: Path) -> bool:
     return any(next(path.glob(pattern), None) is not None for pattern in WORTH_KEEPING)
 
 
-def parse_line(line: str) -> dict[str, Any] | None:
-    """The metrics of a line of metrics.jsonl; None, with a warning, if it is not valid."""
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Read the lines of metrics.jsonl. Invalid lines (partly written when a run was killed) are skipped with
+    a warning. Raises OSError."""
+    lines = file.read_text("utf-8", errors="replace").splitlines()
+    return [record for line in lines if (record := _parse(line)) is not None]
+
+
+def _parse(line: str) -> dict[str, Any] | None:
     try:
         record = parse_json(line)
     except ValueError:

@@ -78,10 +78,10 @@ def check_inputs(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> None:
 def _own_problems(config: RunConfig, plan: Plan) -> list[Problem]:
     """Problems of losses and an advantage of the user's own, which are tried once."""
     if plan.verb == "prefer" and config.prefer is not None and config.prefer.loss.is_own:
-        from braid.algorithms.trial import problem_of_preferences
+        from braid.algorithms.trial import problem_of
 
         kind = config.prefer.loss
-        why = problem_of_preferences(kind, reserved_names("prefer"))
+        why = problem_of(kind, reserved_names("prefer"))
         return [Problem(kind.config_key, f"{kind.kind!r}: {why}")] if why else []
     loss, advantage = plan.recipe.policy_loss, plan.recipe.advantage
     if plan.verb != "train" or not (loss.is_own or advantage.is_own):
