@@ -9,7 +9,7 @@ from examples.solutions import chain_sum, chain_sum_or_guess
 from transformers import PreTrainedTokenizerFast
 
 from braid.config.data import DataConfig, FileSource, ProceduralSource
-from braid.data.worked import ExampleSet, load_examples
+from braid.data.worked import ExampleRules, ExampleSet, load_examples
 from braid.errors import ConfigError, DataError
 from braid.models.chat import ChatFormat
 
@@ -81,7 +81,9 @@ def test_prompt_and_response_must_fit_the_models_positions(
 
     def load(max_positions: int, **settings: Any) -> ExampleSet:
         config = DataConfig(**settings)
-        return load_examples([source], config, tokenizer, base_dir=folder, max_positions=max_positions)
+        return load_examples(
+            [source], config, tokenizer, base_dir=folder, rules=ExampleRules(max_tokens=max_positions)
+        )
 
     assert len(load(9).examples) == 2
     loaded = load(8)
@@ -89,7 +91,7 @@ def test_prompt_and_response_must_fit_the_models_positions(
     (counts,) = loaded.counts.values()
     assert (counts.rows, counts.dropped_overlong) == (2, 1)
     with pytest.raises(
-        DataError, match="1 of 2 examples exceed the model's 8 positions; the longest has 9 tokens"
+        DataError, match=r"1 of 2 examples exceed the limit of 8 tokens .*; the longest has 9 tokens"
     ):
         load(8, overlong="error")
     with pytest.raises(DataError, match="2 of 2 examples"):
@@ -222,7 +224,7 @@ def _two_turns(
         tokenizer,
         base_dir=folder,
         conversation=chat.examples,
-        max_positions=limit,
+        rules=ExampleRules(max_tokens=limit),
     )
 
 
@@ -283,7 +285,7 @@ def test_lone_surrogates_in_a_response_are_replaced_as_in_prompts(
     source = FileSource(path="a.jsonl", response_key="solution")
     for max_positions in (None, 5, 500):
         loaded = load_examples(
-            [source], DataConfig(), tokenizer, base_dir=tmp_path, max_positions=max_positions
+            [source], DataConfig(), tokenizer, base_dir=tmp_path, rules=ExampleRules(max_tokens=max_positions)
         )
         one, other = loaded.examples
         assert one == other
