@@ -286,6 +286,7 @@ class File:
         self.dialect, self._reads, self._path = DIALECTS[seed.dialect], reads, reader.path(seed)
         self._chosen = chosen
         self._foreign = read_foreign(self._path, (), self.dialect)
+        self.dialect = translate(self._foreign, self.dialect, **chosen).dialect
         self.baseline = self._outcome(self._foreign)
 
     def with_value(self, path: str, value: Any) -> str:
