@@ -58,11 +58,10 @@ VISION_MODELS = {"qwen2.5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl"}
 
 
 def reads_images(source: Source) -> bool:
-    """Whether prompts may have images: RLinf's kind of data decides, in supervised fine-tuning also the
-    model."""
-    names_them = source["data.image_keys"] or source["actor.model.model_type"] in VISION_MODELS
-    if source["runner.task_type"] == "sft" and names_them:
-        return True
+    """Whether prompts may have images: RLinf's kind of data decides, in supervised fine-tuning the columns and
+    the model."""
+    if source["runner.task_type"] == "sft":
+        return bool(source["data.image_keys"]) or source["actor.model.model_type"] in VISION_MODELS
     return not is_robots(source) and source["data.type"] in ("vlm", "vision_language")
 
 

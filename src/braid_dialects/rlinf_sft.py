@@ -109,9 +109,8 @@ _SFT = rows(
        note="the loss is the mean over the tokens of the step; in RLinf over micro-batches of their means"),
     to("actor.eval_batch_size", "train.infer_batch_rows", "count", _HAS_EVALUATION, default=1),
     section("data")(
-        to("type", "model.vision.train", "text?", lambda _, s: Became(
-            {"model.vision.train": "none" if s["actor.model.is_lora"] else "all"}) if facts.reads_images(s) else
-            implied("rows of text"), note="the vision tower is trained too, unless there are adapters"),
+        always("type", "image_keys and the model tell whether rows have images; the vision tower is trained too, "
+               "unless there are adapters", "text?"),
         to("train_data_paths", {"sft.data[0].kind": "file", "sft.data[0].path": _files}, "path or [path]?",
            refused(lambda v, _: not v and "an evaluation alone is braid eval; set it"), default=None,
            note="of a folder all files"),

@@ -74,6 +74,10 @@ class RunSection(Section):
 
     only_for_training: ClassVar[str] = "run.{max_rounds,max_epochs,max_restarts}"
 
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if plan.verb in ("sft", "prefer") and not config.has_rollouts:
+            yield f"{plan.verb}.epochs or {plan.verb}.steps sets the length", "run.{max_rounds,max_epochs}"
+
 
 class EvalTarget(Section):
     """Targets of the run; `braid train` exits with status 3 if it misses one."""

@@ -98,6 +98,11 @@ class RunConfig(Section):
         """Whether the environment makes all tasks of the run itself, from seeds."""
         return self.env.makes_tasks and not self.data.train and not self.data.eval
 
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether the config is for reinforcement learning, perhaps besides other commands."""
+        return bool(self.data.train) or self.env.is_simulator or self.makes_tasks
+
     def held_out(self, verb: Verb) -> tuple[Source, ...]:
         """Sources of held-out examples or pairs, on which a command measures its loss."""
         section = {"sft": self.sft, "prefer": self.prefer}.get(verb)
