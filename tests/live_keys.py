@@ -37,7 +37,7 @@ from braid.config.source import parse_path, path_text, place
 from braid.config.train import TrainConfig
 from braid.errors import ConfigError, ModelError
 from braid.kinds import Kind
-from braid.plan import Plan, derive, unused_keys, why_unused
+from braid.plan import Plan, default_verb, derive, unused_keys, why_unused, with_examples
 from braid.plan.checks import find_problems
 from braid.rollout.engine import Sampling
 from braid.rollout.engines.base import Model, ServedEngine
@@ -502,10 +502,19 @@ def _members(annotation: Any) -> list[Any]:
     return [member for inner in get_args(annotation) for member in _members(inner)]
 
 
+def planned(config: RunConfig, num_prompts: int | None) -> Plan:
+    """The plan of the command that a config is for, as if its examples had been counted."""
+    plan = derive(config, num_prompts, default_verb(config))
+    try:
+        return with_examples(plan, config, 10**6, lambda _: "")
+    except ConfigError:  # what is wrong is in find_problems
+        return plan
+
+
 def observed(config: RunConfig, reads: Collection[str]) -> str:
     """What a run depends on, as text: its settings, the values of the keys in `reads` unless they are unused,
     and the plan's problems."""
-    plan = derive(config, None, "train")
+    plan = planned(config, None)
     idle = unused_keys(config, plan)
 
     def is_read(name: str) -> bool:
@@ -532,7 +541,7 @@ class Effects:
         """`reads` are the keys that such a run reads, `num_prompts` its number of training prompts."""
         self._config, self._tree = config, json.dumps(plain_data(config))
         self._reads, self._num_prompts = frozenset(reads), num_prompts
-        plan = derive(config, num_prompts, "train")
+        plan = planned(config, num_prompts)
         self._settings, self._problems = settings(config, plan), find_problems(config, plan)
 
     def of(self, key: str, values: Sequence[Any] = ()) -> str:
@@ -553,7 +562,7 @@ class Effects:
                 config = RunConfig.model_validate(tree)
             except ValidationError:
                 continue
-            plan = derive(config, self._num_prompts, "train")
+            plan = planned(config, self._num_prompts)
             if why := why_unused(unused_keys(config, plan), key):
                 return f"unused: {why}"
             if find_problems(config, plan) != self._problems:

@@ -30,6 +30,7 @@ from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
 from braid.models.loading import save_pretrained
 from braid.models.tokenizer import character_tokenizer
+from braid.plan import default_verb
 from braid.trainer import commands
 
 RUNS: dict[str, list[str]] = {
@@ -79,6 +80,15 @@ RUNS: dict[str, list[str]] = {
         "data={max_prompt_tokens: 40, image: {min_pixels: 64, max_pixels: 1024}, train: [{kind: file, path: pictures.jsonl, "
         "images_key: seen}], eval: [{kind: file, path: pictures.jsonl, images_key: seen}]}",
         "sft={data: [{kind: file, path: pictures.jsonl, images_key: seen, response_key: answer}], steps: 2, rows_per_step: 2}",
+    ],
+    "supervised": [
+        "data={}", "reward={}", "model.build.characters=' 0123456789+-=?.abcdefghijklmnopqrstuvwxyzISTW'",
+        "eval={every_rounds: 1, target: {metric: loss, max_final: 100}}",
+        "sft={data: [{kind: file, path: letters.jsonl, response_function: 'rewards.py:asked'}, {kind: hub, path: rows, "
+        "response_key: answer}], eval_data: [{kind: file, path: letters.jsonl, name: held_out, response_key: answer}, "
+        "{kind: hub, path: rows, response_key: answer}, "
+        "{kind: procedural, generator: chain_sum, size: 4, seed: 30, response_key: answer}], "
+        "mix: [{sources: [letters], share: 1}, {sources: [rows], share: 1}], max_tokens: 120, rows_per_step: 4}",
     ],
     "gymnasium": [
         "model={build: null, mlp: {}}", "data={}", "reward={}", "env={kind: gymnasium, id: CartPole-v1, eval_episodes: 2, max_steps_per_rollout: 20}",
@@ -218,6 +228,7 @@ def write_files(folder: Path) -> None:
     (folder / "rewards.py").write_text(
         "def play(task, base_url, api_key):\n    import openai\n    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:\n"
         "        client.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'a'}])\n    return 1.0\n\n"
+        "def asked(row):\n    return [('a', True), ('b', False), (row['answer'], True)]\n\n"
         "def one():\n    return 1.0\n\ndef picky(text, answer):\n    return {answer: 1.0}[text]\n"
     )
     spec = BuildSpec.model_validate(BASE["model"]["build"])
@@ -240,7 +251,7 @@ def run_all(folder: Path, device: str = "cpu") -> dict[str, set[str]]:
                 ]
             loaded = load_config("tiny.yaml", [text.replace("SERVER", server.url) for text in run_overrides])
             with recorded() as reads[name], suppress(*([RolloutError] if name == "failing" else [])):
-                commands.train(loaded)
+                (commands.sft if default_verb(loaded.config) == "sft" else commands.train)(loaded)
             if dist.is_initialized():
                 dist.destroy_process_group()
     return reads

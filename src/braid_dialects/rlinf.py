@@ -8,11 +8,12 @@ rlinf_robots.py     robot policies, and what braid lacks of robots
 rlinf_actor.py      actor
 rlinf_evaluation.py evaluations of robot policies, whose keys are elsewhere
 rlinf_checks.py     constraints between keys
+rlinf_sft.py        supervised fine-tuning of language models
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import (
@@ -23,6 +24,7 @@ from . import (
     rlinf_robots,
     rlinf_rollout,
     rlinf_run,
+    rlinf_sft,
 )
 from . import rlinf_facts as facts
 from .rlinf_checks import CHECKS
@@ -68,8 +70,8 @@ _ALIASES = {
 _SAC = "SAC and other methods with a replay buffer; use adv_type=gae with loss_type=actor_critic, or grpo"
 _ABSENT: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "runner.task_type": (
-        "supervised fine-tuning files, offline training and online training from code editors are not read; "
-        "for fine-tuning write a config with sft.data (braid sft)",
+        "supervised fine-tuning of robot policies, offline training and online training from code editors are not "
+        "read; for fine-tuning write a config with sft.demonstrations (braid sft)",
         lambda v: v in ("sft", "offline", "coding_online_rl"),
     ),
     "algorithm.adv_type": (_SAC, lambda v: v in ("embodied_sac", "embodied_dagger", "sac", "rlpd")),
@@ -91,6 +93,16 @@ def _base(source: Source) -> dict[str, Any]:
     return native | rlinf_run.critic_settings(source)[0]
 
 
+_SFT = rlinf_sft.dialect(_ALIASES)
+
+
+def _of_file(dialect: Dialect, values: Mapping[str, Any], version: str | None) -> Dialect:
+    """Supervised fine-tuning of language models and evaluations of robots have tables of their own."""
+    if rlinf_sft.is_supervised({dialect.name_of(path): value for path, value in values.items()}):
+        return _SFT
+    return rlinf_evaluation.of_file(dialect, values, version)
+
+
 RLINF = Dialect(
     name="rlinf",
     title="RLinf",
@@ -107,5 +119,6 @@ RLINF = Dialect(
     checks=CHECKS,
     aliases=_ALIASES,
     absent=_ABSENT,
-    of_file=rlinf_evaluation.of_file,
+    of_file=_of_file,
+    others=(_SFT,),
 )

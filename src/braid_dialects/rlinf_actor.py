@@ -79,9 +79,9 @@ def _offload(value: bool, source: Source) -> Became:
 
 def _schedule(value: str, source: Source) -> Became:
     """lr_scheduler; PyTorch's cosine ends at a learning rate of 1e-6."""
-    at = "train.optimizer.schedule"
-    ends = {f"{at}.min_ratio": _ratio(1e-6, source)} if value == "torch_cosine" else {}
-    return Became({f"{at}.decay": value.removeprefix("torch_"), **ends})
+    (decay,) = source.native
+    ends = {decay.replace("decay", "min_ratio"): _ratio(1e-6, source)} if value == "torch_cosine" else {}
+    return Became({decay: value.removeprefix("torch_"), **ends})
 
 
 def _in_steps(value: int, source: Source) -> int:
@@ -204,7 +204,7 @@ _OPTIMIZER = section("actor.optim", "train.optimizer")(
     missing("overlap_param_gather_with_optimizer_step", "set it to false; see overlap_param_gather",
             MEGATRON, default=False),
     ignored("optimizer_enable_pin", "not read by RLinf; offloaded state is always pinned"),
-    to("lr_scheduler", "", "constant|cosine|torch_constant|torch_cosine", FSDP_FILE, _schedule),
+    to("lr_scheduler", ".schedule.decay", "constant|cosine|torch_constant|torch_cosine", FSDP_FILE, _schedule),
     to("lr_warmup_steps", ".schedule.warmup_steps", "cadence", FSDP_FILE, _PLAIN_SCHEDULE,
        unless(lambda s: s[s.at] == -1, "-1: see lr_warmup_steps_ratio"), _in_steps,
        note="of robots rounds, times their steps"),

@@ -84,6 +84,8 @@ def _megatron(source: Source) -> Findings:
             yield f"actor.optim.{flag}", f"true contradicts actor.model.precision={kind}; make them agree"
 
 
+OF_ALL: tuple[Check, ...] = (_cadences, _megatron)
+"""Those of files of any task."""
 CHECKS: tuple[Check, ...] = (
-    _batches, _logprobs, _cadences, _devices, _megatron, lambda source: iter(critic_settings(source)[1]),
+    *OF_ALL, _batches, _logprobs, _devices, lambda source: iter(critic_settings(source)[1]),
 )  # fmt: skip

@@ -49,7 +49,7 @@ def engine(source: Source) -> str:
     if (chosen := source.engine or newer) is not None:
         return chosen
     if named is None:
-        return "native" if is_robots(source) else "sglang"
+        return "native" if is_robots(source) or source["runner.task_type"] == "sft" else "sglang"
     return "vllm" if named == "vllm" else "native"
 
 
@@ -58,7 +58,10 @@ VISION_MODELS = {"qwen2.5_vl": "qwen2_5_vl", "qwen3_vl": "qwen3_vl"}
 
 
 def reads_images(source: Source) -> bool:
-    """Whether prompts may have images: RLinf's kind of data decides."""
+    """Whether prompts may have images: RLinf's kind of data decides, in supervised fine-tuning the columns and
+    the model."""
+    if source["runner.task_type"] == "sft":
+        return bool(source["data.image_keys"]) or source["actor.model.model_type"] in VISION_MODELS
     return not is_robots(source) and source["data.type"] in ("vlm", "vision_language")
 
 

@@ -37,7 +37,9 @@ def _placement(value: Mapping[str, Any], source: Source) -> Any:
 
 def _task(value: str, source: Source) -> Became:
     if value in ("coding_online_rl", "sft", "offline"):
-        return unsupported("use math or embodied; for supervised fine-tuning use `braid sft`")
+        return unsupported(
+            "use math or embodied; robots imitate demonstrations: write sft.demonstrations (braid sft)"
+        )
     native: dict[str, Any] = {"run.eval_only": True} if value.endswith("_eval") else {}
     kind = source["env.train.env_type"] if is_robots(source) else rlinf_agents.kind(source)
     return Became(native | ({} if kind is None else {"env.kind": kind}))
@@ -116,13 +118,13 @@ def _data_type(value: str, source: Source) -> Became:
     return Became(native, note="rows have a prompt and `solutions`, a list; any of them is accepted")
 
 
-def _image_column(value: list[str], _: Source) -> Any:
+def image_column(value: list[str], _: Source) -> Any:
     if len(value) > 1:
         return unsupported("put the images of a row into one column, a list")
     return value[0] if value else no_effect("rows have no images")
 
 
-_FOLDER = re.compile(r"/$|/[^./*]+$")
+FOLDER_PATH = re.compile(r"/$|/[^./*]+$")
 """A path without an extension: a folder, in which RLinf reads all files."""
 
 
@@ -131,7 +133,7 @@ def _paths(value: Any, source: Source) -> list[str]:
     paths = listed(value, source)
     if not facts.reads_images(source):
         return paths
-    return [f"{path.rstrip('/')}/**/*.*" if _FOLDER.search(path) else path for path in paths]
+    return [f"{path.rstrip('/')}/**/*.*" if FOLDER_PATH.search(path) else path for path in paths]
 
 
 def eval_prompts(source: Source) -> int | None:
@@ -305,7 +307,7 @@ _DATA = section("data", "data", TEXT_ONLY)(
             unless(lambda s: not facts.reads_images(s), "data.type determines how rows are read"),
             default="base"),
     to("image_keys", "{given}.images_key", "[text]?", HAS_IMAGES, _HAS_DATA,
-       unless_null("rows have no images"), _image_column, note="<image> in a prompt places each; without it they come first"),
+       unless_null("rows have no images"), image_column, note="<image> in a prompt places each; without it they come first"),
     to("use_chat_template", ".use_chat_template", "bool", HAS_IMAGES,
        lambda v, _: "always" if v else "never"),
     to("system_prompt", "{given}.system", "text?", HAS_IMAGES, _HAS_DATA, unless_null()),

@@ -12,6 +12,7 @@ from .roll_agentic import base as agentic_base
 from .roll_data import DATA, REWARDS, missing_keys, reward_parts
 from .roll_facts import ROLE, TRAIN, role_of
 from .roll_pipeline import ALGORITHM, ALIASES, OTHER_PIPELINES, PIPELINE
+from .roll_sft import ROLL_SFT
 from .roll_workers import WORKERS
 from .rows import rows
 from .table import Dialect, Source, table
@@ -61,7 +62,6 @@ def _micro_batches(source: Source) -> dict[str, Any]:
 
 
 _PIPELINES = {
-    "supervised fine-tuning pipeline of ROLL; write a config with sft.data (braid sft)": "sft_train",
     "distillation pipeline of ROLL": "student_pretrain teacher_pretrain student student_train logits_topk distill_loss_weight",
     "preference (DPO) pipeline of ROLL": "chosen_key rejected_key ipo",
 }
@@ -73,8 +73,10 @@ _TEACHER = {
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], _: str | None) -> Dialect:
-    """With use_opd, the keys of the teacher are those of the reference; without it, ROLL does not read
-    them."""
+    """Supervised fine-tuning has a table of its own. With use_opd, the keys of the teacher are those of the
+    reference; without it, ROLL does not read them."""
+    if any(path.startswith("sft_train.") for path in values):
+        return ROLL_SFT
     has_reference = any(path.startswith("reference.") for path in values)
     if not values.get("use_opd") or has_reference:
         return dialect
@@ -108,6 +110,7 @@ ROLL = Dialect(
     checks=(missing_keys, missing_tags, _missing_teacher),
     aliases=ALIASES,
     of_file=_of_file,
+    others=(ROLL_SFT,),
     absent={
         key: (f"the {name}", lambda _: True) for name, keys in _PIPELINES.items() for key in keys.split()
     },

@@ -21,7 +21,12 @@ from .conditions import unless
 from .devices import parse_devices
 from .table import Source, no_effect
 
-TRAIN = {"actor_train": "train", "critic": "critic.train", "reference": "reference.train"}
+TRAIN = {
+    "actor_train": "train",
+    "sft_train": "train",
+    "critic": "critic.train",
+    "reference": "reference.train",
+}
 """Role -> native path of its worker settings."""
 ROLE = {"actor_train": "policy", "actor_infer": "rollout", "critic": "critic", "reference": "reference"}
 """Role -> its native name in the placement."""
@@ -102,6 +107,11 @@ def data_parallel(source: Source, role: str) -> int:
     return max(1, world(source, role) // replica_size(source, role))
 
 
+def is_supervised(source: Source) -> bool:
+    """Whether the file is of the pipeline for supervised fine-tuning."""
+    return source.has("sft_train")
+
+
 def is_agentic(source: Source) -> bool:
     """Whether the file is of the agentic pipeline."""
     return source.has("train_env_manager") or source.has("custom_envs")
@@ -149,7 +159,9 @@ def global_batch(source: Source, role: str) -> int:
 
 def batches(source: Source) -> dict[str, int]:
     """Native path -> optimizer steps per pass, at least 1: gradient_accumulation_steps is refused if sizes do
-    not fit."""
+    not fit. In supervised fine-tuning the rows of a step."""
+    if is_supervised(source):
+        return {"sft.rows_per_step": global_batch(source, "sft_train")}
     steps = {role: max(1, samples(source) // global_batch(source, role)) for role in trained_roles(source)}
     if is_agentic(source):  # the most of these into which whole groups divide
         groups = samples(source) // group_size(source)
@@ -187,6 +199,8 @@ def eval_max_new_tokens(source: Source) -> int:
 
 def trained_roles(source: Source) -> list[str]:
     """The roles that are trained with separate settings."""
+    if is_supervised(source):
+        return ["sft_train"]
     has_own_critic = source["adv_estimator"] == "gae" and source.has("critic")
     return ["actor_train", "critic"] if has_own_critic else ["actor_train"]
 

@@ -422,15 +422,13 @@ ALGORITHM = section("", "algorithm")(
 )
 
 OTHER_PIPELINES = missing(
-    # supervised, preference
-    "sft_train.* system_key prompt_key query_key response_key "
     "ipo beta label_smoothing chosen_key rejected_key "
     # distillation
     "student_pretrain teacher_pretrain student.* question_key answer_key logits_topk distill_loss_weight "
     "kd_temperature teacher_temperature kd_objective adaptive_kl_alpha skew_lambda distill_on_prompt "
     "logits_transfer_backend",
-    "remove it; it belongs to another of ROLL's pipelines (supervised, preference or distillation), and only "
-    "RLVR and agentic configs are supported")
+    "remove it; it belongs to another of ROLL's pipelines (preference or distillation), and only "
+    "RLVR, agentic and supervised configs are supported")
 # fmt: on
 ALIASES = {
     "use_additional_prompts": "is_use_additional_prompts",

@@ -151,7 +151,6 @@ def _engine_sizes(value: int, source: Source) -> Became:
 
 
 _AUTOCAST = {"fp32": "none", "bf16": "bf16", "fp16": _scaled, None: "auto"}
-_ACCUMULATION = "actor_train.training_args.gradient_accumulation_steps"
 _BETAS = computed(lambda s: [s[".adam_beta1"], s[".adam_beta2"]])
 _IS_LORA, _SERVED = needs(".lora_target"), of_engine("vllm", "sglang")
 
@@ -237,8 +236,9 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
         to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count?"),
         to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?",
            refused(lambda v, s: (v or 1) > 1 and
-                   s[_ACCUMULATION] % (stages := s[".pipeline_model_parallel_size"] or 1) and
-                   f"needs {_ACCUMULATION} to be a multiple of pipeline_model_parallel_size={stages}; "
+                   s[accumulated := f"{role_of(s)}.training_args.gradient_accumulation_steps"] %
+                   (stages := s[".pipeline_model_parallel_size"] or 1) and
+                   f"needs {accumulated} to be a multiple of pipeline_model_parallel_size={stages}; "
                    "change one of them")),
         to("sequence_parallel", ".*", "bool",
            unless(lambda s: (s[".tensor_model_parallel_size"] or 1) == 1,

@@ -6,6 +6,7 @@ added since have rules too. Defaults are those of the file's version (skyrl_vers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from . import skyrl_versions
 from .rows import rows
 from .skyrl_algorithm import ALGORITHM
 from .skyrl_generator import GENERATOR
+from .skyrl_sft import SKYRL_SFT, is_supervised
 from .skyrl_trainer import TRAINER
 from .table import Dialect, Source, table
 
@@ -59,6 +61,11 @@ def _base(source: Source) -> dict[str, Any]:
     return out
 
 
+def _of_file(dialect: Dialect, values: Mapping[str, Any], version: str | None) -> Dialect:
+    """Supervised fine-tuning has a table of its own; others are of a version."""
+    return SKYRL_SFT if is_supervised(values) else skyrl_versions.of_file(dialect, values, version)
+
+
 SKYRL = Dialect(
     name="skyrl",
     title="SkyRL",
@@ -77,13 +84,7 @@ SKYRL = Dialect(
         "sampling": lambda s: "eval.sampling" if ".eval_sampling_params." in s.at else "rollout.sampling",
     },
     aliases=_aliases(),
-    absent=dict.fromkeys(
-        ("train_datasets", "pretokenized_dataset_paths", "train_on_what", "dataset_name"),
-        (
-            "supervised fine-tuning files of SkyRL are not read; write a config with sft.data (braid sft)",
-            lambda _: True,
-        ),
-    ),
-    of_file=skyrl_versions.of_file,
+    of_file=_of_file,
+    others=(SKYRL_SFT,),
     versions=skyrl_versions.VERSIONS,
 )

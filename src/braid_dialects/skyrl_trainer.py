@@ -382,18 +382,10 @@ MODELS = section("trainer")(
     missing("reward.model.path", "use braid.reward.parts=[{kind: model, path: ...}]"),
     ignored("reward.* reward.{fsdp_config,deepspeed_config,deepspeed_config.zero_optimization}.*",
             "reward models are reward parts (braid.reward.parts); SkyRL did not implement them"))
-SFT = missing(
-    "train_datasets train_dataset_splits train_dataset_weights pretokenized_dataset_paths messages_key "
-    "tools_key system_key train_on_what max_length num_steps num_epochs batch_size "
-    "micro_train_batch_size_per_gpu optimizer_config.* placement.* megatron_config.* model.* eval_datasets "
-    "eval_dataset_splits eval_dataset_names sampler sampler_class_path remove_microbatch_padding "
-    "use_sequence_packing max_tokens_per_microbatch ckpt_path ckpt_interval max_ckpts_to_keep resume_from "
-    "hf_save_interval export_path max_training_steps dataset_name dataset_split eval_dataset_name "
-    "eval_dataset_split dummy_run_full_ctx dummy_run_max_steps", "for supervised fine-tuning")
 TRAINER = rows(
     to("defaults", "", "any", presets),
     always("hydra.searchpath", "folders searched for the presets of `defaults`", "any"),
-    SFT, PLACEMENT, GENERAL, REPORT, MODELS, _OPTIMIZER, _FSDP, _DEEPSPEED, _TEMPLATES, _ROUTERS, _MEGATRON, _FREEZING,
+    PLACEMENT, GENERAL, REPORT, MODELS, _OPTIMIZER, _FSDP, _DEEPSPEED, _TEMPLATES, _ROUTERS, _MEGATRON, _FREEZING,
     ignored("trainer.ref.megatron_config.transformer_config_kwargs."
             "freeze_{vision_model,vision_projection,language_model}", "it is not trained"),
 )

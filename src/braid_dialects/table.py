@@ -125,6 +125,8 @@ class Dialect:
     absent: Mapping[str, tuple[str, Callable[[Any], bool]]] = field(default_factory=dict)
     """Key, or section -> (a pipeline or method that braid lacks, the values that ask for it). A file of such
     a kind is refused with that name alone: its other keys have no meaning."""
+    others: tuple[Dialect, ...] = ()
+    """Dialects of the system's other pipelines, one of which `of_file` may choose."""
     versions: tuple[str, ...] = ()
     version: str = ""
     version_from: str = ""
@@ -172,7 +174,8 @@ class Dialect:
     @cached_property
     def marks(self) -> frozenset[str]:
         """Top-level keys, by which a file is recognised."""
-        return frozenset(path.partition(".")[0] for path in (*self.rules, *self.aliases))
+        tables = (self, *self.others)
+        return frozenset(path.partition(".")[0] for one in tables for path in (*one.rules, *one.aliases))
 
     @cached_property
     def _sections(self) -> frozenset[str]:

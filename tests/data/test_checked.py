@@ -33,7 +33,7 @@ from braid.config.data import DataConfig, FileSource
 from braid.data import checked, prompts
 from braid.data.prompts import PromptSet, load_prompts
 from braid.data.token_bounds import token_bound
-from braid.data.worked import load_examples
+from braid.data.worked import ExampleRules, load_examples
 from braid.errors import DataError
 from braid.models.tokenizer import character_tokenizer
 from braid.types import Prompt
@@ -390,7 +390,9 @@ def test_examples_are_the_same_when_remembered(folder: Path) -> None:
     source = FileSource(path="a.jsonl", response_key="answer")
     for limit in (None, 30, 500):
         example_sets = [
-            load_examples([source], DataConfig(), tokenizer, base_dir=folder, max_positions=limit)
+            load_examples(
+                [source], DataConfig(), tokenizer, base_dir=folder, rules=ExampleRules(max_tokens=limit)
+            )
             for _ in range(2)
         ]
         assert list(example_sets[0].examples) == list(example_sets[1].examples)

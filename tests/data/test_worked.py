@@ -9,9 +9,10 @@ from examples.solutions import chain_sum, chain_sum_or_guess
 from transformers import PreTrainedTokenizerFast
 
 from braid.config.data import DataConfig, FileSource, ProceduralSource
-from braid.data.worked import ExampleSet, load_examples
+from braid.data.worked import Example, ExampleRules, ExampleSet, load_examples
 from braid.errors import ConfigError, DataError
 from braid.models.chat import ChatFormat
+from braid.types import Image, Placed
 
 END_OF_TURN = 3 + ord("~") - 32
 """A token that the chat template below writes after a turn."""
@@ -81,7 +82,9 @@ def test_prompt_and_response_must_fit_the_models_positions(
 
     def load(max_positions: int, **settings: Any) -> ExampleSet:
         config = DataConfig(**settings)
-        return load_examples([source], config, tokenizer, base_dir=folder, max_positions=max_positions)
+        return load_examples(
+            [source], config, tokenizer, base_dir=folder, rules=ExampleRules(max_tokens=max_positions)
+        )
 
     assert len(load(9).examples) == 2
     loaded = load(8)
@@ -89,7 +92,7 @@ def test_prompt_and_response_must_fit_the_models_positions(
     (counts,) = loaded.counts.values()
     assert (counts.rows, counts.dropped_overlong) == (2, 1)
     with pytest.raises(
-        DataError, match="1 of 2 examples exceed the model's 8 positions; the longest has 9 tokens"
+        DataError, match=r"1 of 2 examples exceed the limit of 8 tokens .*; the longest has 9 tokens"
     ):
         load(8, overlong="error")
     with pytest.raises(DataError, match="2 of 2 examples"):
@@ -210,6 +213,8 @@ def _two_turns(
     *,
     thinking: Literal["keep", "as_template"] = "keep",
     limit: int | None = None,
+    overlong: Literal["drop", "truncate_right"] = "drop",
+    train_on: Literal["all_turns", "last_turn"] = "all_turns",
 ) -> ExampleSet:
     (folder / "talks.jsonl").write_text(json.dumps(row))
     source = FileSource(
@@ -222,7 +227,7 @@ def _two_turns(
         tokenizer,
         base_dir=folder,
         conversation=chat.examples,
-        max_positions=limit,
+        rules=ExampleRules(max_tokens=limit, overlong=overlong, train_on=train_on),
     )
 
 
@@ -237,6 +242,80 @@ def test_a_conversation_is_imitated_where_the_policy_writes(
     assert decode(example.prompt_ids) == "u1+2=~a"
     assert decode(example.response_ids) == "3~u+4=~a7~"
     assert example.response_mask == (True, True, *[False] * 6, True, True)
+
+
+def _counts(loaded: ExampleSet) -> tuple[int, int, int, int]:
+    (counts,) = loaded.counts.values()
+    return counts.rows, counts.dropped_overlong, counts.truncated, counts.dropped_untrained
+
+
+_PLAIN = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}~{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+_TALK = [("user", "1+2="), ("assistant", "3"), ("user", "+4="), ("assistant", "7")]
+
+
+def test_the_last_turn_alone_may_be_learned(folder: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    chat_tokenizer.chat_template = _PLAIN
+    row: dict[str, Any] = {"messages": [{"role": role, "content": content} for role, content in _TALK]}
+    every = _two_turns(row, folder, chat_tokenizer)
+    last = _two_turns(row, folder, chat_tokenizer, train_on="last_turn")
+    assert last.examples[0].response_ids == every.examples[0].response_ids
+    assert last.examples[0].response_mask == (*[False] * 8, True, True)
+    row["messages"][-1]["weight"] = 0
+    with pytest.raises(DataError, match=r"none of the 1 rows has a token to learn: 1 have none within"):
+        _two_turns(row, folder, chat_tokenizer, train_on="last_turn")
+
+
+def test_the_last_turn_of_a_function_s_pieces_may_be_learned_alone(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    (folder / "teach.py").write_text(
+        "def write(row):\n    return [('ask', True), ('told', False), ('3', True), ('4', True)]\n"
+    )
+    source = FileSource(path="a.jsonl", response_function="teach.py:write", limit=1)
+    rules = ExampleRules(train_on="last_turn")
+    (example,) = load_examples([source], DataConfig(), tokenizer, base_dir=folder, rules=rules).examples
+    assert tokenizer.decode(example.response_ids) == "asktold34</s>"
+    assert example.response_mask == (False,) * 7 + (True,) * 3
+
+
+def test_a_conversation_is_cut_at_the_limit_and_left_out_if_nothing_to_learn_remains(
+    folder: Path, chat_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Seven tokens of the prompt, `3~`, six that are read, `7~`."""
+    chat_tokenizer.chat_template = _PLAIN
+    row = {"messages": [{"role": role, "content": content} for role, content in _TALK]}
+    (whole,) = _two_turns(row, folder, chat_tokenizer).examples
+    for limit in (15, 10, 8):
+        cut = _two_turns(row, folder, chat_tokenizer, limit=limit, overlong="truncate_right")
+        assert _counts(cut) == (1, 0, 1, 0)
+        (example,) = cut.examples
+        assert example.prompt_ids == whole.prompt_ids
+        assert (*example.prompt_ids, *example.response_ids) == (*whole.prompt_ids, *whole.response_ids)[
+            :limit
+        ]
+        assert example.response_mask == whole.response_mask[: limit - len(whole.prompt_ids)]
+    for limit, train_on in ((7, "all_turns"), (15, "last_turn")):
+        with pytest.raises(DataError, match="none of the 1 rows has a token to learn"):
+            _two_turns(row, folder, chat_tokenizer, limit=limit, overlong="truncate_right", train_on=train_on)
+
+
+def test_an_example_without_a_learned_token_within_the_limit_is_counted(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Prompts of 4 and 6 tokens."""
+    source = FileSource(path="a.jsonl", response_key="solution")
+    rules = ExampleRules(max_tokens=5, overlong="truncate_right")
+    loaded = load_examples([source], DataConfig(), tokenizer, base_dir=folder, rules=rules)
+    assert [tokenizer.decode(example.response_ids) for example in loaded.examples] == ["3"]
+    assert _counts(loaded) == (2, 0, 1, 1)
+
+
+def test_an_example_is_not_cut_within_or_before_an_image() -> None:
+    image = Placed(2, 3, Image.of(b"a"))
+    example = Example((5, 6, 7), (7, 7, 8, 9), (False, False, True, True), (image,))
+    assert example.cut(4) is None
+    assert example.cut(5) is None, "the tokens of the image alone are not learned"
+    assert example.cut(6) == Example((5, 6, 7), (7, 7, 8), (False, False, True), (image,))
 
 
 def test_a_conversation_whose_history_changes_is_several_examples(
@@ -283,7 +362,7 @@ def test_lone_surrogates_in_a_response_are_replaced_as_in_prompts(
     source = FileSource(path="a.jsonl", response_key="solution")
     for max_positions in (None, 5, 500):
         loaded = load_examples(
-            [source], DataConfig(), tokenizer, base_dir=tmp_path, max_positions=max_positions
+            [source], DataConfig(), tokenizer, base_dir=tmp_path, rules=ExampleRules(max_tokens=max_positions)
         )
         one, other = loaded.examples
         assert one == other

@@ -59,6 +59,9 @@ ALL_SEEDS = (
     Seed("skyrl-004", "skyrl", ("skyrl-004.yaml",)),
     Seed("roll-images", "roll", ("roll-rlvr-002.yaml", "roll-images.yaml")),
     Seed("rlinf-images", "rlinf", ("rlinf-math-003.yaml", "rlinf-images.yaml")),
+    Seed("roll-sft", "roll", ("roll-sft.yaml",)),
+    Seed("skyrl-sft", "skyrl", ("skyrl-sft.yaml",)),
+    Seed("rlinf-sft", "rlinf", ("rlinf-sft.yaml",)),
     Seed("skyrl-images", "skyrl", ("skyrl-004.yaml", "skyrl-images.yaml")),
 )  # fmt: skip
 TEXT_SEEDS = tuple(seed for seed in ALL_SEEDS if seed.is_text)

@@ -16,18 +16,10 @@ from .embodied import EVALUATION
 
 _ROBOT = {"runner.task_type": "embodied", "env.train.env_type": "libero", "actor.model.model_type": "openpi"}
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
-    "rlinf sft": ("supervised fine-tuning", {
+    "rlinf sft of robots": ("supervised fine-tuning of robot policies", {
         "runner.task_type": "sft", "data.train_data_pathes": "x", "actor.model.openpi_data.x": 1, "env.x": 1,
     }),
     "rlinf sac": ("SAC", _ROBOT | {"algorithm.adv_type": "embodied_sac", "algorithm.target_entropy": -4, "algorithm.q_head.num": 2}),
-    "skyrl sft": ("supervised fine-tuning files of SkyRL", {
-        "strategy": "megatron", "model.path": "Qwen/Qwen3-0.6B", "train_datasets": ["a/b"], "batch_size": 4, "logger": "console",
-        "optimizer_config.lr": 1e-6, "placement.num_gpus_per_node": 4, "seed": 42,
-    }),
-    "roll sft": ("supervised fine-tuning pipeline of ROLL", {
-        "exp_name": "x", "pretrain": "m", "sft_train.data_args.file_name": "a.json", "sft_train.training_args.learning_rate": 1e-5,
-        "prompt_key": "instruction",
-    }),
     "roll dpo": ("preference (DPO) pipeline of ROLL", {"exp_name": "x", "pretrain": "m", "chosen_key": "c", "beta": 0.1}),
     "roll distillation": ("distillation pipeline of ROLL", {"exp_name": "x", "student_pretrain": "m", "kd_tau": 1}),
     "behavior": ("no simulator behavior", EVALUATION | {"env.eval.env_type": "behavior"}),

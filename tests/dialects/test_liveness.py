@@ -63,7 +63,7 @@ KINDS = (
     "env.kind",
     "algorithm.policy_loss.kind",
     "algorithm.advantage.kind",
-    *(f"{key}[].kind" for key in ("data.train", "data.eval", "sft.data", "reward.parts")),
+    *(f"{key}[].kind" for key in ("data.train", "data.eval", "sft.data", "sft.eval_data", "reward.parts")),
 )
 """Keys that determine which other keys their section has."""
 ELSEWHERE = (*LATE, *KINDS, "run.base_dir")
@@ -73,6 +73,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "pipelined": ("pipeline.", "rollout.engine."),
     "sources": ("data.", "sft.", "reward."),
     "pictures": ("model.", "data.", "sft."),
+    "supervised": ("sft.", "eval.", "train.", "run."),
     **dict.fromkeys(("rewards", "programs", "judge"), ("reward.",)),
     **dict.fromkeys(LOSSES, ("algorithm.",)),
     **dict.fromkeys(LAYOUTS, ("train.", "inference.", "cluster.", "rollout.engine.", "rollout.weight_sync.")),
@@ -110,10 +111,10 @@ NEVER = {
         for use in ("train", "eval")
         for name in ("response_function", "response_key", "messages_key", "tools_key")
     ),
-    *(f"sft.data[].{name}_key" for name in ("answer", "source")),
+    *(f"sft.{use}[].{name}_key" for use in ("data", "eval_data") for name in ("answer", "source")),
     *(
         f"{data}[].{name}"
-        for data in ("data.train", "data.eval", "sft.data")
+        for data in ("data.train", "data.eval", "sft.data", "sft.eval_data")
         for name in ("chosen_key", "rejected_key", "pair_function", "margin_key", "target_key")
     ),
     # critics compute no log-probs and replay no experts, references are not trained
@@ -142,7 +143,7 @@ NEVER = {
     # tests/data/test_worked.py
     *(path for tool in (McpServer, SearchTool) for path, _ in fields_of(tool, "env.tools[].") if not path.endswith(".kind")),
     "env.tools[].kind",
-    "sft.data[].tools_key",
+    *(f"sft.{use}[].tools_key" for use in ("data", "eval_data")),
     # tests/trainer/test_vla_runs.py
     "sft.demonstrations",
     # only one valid value
@@ -286,6 +287,7 @@ class File:
         self.dialect, self._reads, self._path = DIALECTS[seed.dialect], reads, reader.path(seed)
         self._chosen = chosen
         self._foreign = read_foreign(self._path, (), self.dialect)
+        self.dialect = translate(self._foreign, self.dialect, **chosen).dialect
         self.baseline = self._outcome(self._foreign)
 
     def with_value(self, path: str, value: Any) -> str:
@@ -363,7 +365,7 @@ def _has_effect(key: str, effects: Effects) -> bool:
     # tests/rollout_drivers/test_simulator_semantics.py
     if (
         key in (*ELSEWHERE, "env.auto_reset")
-        or key.endswith("train.backend.stage")
+        or key.endswith(("train.backend.stage", "].tools_key"))  # of conversations: tests/data/test_worked.py
         or key.startswith(MISSING)
     ):
         return True
@@ -381,6 +383,7 @@ EQUAL: dict[str, dict[str, tuple[tuple[Any, ...], ...]]] = {
         "algorithm.sampling_params.max_new_tokens": (
             (None, 1024),
         ),  # null: runner.seq_length - data.max_prompt_length
+        "actor.fsdp_config.strategy": (("fsdp", "FSDP"), ("fsdp2", "FSDP2")),
         "actor.model.sequence_parallel": ((True, False),),  # without tensor parallelism
         "actor.model.trust_remote_code": ((True, False),),  # one of the two is enough
         "actor.tokenizer.trust_remote_code": ((True, False),),

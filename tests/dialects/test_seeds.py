@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from braid.plan import derive, resolve, unused_keys
+from braid.plan import default_verb, derive, resolve, unused_keys
 from braid_dialects.load import DIALECTS, read_foreign
 from braid_dialects.translate import NATIVE
 
@@ -65,7 +65,7 @@ def test_keys_without_a_native_value_have_a_reason(reader: Reader, seed: Seed) -
 @pytest.mark.parametrize("seed", ALL_SEEDS, ids=lambda seed: seed.name)
 def test_unused_keys_have_the_reason_of_the_plan(reader: Reader, seed: Seed) -> None:
     read = reader.read(seed)
-    idle = unused_keys(read.loaded.config, derive(read.loaded.config, None, "train"))
+    idle = unused_keys(read.loaded.config, derive(read.loaded.config, None, default_verb(read.loaded.config)))
     kept = {row["path"]: row for row in json.loads(read.loaded.kept["ledger.json"])}
     for entry in read.ledger:
         if entry.native:
@@ -80,7 +80,7 @@ def test_unused_keys_have_the_reason_of_the_plan(reader: Reader, seed: Seed) -> 
 def test_a_text_config_is_planned_for_one_process(reader: Reader, seed: Seed) -> None:
     config = reader.read(seed, **IN_ONE_PROCESS).loaded.config
     assert (config.train.backend.kind, config.rollout.engine.kind) == ("single", "native")
-    plan = resolve(config, num_prompts=1000)
+    plan = resolve(config, num_prompts=1000, verb=default_verb(config))
     assert plan.steps_per_round >= 1
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from braid.config.load import plain_data, yaml_text
-from braid.plan import derive
+from braid.plan import default_verb, derive
 
 from .conftest import ALL_SEEDS, ENVIRONMENT, Reader, Seed
 
@@ -28,7 +28,7 @@ def snapshot(reader: Reader, seed: Seed) -> str:
     loaded = reader.read(seed).loaded
     config = loaded.to_show()
     config["run"].pop("base_dir", None)
-    plan = plain_data(derive(loaded.config, _NUM_PROMPTS, "train"))
+    plan = plain_data(derive(loaded.config, _NUM_PROMPTS, default_verb(loaded.config)))
     del plan["layout"]  # a list of every worker; that of a placement has its own tests
     return yaml_text({"config": config, "plan": plan})
 

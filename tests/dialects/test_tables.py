@@ -23,10 +23,11 @@ NAMED = ("cluster.placement", "cluster.group_names", "cluster.env", "env.kwargs"
 CHOSEN: tuple[tuple[str | None, str | None], ...] = (
     (None, None), ("single", "native"), ("fsdp2", "vllm"), ("megatron", "sglang"), ("deepspeed", "vllm")
 )  # fmt: skip
+SUPERVISED = ("roll-sft", "skyrl-sft", "rlinf-sft")
 SEEDS = [
     seed
     for seed in ALL_SEEDS
-    if seed.name in ("rlinf-math-003", "rlinf-embodied-003", "roll-rlvr-002-prose", "skyrl-004")
+    if seed.name in ("rlinf-math-003", "rlinf-embodied-003", "roll-rlvr-002-prose", "skyrl-004", *SUPERVISED)
 ]
 
 
@@ -35,9 +36,10 @@ SEEDS = [
 def test_every_value_that_a_key_takes_becomes_native_keys_or_has_a_reason(
     reader: Reader, seed: Seed, chosen: tuple[str | None, str | None]
 ) -> None:
-    dialect = DIALECTS[seed.dialect]
-    foreign = read_foreign(reader.path(seed), [], dialect)
-    values = {entry.path: entry.value for entry in translate(foreign, dialect).ledger}
+    foreign = read_foreign(reader.path(seed), [], DIALECTS[seed.dialect])
+    translation = translate(foreign, DIALECTS[seed.dialect])
+    dialect = translation.dialect
+    values = {dialect.name_of(entry.path): entry.value for entry in translation.ledger}
     for pattern, rule in dialect.rules.items():
         path = pattern.replace("*", "math_rule")
         for value in samples(rule):
@@ -53,9 +55,9 @@ def test_every_value_that_a_key_takes_becomes_native_keys_or_has_a_reason(
 
 @pytest.mark.parametrize("name", sorted(DIALECTS))
 def test_aliases_are_other_names_of_keys(name: str) -> None:
-    dialect = DIALECTS[name]
-    assert set(dialect.aliases.values()) <= set(dialect.rules)
-    assert not set(dialect.aliases) & set(dialect.rules)
+    for dialect in (DIALECTS[name], *DIALECTS[name].others):
+        assert set(dialect.aliases.values()) <= set(dialect.rules)
+        assert not set(dialect.aliases) & set(dialect.rules)
 
 
 @pytest.mark.parametrize(

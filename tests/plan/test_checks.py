@@ -402,7 +402,7 @@ def test_each_verb_needs_its_own_parts() -> None:
         ),
         (
             ["data.train=[{kind: file, path: x.jsonl, response_key: best}]"],
-            "data.train[0].response_key: has no effect: only sft.data has target responses",
+            "data.train[0].response_key: has no effect: only sft.data and sft.eval_data have target responses",
         ),
         (
             ["data.use_chat_template=never", "model.chat_template=x"],

@@ -74,6 +74,12 @@ def test_supervised_rows_are_bounded_by_the_models_positions_alone() -> None:
     assert longest_row(config(supervised, "model.build=null", "model.path=some/hub-name")) is None
 
 
+@pytest.mark.parametrize("section", ["sft={max_tokens: 3000}", "prefer={max_tokens: 3000}"])
+def test_rows_of_examples_and_pairs_are_bounded_by_their_limit_too(section: str) -> None:
+    assert longest_row(config(section, "model.build.max_positions=4000")) == 3000
+    assert longest_row(config(section, "model.build=null", "model.path=some/hub-name")) == 3000
+
+
 def test_token_bounds_of_a_conversation_are_its_context() -> None:
     planned = plan(
         "env={kind: tools, max_turns: 3, max_context_tokens: 500}",

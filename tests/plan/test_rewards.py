@@ -89,7 +89,7 @@ def test_shares_are_of_sources_that_the_data_has_and_leave_none_out() -> None:
         "[{sources: [chain_sum, gsm8k], share: 1}, {sources: [gsm8k], share: 1}]": "data.mix: the source "
         "'gsm8k' has two "
         "shares; remove one",
-        "[{sources: [chain_sum, gsm8k], share: 0}]": "data.mix: all shares are 0, so no prompts would be drawn; raise one",
+        "[{sources: [chain_sum, gsm8k], share: 0}]": "data.mix: all shares are 0, so nothing would be drawn; raise one",
     }
     for mix, complaint in mixes.items():
         assert complaints("[{kind: exact}]", f"data.mix={mix}") == [complaint]

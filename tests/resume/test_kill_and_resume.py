@@ -29,6 +29,7 @@ from tests.models.vla_checkpoints import tiny_openvla
 
 from braid.config.load import load_config
 from braid.data.lerobot import Demonstration, write_demonstrations
+from braid.plan import default_verb
 from braid.report.names import describe
 from braid.trainer import commands
 
@@ -87,7 +88,8 @@ def start(folder: Path, *overrides: str, config: Mapping[str, Any] = CONFIG) -> 
 def _train(folder: Path, overrides: tuple[str, ...], config: Mapping[str, Any]) -> None:
     os.chdir(folder)
     Path("tiny.yaml").write_text(yaml.safe_dump(dict(config)))
-    commands.train(load_config("tiny.yaml", ["run.output_dir=runs", *overrides]))
+    loaded = load_config("tiny.yaml", ["run.output_dir=runs", *overrides])
+    (commands.sft if default_verb(loaded.config) == "sft" else commands.train)(loaded)
 
 
 def numbers(run: Path) -> list[dict[str, float]]:
@@ -193,6 +195,26 @@ def test_a_killed_run_of_a_vision_language_action_policy_equals_the_uninterrupte
         "algorithm": {"recipe": "grpo", "kl_coef": 0.0},
     }  # fmt: skip
     _check_killed(tmp_path, config, 4)
+
+
+@pytest.mark.slow
+def test_supervised_fine_tuning_killed_within_a_pass_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Passes of 10, 10, 10 and 5 examples, from two sources in shares."""
+    (source,) = CONFIG["sft"]["data"]
+    sources = [source | {"name": "many", "size": 30}, source | {"name": "few", "size": 5}]
+    names = ("model", "checkpoint", "report")
+    config: dict[str, Any] = {name: CONFIG[name] for name in names} | {
+        "run": {"name": "tiny", "num_threads": 1, "device": "cpu"},
+        "sft": {
+            "data": sources,
+            "eval_data": [source | {"seed": 9000, "size": 8}],
+            "mix": [{"sources": ["many"], "share": 3}, {"sources": ["few"], "share": 1}],
+            "epochs": 3,
+            "rows_per_step": 10,
+        },
+        "eval": {"every_rounds": 4},
+    }
+    _check_killed(tmp_path, config, 5)
 
 
 def _demonstrate(folder: Path) -> None:

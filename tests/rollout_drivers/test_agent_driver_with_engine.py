@@ -16,7 +16,7 @@ from tests.rows import rows_of
 
 from braid.config.model import BuildSpec, ModelConfig
 from braid.data.prompts import Prompts, PromptSet
-from braid.data.worked import ExampleSet
+from braid.data.worked import NO_EXAMPLES
 from braid.envs.agents.base import AgentEnv, Opening, Step
 from braid.envs.agents.single_turn import SingleTurn
 from braid.envs.kinds import Timeouts
@@ -83,7 +83,7 @@ def _run(lm: CausalLM, prompts: list[Prompt], *, max_running: int = 64) -> list[
 def test_stop_strings_and_texts_see_special_tokens_and_an_answer_does_not_end_with_them(lm: CausalLM) -> None:
     """With what a run decodes by: <eos> ends turns here as a stop string, and is no end token."""
     none = PromptSet(Prompts([]), {})
-    inputs = TextInputs(TOKENIZER, none, none, ExampleSet([], {}), ())
+    inputs = TextInputs(TOKENIZER, none, none, NO_EXAMPLES, ())
     engine = make_engine(lm, InProcess(inputs.decode))
     sampling = Sampling(max_new_tokens=24, temperature=2.0, stop_strings=("<eos>",))
     driver = _driver(engine, SingleTurn, sampling)

@@ -243,6 +243,32 @@ def test_supervised_fine_tuning_on_ranks_matches_one_process_which_can_resume_it
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_passes_over_examples_on_ranks_match_one_process_which_can_resume_them(tmp_path: Path) -> None:
+    """Steps of 4, 4 and 1 of nine examples: in the last one a rank has none."""
+    source = {**_TASK, "response_key": "answer"}
+    sft = {
+        "data": [{**source, "size": 9}],
+        "eval_data": [{**source, "seed": 100, "size": 5}],
+        "rows_per_step": 4,
+        "optimizer": {"lr": 1e-3, "eps": 1e-5},
+    }
+    both = {"data": {}, "eval.every_rounds": 3, "model.lora": {"rank": 2}}
+    layout = {"train.backend": "fsdp2", "cluster.placement": {"policy": "0-1", "rollout": "1"}}
+
+    def run(name: str, settings: Settings, epochs: int, resume: str = "none") -> Path:
+        merged = copy.deepcopy({**both, **settings, "sft": sft | {"epochs": epochs}})
+        return _run(tmp_path, name, merged, rounds=1, resume=resume, verb=commands.sft)
+
+    alone = run("alone", {}, 2)
+    run("group", layout, 1)
+    group = run("group", {}, 2, resume="latest")
+    assert [line["step"] for line in _lines(group)] == list(range(7))
+    _assert_alike(_lines(group), _lines(alone))
+    mine, other = _weights(group, tmp_path), _weights(alone, tmp_path)
+    for name, tensor in other.items():
+        torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
 PREFERENCES: dict[str, Settings] = {
     "policy": {},
     "adapters": {"model.lora": {"rank": 2}, "prefer.precompute_reference": True},

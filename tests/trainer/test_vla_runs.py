@@ -359,9 +359,10 @@ def test_adapters_are_trained_alone_and_merged_on_export(tmp_path: Path, lora: d
     [
         ("model.vla.action_dim=7", "", "3 action dimensions, not 7"),
         ("model.vla.form=null", "", "model.vla.form is not set"),
-        ("sft={demonstrations: nowhere}", "", "not a LeRobot data set"),
+        ("sft={demonstrations: nowhere, steps: 1}", "", "not a LeRobot data set"),
         ("env={kind: single_turn}", "model.vla", "text environment"),
         ("sft={data: []}", "sft.demonstrations", "LeRobot folder"),
+        ("sft={demonstrations: nowhere}", "sft.steps", "demonstrations have no epochs"),
         ("train.backend=megatron", "train.backend", "megatron trains language models only"),
         ("algorithm.kl_coef=0.1", "algorithm.kl_coef", "no reference model"),
     ],

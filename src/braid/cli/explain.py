@@ -66,7 +66,7 @@ def print_key(key: str, console: Console | None = None) -> None:
     is unknown everywhere."""
     console = console or Console(highlight=False)
     is_known = False
-    for dialect in DIALECTS.values():
+    for dialect in _tables():
         rule = dialect.rule_of(key)
         if rule is not None:
             is_known = True
@@ -116,11 +116,16 @@ def _facts(rule: Rule, key: str, dialect: Dialect) -> list[tuple[str, str]]:
     return [(name, text) for name, text in facts if text]
 
 
+def _tables() -> list[Dialect]:
+    """All dialects, those of a system's pipelines one after the other."""
+    return [table for dialect in DIALECTS.values() for table in (dialect, *dialect.others)]
+
+
 def _sources_of(native: str) -> list[tuple[str, str]]:
     """(dialect, foreign keys) that translate to a native key."""
     return [
         (dialect.title, ", ".join(paths))
-        for dialect in DIALECTS.values()
+        for dialect in _tables()
         if (paths := [p for p, rule in dialect.rules.items() if native in dialect.natives(rule)])
     ]
 
@@ -128,6 +133,6 @@ def _sources_of(native: str) -> list[tuple[str, str]]:
 def _near(key: str) -> str:
     """A suggestion: up to four keys with the same last component, or else the closest known name."""
     names = {path for path, _ in fields_of(RunConfig)}
-    names.update(path for dialect in DIALECTS.values() for path in (*dialect.rules, *dialect.aliases))
+    names.update(path for dialect in _tables() for path in (*dialect.rules, *dialect.aliases))
     same = sorted(name for name in names if name.rpartition(".")[2] == key.rpartition(".")[2])
     return f"; there is {', '.join(same[:4])}" if same else suggest(key, names)

@@ -161,9 +161,13 @@ def _why_old_logprobs(config: RunConfig, plan: Plan) -> str:
 
 def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     if config.sft is not None:
-        size = config.sft.rows_per_step
-        how = f"sft.steps; {plan.sft_steps * size:,} examples, {size} per step"
-        yield Figure("supervised steps", f"{plan.sft_steps:,}", how)
+        size, steps = config.sft.rows_per_step, plan.sft_steps
+        how = f"sft.epochs={config.sft.epochs:g} x examples / {size}, each pass rounded up"
+        if config.sft.steps is not None:
+            how = f"sft.steps; {config.sft.steps * size:,} examples, {size} per step"
+        elif steps is None:
+            how += ", known once the data is read"
+        yield Figure("supervised steps", UNKNOWN if steps is None else f"{steps:,}", how)
     if plan.verb == "prefer" and (prefer := config.prefer) is not None:
         how = "prefer.steps"
         if prefer.steps is None:

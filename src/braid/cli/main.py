@@ -327,11 +327,13 @@ def _schema(args: argparse.Namespace) -> int:
 def _load(args: argparse.Namespace) -> tuple[Loaded, Plan]:
     """Load and check the config of a verb that runs something, and print its warnings. Also stores it in
     `args`, so that problems found later can be reported with their origin."""
-    from braid.plan import resolve
+    from braid.plan import default_verb, resolve
 
     loaded, read = _read(args)
     args.loaded, args.language = loaded, "native" if read is None else read.language
-    verb = "eval" if args.verb_name == "train" and loaded.config.run.eval_only else args.verb_name
+    verb = args.verb_name
+    if verb == "train" and (loaded.config.run.eval_only or read is not None):
+        verb = default_verb(loaded.config)  # files of other systems do not name a command
     if read is not None and (read_as := _read_as(read)):
         sys.stderr.write(f"braid: {read_as}\n")
     os.environ.update(loaded.config.cluster.variables)  # before the import of torch, which reads some of them

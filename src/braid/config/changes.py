@@ -18,6 +18,8 @@ _FREE = (
     "model.low_memory_load",
     "env.processes",
     "sft.steps",
+    "sft.epochs",
+    "sft.eval_data",
     "prefer.steps",
     "prefer.epochs",
     "prefer.eval_data",

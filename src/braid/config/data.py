@@ -199,8 +199,7 @@ class DataConfig(Section):
         if model.vision is None:
             yield "the model reads only text", "data.image"
         keys = "data.{train,eval}[].{response_key,response_function,messages_key,tools_key}"
-        yield "only sft.data has target responses", keys
-        keys = (
-            "{data.train,data.eval,sft.data}[].{chosen_key,rejected_key,pair_function,margin_key,target_key}"
-        )
+        yield "only sft.data and sft.eval_data have target responses", keys
+        lists = "{data.train,data.eval,sft.data,sft.eval_data}[]"
+        keys = f"{lists}.{{chosen_key,rejected_key,pair_function,margin_key,target_key}}"
         yield "only prefer.data has pairs", keys

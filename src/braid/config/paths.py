@@ -23,9 +23,9 @@ _HUB_NAMES = re.compile(
     r"model\.path|model\.tokenizer|critic\.path|reference\.path|reward\.parts\[\d+\]\.(path|tokenizer)"
 )
 _FILES_OR_TEXT = re.compile(r"model\.chat_template|reward\.parts\[\d+\]\.template")
-_DATA = re.compile(r"(data\.(train|eval)|sft\.data|prefer\.(eval_)?data)\[\d+\]\.path(\[\d+\])?")
+_DATA = re.compile(r"(data\.(train|eval)|(sft|prefer)\.(eval_)?data)\[\d+\]\.path(\[\d+\])?")
 _FUNCTIONS = re.compile(
-    r"env\.(program|name|tools\[\d+\])|reward\.parts\[\d+\]\.path|(data\.(train|eval)|sft\.data)\[\d+\]\.response_function"
+    r"env\.(program|name|tools\[\d+\])|reward\.parts\[\d+\]\.path|(data\.(train|eval)|sft\.(eval_)?data)\[\d+\]\.response_function"
     r"|prefer\.(eval_)?data\[\d+\]\.pair_function"
 )
 

@@ -58,6 +58,7 @@ def _sections(section: type[Section], prefix: str) -> Iterator[str]:
 _REPEATED = {
     "data.eval[]": "data.train[]",
     "sft.data[]": "data.train[]",
+    "sft.eval_data[]": "data.train[]",
     "prefer.data[]": "data.train[]",
     "prefer.eval_data[]": "data.train[]",
     "prefer.optimizer": "train.optimizer",

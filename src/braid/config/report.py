@@ -8,9 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field
 
 from braid.sections import Section, Unused
 
-from .data import Source
 from .rollout import SamplingConfig
-from .train import OptimizerConfig
 
 if TYPE_CHECKING:
     from braid.plan.plan import Plan
@@ -76,20 +74,33 @@ class RunSection(Section):
 
     only_for_training: ClassVar[str] = "run.{max_rounds,max_epochs,max_restarts}"
 
+    def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if plan.verb in ("sft", "prefer") and not config.has_rollouts:
+            yield f"{plan.verb}.epochs or {plan.verb}.steps sets the length", "run.{max_rounds,max_epochs}"
+
 
 class EvalTarget(Section):
     """Targets of the run; `braid train` exits with status 3 if it misses one."""
 
     metric: str | None = None
-    """Result over all evaluation prompts that the targets are for: mean@n or pass@k; mean@n when null. pass@1
-    of a simulator's episodes is their success rate."""
+    """Result over all evaluation data that the targets are for: mean@n or pass@k of answers, mean@n when
+    null; accuracy, margin or loss of held-out pairs; loss or perplexity of held-out examples. pass@1 of a
+    simulator's episodes is their success rate."""
     min_final: float | None = None
     """Lowest value in the last evaluation."""
+    max_final: float | None = None
+    """Highest value in the last evaluation, for example of a loss."""
     min_gain: float | None = None
-    """Smallest improvement from the first to the last evaluation."""
+    """Smallest improvement from the first to the last evaluation; of loss and perplexity the smallest
+    decrease."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a target."""
+        return not (self.min_final is None and self.max_final is None and self.min_gain is None)
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        if self.min_final is None and self.min_gain is None:
+        if not self.is_set:
             yield "there are no targets", "eval.target.metric"
 
 
@@ -130,7 +141,7 @@ class EvalConfig(Section):
         if config.env.is_simulator or config.data.eval or config.makes_tasks:
             return
         why, keys = "there are no data.eval sources", "samples_per_prompt,pass_at,sampling"
-        if plan.verb != "prefer" or config.prefer is None or not config.prefer.eval_data:
+        if not config.held_out(plan.verb):
             keys = f"every_rounds,{keys}"
         yield why, f"eval.{{{keys},batch_prompts,shuffle}} report.eval_samples"
         if plan.recipe.supervised_coef == 0:
@@ -214,26 +225,3 @@ class ReportConfig(Section):
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
         if not (self.tensorboard or self.wandb or self.swanlab):
             yield "TensorBoard and trackers are off", "report.dir"
-
-
-class SftConfig(Section):
-    """Supervised fine-tuning: `braid sft`, or a warm-up before reinforcement learning."""
-
-    data: tuple[Source, ...] = ()
-    """Sources whose response_key or response_function gives the target responses."""
-    demonstrations: str | None = None
-    """Robots: LeRobot folder (versions 2 and 3, with images or videos) of the episodes to imitate."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
-    """Optimizer and learning rate schedule, separate from those of reinforcement learning."""
-    steps: PositiveInt = 100
-    """Number of optimizer steps."""
-    rows_per_step: PositiveInt = 64
-    """Examples per optimizer step."""
-
-    only_for_training: ClassVar[str] = "sft.*"
-
-    def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        yield "supervised examples are not scored", "sft.data[].{answer_key,source_key}"
-        yield "the policy has no value head", "sft.optimizer.value_lr"
-        if not any(source.messages_key for source in self.data):
-            yield "there are no conversations to imitate (messages_key)", "sft.data[].tools_key"

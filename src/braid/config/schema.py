@@ -12,17 +12,18 @@ from braid.types import DecisionLevel
 
 from .algorithm import AlgorithmConfig
 from .cluster import ClusterConfig, InferenceConfig
-from .data import DataConfig
+from .data import DataConfig, Source
 from .model import CriticConfig, ModelConfig, ReferenceConfig
 from .pipeline import PipelineConfig
 from .prefer import PreferConfig
-from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection, SftConfig
+from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection
 from .reward import RewardConfig
 from .rollout import RolloutConfig, SamplingConfig
+from .sft import SftConfig
 from .train import TrainConfig
 
 if TYPE_CHECKING:
-    from braid.plan.plan import Plan
+    from braid.plan.plan import Plan, Verb
 
     EnvKind = Environment
 else:
@@ -75,7 +76,8 @@ class RunConfig(Section):
             yield why, "train.optimizer.value_lr"
         has_values = plan.learns_values and (not plan.needs_critic or self.critic.train is None)
         has_reference = plan.needs_reference and self.reference.train is None
-        if plan.old_logprobs != "recompute" and not has_values and not has_reference:
+        has_inference = has_values or has_reference or bool(self.held_out(plan.verb))
+        if plan.old_logprobs != "recompute" and not has_inference:
             why = "this run has no inference passes (log-probs or values before the update)"
             yield why, "train.{infer_batch_tokens,infer_batch_rows}"
 
@@ -95,6 +97,16 @@ class RunConfig(Section):
     def makes_tasks(self) -> bool:
         """Whether the environment makes all tasks of the run itself, from seeds."""
         return self.env.makes_tasks and not self.data.train and not self.data.eval
+
+    @property
+    def has_rollouts(self) -> bool:
+        """Whether the config is for reinforcement learning, perhaps besides other commands."""
+        return bool(self.data.train) or self.env.is_simulator or self.makes_tasks
+
+    def held_out(self, verb: Verb) -> tuple[Source, ...]:
+        """Sources of held-out examples or pairs, on which a command measures its loss."""
+        section = {"sft": self.sft, "prefer": self.prefer}.get(verb)
+        return () if section is None else section.eval_data
 
     @property
     def robot_logprob_level(self) -> DecisionLevel:

@@ -149,3 +149,6 @@ class TrainConfig(Section):
             yield "fp16 is not used", "@.grad_scaler"
         if plan.verb in ("sft", "prefer"):
             yield "nothing is sampled", "@.router_replay"
+            if not config.has_rollouts:
+                why = f"{plan.verb} has an optimizer and sizes of its own"
+                yield why, "@.optimizer.* @.steps_per_pass @.passes_per_round @.shuffle"

@@ -29,6 +29,11 @@ class PromptSampler:
         """Number of complete passes over all prompts."""
         return self.num_drawn // self.num_prompts
 
+    @property
+    def num_left(self) -> int:
+        """Number of draws to the end of the current pass."""
+        return self.num_prompts - self.num_drawn % self.num_prompts
+
     def take(self, k: int) -> list[int]:
         """Draw the next `k` indices. They may cross the end of an epoch, so an index may occur twice."""
         taken: list[int] = []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,17 +52,61 @@ class Example:
     response_mask: tuple[bool, ...]
     images: tuple[Placed, ...] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and response together."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    def cut(self, num_tokens: int) -> Example | None:
+        """The first `num_tokens` tokens of the example; None if the response has no token to learn in them,
+        or if an image goes on beyond."""
+        num = max(0, num_tokens - len(self.prompt_ids))
+        if not any(self.response_mask[:num]):
+            return None
+        if any(image.start + image.num > num_tokens for image in self.images):
+            return None
+        return replace(self, response_ids=self.response_ids[:num], response_mask=self.response_mask[:num])
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleCounts(SourceCounts):
+    """Row counts of one source of examples, of which `truncated` have a shortened prompt or response. In
+    `dropped_untrained` nothing is left to learn: their only answers to imitate have the weight 0, or begin
+    beyond the limit of tokens."""
+
+    dropped_untrained: int = 0
+
 
 @dataclass(frozen=True, slots=True)
 class ExampleSet:
-    """The examples of several sources, in the order of the sources, and row counts by source name in the
-    config."""
+    """The examples of each source by its name in the config, and row counts."""
 
-    examples: Sequence[Example]
-    counts: dict[str, SourceCounts]
+    by_source: Mapping[str, Sequence[Example]]
+    counts: dict[str, ExampleCounts]
+
+    @property
+    def examples(self) -> Sequence[Example]:
+        """The examples of all sources, one source after the other."""
+        return Chained(list(self.by_source.values()))
 
 
-NO_EXAMPLES = ExampleSet((), {})
+NO_EXAMPLES = ExampleSet({}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleRules:
+    """Which examples are trained, and what of them: the config's keys of the same names in `sft`. `key` is
+    the config's list of sources, and `max_tokens` at most the model's positions."""
+
+    key: str = "sft.data"
+    max_tokens: int | None = None
+    overlong: Literal["drop", "truncate_right"] = "drop"
+    train_on: Literal["all_turns", "last_turn"] = "all_turns"
+
+    @property
+    def limit_text(self) -> str:
+        """The limit of tokens in error messages."""
+        return f"{self.max_tokens} tokens ({self.key.partition('.')[0]}.max_tokens, or the model's positions)"
 
 
 def load_examples(
@@ -71,18 +115,18 @@ def load_examples(
     tokenizer: PreTrainedTokenizerBase,
     *,
     base_dir: Path,
+    rules: ExampleRules = ExampleRules(),
     conversation: Conversation | None = None,
-    max_positions: int | None = None,
     end_token_ids: Sequence[int] = (),
     vision: PlacesImages | None = None,
 ) -> ExampleSet:
-    """Check all rows of `sources` (the config's `sft.data`). Those that fit become an Example when they are
-    drawn.
+    """Check all rows of `sources`, the config's list at `rules.key`. Those that fit become an Example when
+    they are drawn.
 
     Prompts are processed as in reinforcement learning. Each response, or each piece of a response that
-    contains replies, is tokenized separately, as in sampling. Prompt and response together must fit into the
-    model's `max_positions`; longer examples are dropped and counted, or an error under data.overlong=error.
-    Raises DataError for rows without a response and for tokenizers without an end token.
+    contains replies, is tokenized separately, as in sampling. Examples that are too long, or have no token to
+    learn, are counted. Raises DataError for rows without a response, for tokenizers without an end token, and
+    if no example of a source is left.
     """
     end_id: Any = tokenizer.eos_token_id
     if end_id is None:
@@ -90,32 +134,32 @@ def load_examples(
             "the tokenizer has no end token, which responses must end with; set model.tokenizer to one "
             "with an eos_token"
         )
-    parts: list[SourceExamples] = []
-    counts: dict[str, SourceCounts] = {}
-    with said_if_slow("sft.data"):
-        for source in read_sources(sources, base_dir=base_dir, key="sft.data"):
+    by_source, counts = dict[str, Sequence[Example]](), dict[str, ExampleCounts]()
+    with said_if_slow(rules.key):
+        for source in read_sources(sources, base_dir=base_dir, key=rules.key):
             maker: ConversationMaker | ResponseMaker
             if source.config.messages_key is not None:
-                maker = ConversationMaker(source, conversation, base_dir)
+                maker = ConversationMaker(source, conversation, base_dir, rules.train_on)
             else:
                 encoder = Encoder(source, config, tokenizer, base_dir=base_dir, vision=vision)
-                maker = ResponseMaker(encoder, config, tokenizer, end_token_ids, base_dir)
-            key = checked.key_of(
-                len(source.rows), "sft", source.fingerprint, maker.fingerprint, f"{max_positions}"
-            )
+                maker = ResponseMaker(encoder, config, tokenizer, end_token_ids, base_dir, rules.train_on)
+            settings = f"{rules.max_tokens} {rules.overlong}"
+            key = checked.key_of(len(source.rows), "sft", source.fingerprint, maker.fingerprint, settings)
             if (checked_rows := checked.recall(key)) is None:
-                checked_rows = _checked(source, maker, config, max_positions)
+                checked_rows = _checked(source, maker, config, rules)
                 checked.keep(key, checked_rows)
-            counts[source.name] = SourceCounts(*checked_rows["counts"].tolist())
-            parts.append(SourceExamples(maker, checked_rows["kept"]))
-    return ExampleSet(Chained(parts), counts)
+            counts[source.name] = ExampleCounts(*checked_rows["counts"].tolist())
+            by_source[source.name] = SourceExamples(maker, checked_rows["kept"], rules.max_tokens)
+    return ExampleSet(by_source, counts)
 
 
 class SourceExamples(Lazy[Example]):
-    """The examples of the rows `kept` of one source."""
+    """The examples of the rows `kept` of one source, cut to `limit` tokens where they are longer."""
 
-    def __init__(self, maker: ConversationMaker | ResponseMaker, kept: NDArray[np.int64]) -> None:
-        self._maker, self._kept = maker, kept
+    def __init__(
+        self, maker: ConversationMaker | ResponseMaker, kept: NDArray[np.int64], limit: int | None
+    ) -> None:
+        self._maker, self._kept, self._limit = maker, kept, limit
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -123,33 +167,51 @@ class SourceExamples(Lazy[Example]):
     def item(self, index: int) -> Example:
         """The example at an index, tokenized now."""
         (example,) = self._maker.examples([int(self._kept[index])])
-        return example
+        if self._limit is None or example.num_tokens <= self._limit:
+            return example
+        cut = example.cut(self._limit)
+        assert cut is not None, "examples without anything to learn are not kept"
+        return cut
 
 
 def _checked(
-    source: SourceRows, maker: ConversationMaker | ResponseMaker, config: DataConfig, limit: int | None
+    source: SourceRows, maker: ConversationMaker | ResponseMaker, config: DataConfig, rules: ExampleRules
 ) -> dict[str, NDArray[Any]]:
-    """The rows whose examples fit into the model's context of `limit` tokens, and the counts. Raises
-    DataError if none fits, or, under data.overlong=error, if any does not."""
-    fitting, unsure, counts = maker.fitting(limit)
-    num, overlong = len(fitting) + len(unsure), list[int]()
+    """The rows whose examples are trained, and the counts. Raises DataError if there are none, or if some are
+    too long and that is an error."""
+    kept, unsure, counts = maker.fitting(rules.max_tokens)
+    limit, where = rules.max_tokens, f"{source.key} ({source.name})"
+    num, num_untrained = len(kept) + len(unsure), counts.dropped_untrained
+    overlong, num_cut = list[int](), 0
     for start in range(0, len(unsure), TOKENIZER_BATCH):
         batch = unsure[start : start + TOKENIZER_BATCH]
         for index, example in zip(batch, maker.examples(batch), strict=True):
-            length = len(example.prompt_ids) + len(example.response_ids)
-            if limit is None or length <= limit:
-                fitting.append(index)
+            if limit is None or example.num_tokens <= limit:
+                kept.append(index)
+            elif rules.overlong == "drop":
+                overlong.append(example.num_tokens)
+            elif example.cut(limit) is None:
+                num_untrained += 1
             else:
-                overlong.append(length)
+                kept.append(index)
+                num_cut += 1
     if overlong and (config.overlong == "error" or len(overlong) == num):
         raise DataError(
-            f"{source.key} ({source.name}): {len(overlong)} of {num} examples exceed the model's {limit} "
-            f"positions; the longest has {max(overlong)} tokens (prompt and response); remove them, or use "
-            "a model with a longer context"
+            f"{where}: {len(overlong)} of {num} examples exceed the limit of {rules.limit_text}; the longest "
+            f"has {max(overlong)} tokens (prompt and response); raise the limit, use a model with a longer "
+            "context, or cut them with sft.overlong=truncate_right"
             + ("; data.overlong=drop drops them" if len(overlong) < num else "")
         )
-    numbers = np.array([counts.rows, counts.dropped_overlong + len(overlong), counts.truncated])
-    return {"kept": np.array(sorted(fitting), np.int64), "counts": numbers}
+    if not kept:
+        raise DataError(
+            f"{where}: none of the {counts.rows} rows has a token to learn: {num_untrained} have none within "
+            f"the limit of {rules.limit_text}, or imitate an answer of weight 0, and "
+            f"{counts.dropped_overlong + len(overlong)} are too long; raise the limit, or correct the data"
+        )
+    numbers = (
+        counts.rows, counts.dropped_overlong + len(overlong), counts.truncated + num_cut, num_untrained
+    )  # fmt: skip
+    return {"kept": np.array(sorted(kept), np.int64), "counts": np.array(numbers)}
 
 
 class ConversationMaker:
@@ -159,17 +221,26 @@ class ConversationMaker:
     fingerprint = ""
     MAX_EXAMPLES = 1 << 20
 
-    def __init__(self, source: SourceRows, conversation: Conversation | None, base_dir: Path) -> None:
+    def __init__(
+        self,
+        source: SourceRows,
+        conversation: Conversation | None,
+        base_dir: Path,
+        train_on: str = "all_turns",
+    ) -> None:
         self._source, self._conversation, self._base_dir = source, conversation, base_dir
+        self._train_on = train_on
 
-    def fitting(self, limit: int | None) -> tuple[list[int], Sequence[int], SourceCounts]:
+    def fitting(self, limit: int | None) -> tuple[list[int], Sequence[int], ExampleCounts]:
         """Check all rows. Return the examples that fit into `limit` tokens, and the others."""
-        fits, num = ([], []), len(self._source.rows)
+        fits, num, num_untrained = ([], []), len(self._source.rows), 0
         for row in range(num):
-            for number, example in enumerate(self.of_row(row)):
-                length = len(example.prompt_ids) + len(example.response_ids)
-                fits[limit is not None and length > limit].append(row * self.MAX_EXAMPLES + number)
-        return fits[False], fits[True], SourceCounts(num)
+            examples = self.of_row(row)
+            num_untrained += not examples
+            for number, example in enumerate(examples):
+                is_longer = limit is not None and example.num_tokens > limit
+                fits[is_longer].append(row * self.MAX_EXAMPLES + number)
+        return fits[False], fits[True], ExampleCounts(num, dropped_untrained=num_untrained)
 
     def examples(self, indices: Sequence[int]) -> list[Example]:
         """The examples of these indices."""
@@ -178,7 +249,7 @@ class ConversationMaker:
 
     def of_row(self, row: int) -> list[Example]:
         """The examples of a row."""
-        return _conversation(self._source, row, self._conversation, self._base_dir)
+        return _conversation(self._source, row, self._conversation, self._base_dir, self._train_on)
 
 
 class ResponseMaker:
@@ -191,15 +262,16 @@ class ResponseMaker:
         tokenizer: PreTrainedTokenizerBase,
         end_token_ids: Sequence[int],
         base_dir: Path,
+        train_on: str = "all_turns",
     ) -> None:
         source = encoder.source
         path, key = source.config.response_function, f"{source.key}.response_function"
         self._encoder, self._config, self._tokenizer = encoder, config, tokenizer
         self._write = load_function(path, base_dir=base_dir, key=key) if path else None
-        self._end_token_ids = end_token_ids
+        self._end_token_ids, self._train_on = end_token_ids, train_on
         self.fingerprint = "" if path else encoder.fingerprint
 
-    def fitting(self, limit: int | None) -> tuple[list[int], Sequence[int], SourceCounts]:
+    def fitting(self, limit: int | None) -> tuple[list[int], Sequence[int], ExampleCounts]:
         """Check all rows. Of those whose prompts fit, return the ones whose examples certainly fit into
         `limit` tokens, and the others."""
         fitting, unsure, bound = list[int](), list[int](), self._encoder.bound
@@ -212,7 +284,7 @@ class ResponseMaker:
                 unsure.append(index)
 
         _, counts = self._encoder.fitting(check)
-        return fitting, unsure, counts
+        return fitting, unsure, ExampleCounts(counts.rows, counts.dropped_overlong, counts.truncated)
 
     def examples(self, indices: Sequence[int]) -> list[Example]:
         """The examples of rows."""
@@ -269,7 +341,7 @@ class ResponseMaker:
         if isinstance(response, str):
             return [(response, True)]
         if write and _are_pieces(response):
-            return response
+            return response if self._train_on == "all_turns" else _last_turn(response)
         origin = f"{path} returned" if write else f"column {column!r} contains"
         or_pieces = " or a list of (text, is_policy)" if write else ""
         why = f"{origin} {response!r}, but a response must be a string{or_pieces}"
@@ -277,7 +349,11 @@ class ResponseMaker:
 
 
 def _conversation(
-    source: SourceRows, index: int, conversation: Conversation | None, base_dir: Path
+    source: SourceRows,
+    index: int,
+    conversation: Conversation | None,
+    base_dir: Path,
+    train_on: str,
 ) -> list[Example]:
     """The examples in a row's columns of messages and tools."""
     assert conversation is not None, "messages_key needs the model's chat format"
@@ -301,6 +377,9 @@ def _conversation(
         raise DataError(f"{where}: column {columns.messages_key!r}: {error}") from error
     if not any(message["role"] == "assistant" and message.get("weight") != 0 for message in messages[1:]):
         raise DataError(f"{where}: column {columns.messages_key!r}: {messages!r:.200}; {RULE}")
+    if train_on == "last_turn":
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        messages = [{**message, "weight": 0} if i < last else message for i, message in enumerate(messages)]
     try:
         spans = conversation(messages, tools)
     except ModelError as error:
@@ -308,6 +387,15 @@ def _conversation(
     return [
         Example(tuple(prompt_ids), tuple(ids), tuple(mask), images) for prompt_ids, ids, mask, images in spans
     ]
+
+
+def _last_turn(pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces with only the last of the policy's turns as written by it."""
+    last = max((i for i, (_, is_policy) in enumerate(pieces) if is_policy), default=0)
+    first = last
+    while first and pieces[first - 1][1]:
+        first -= 1
+    return [(text, is_policy and i >= first) for i, (text, is_policy) in enumerate(pieces)]
 
 
 def _are_pieces(response: Any) -> bool:

@@ -3,7 +3,7 @@ torch."""
 
 from .lengths import longest_row, rotary_problem
 from .plan import Memory, Plan, Verb
-from .resolve import default_verb, derive, merge_recipe, resolve, with_pairs, with_prompts
+from .resolve import default_verb, derive, merge_recipe, resolve, with_examples, with_pairs, with_prompts
 from .sizes import policy_size
 from .unused import unused_keys, why_unused
 
@@ -20,6 +20,7 @@ __all__ = [
     "rotary_problem",
     "unused_keys",
     "why_unused",
+    "with_examples",
     "with_pairs",
     "with_prompts",
 ]

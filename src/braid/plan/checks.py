@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import cast
 
+from braid.config.data import source_name
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
 
@@ -21,7 +22,7 @@ from .machine import memory_bytes
 from .parallel import TRAINING_ROLES, copy_devices, section_of
 from .placement import format_numbers, parse_placement
 from .plan import Plan
-from .rewards import reward_problems
+from .rewards import mix_problems, reward_problems
 from .unused import ONLY_EVALUATES, set_keys, unused_keys
 
 Finding = tuple[str, str]
@@ -58,6 +59,8 @@ def _demonstrations(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield "sft.data", "a robot policy imitates demonstrations; use sft.demonstrations"
     if is_robot and sft.demonstrations is None:
         yield "sft.demonstrations", "no demonstrations; set it to a LeRobot folder"
+    if is_robot and sft.demonstrations is not None and sft.steps is None:
+        yield "sft.steps", "demonstrations have no epochs; set the number of steps"
     if not is_robot and sft.demonstrations is not None:
         yield "sft.demonstrations", "demonstrations are for robots; use sft.data"
 
@@ -98,10 +101,13 @@ def _data(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if config.sft is not None and plan.verb != "eval":
         if not config.sft.data:
             yield "sft.data", "no examples; add at least one source"
-        for i, source in enumerate(config.sft.data):
-            keys = (source.response_key, source.response_function, source.messages_key)
-            if sum(key is not None for key in keys) != 1:
-                yield f"sft.data[{i}]", "set exactly one of response_key, response_function and messages_key"
+        for name in ("data", "eval_data"):
+            for i, source in enumerate(getattr(config.sft, name)):
+                keys = (source.response_key, source.response_function, source.messages_key)
+                if sum(key is not None for key in keys) != 1:
+                    why = "set exactly one of response_key, response_function and messages_key"
+                    yield f"sft.{name}[{i}]", why
+        yield from mix_problems("sft.mix", config.sft.mix, set(map(source_name, config.sft.data)))
 
 
 def _preferences(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -142,10 +148,11 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
                 f"eval.samples_per_prompt={evaluation.samples_per_prompt}"
             )
             yield f"eval.pass_at[{i}]", f"{needs}; raise it, or lower k"
-    if target.min_final is None and target.min_gain is None:
+    if not target.is_set:
         return
-    key = "eval.target.min_final" if target.min_final is not None else "eval.target.min_gain"
-    held_out = () if plan.verb != "prefer" or config.prefer is None else config.prefer.eval_data
+    names = ("min_final", "max_final", "min_gain")
+    key = next(f"eval.target.{name}" for name in names if getattr(target, name) is not None)
+    held_out = config.held_out(plan.verb)
     if not (config.data.eval or held_out or config.env.is_simulator or config.makes_tasks):
         yield key, "a target needs evaluation data; add sources to data.eval"
     if plan.verb != "eval" and not evaluation.at_end:
@@ -155,7 +162,8 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield "eval.target.min_gain", why
     known = (f"mean@{evaluation.samples_per_prompt}", *(f"pass@{k}" for k in evaluation.pass_at))
     if held_out:
-        known = ("accuracy", "margin", *(known if config.data.eval else ()))
+        of_held_out = ("loss", "perplexity") if plan.verb == "sft" else ("accuracy", "margin", "loss")
+        known = (*of_held_out, *(known if config.data.eval else ()))
     if evaluation.target_metric not in known:
         why = f"evaluations do not compute {evaluation.target_metric!r}; use {' or '.join(known)}"
         yield "eval.target.metric", f"{why}, or change eval.samples_per_prompt or eval.pass_at"
@@ -389,8 +397,9 @@ def _suspicious_schedule(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         and warmup >= (steps := plan.num_schedule_steps)
     ):
         yield f"train.{key}", f"the run ends after {steps} steps, before the warm-up of {warmup} steps"
-    if plan.verb != "eval" and sft is not None and sft.optimizer.schedule.warmup_steps >= sft.steps:
-        yield f"sft.{key}", f"supervised fine-tuning ends after {sft.steps} steps, before its warm-up"
+    steps = plan.sft_steps
+    if plan.verb != "eval" and sft and steps and sft.optimizer.schedule.warmup_steps >= steps:
+        yield f"sft.{key}", f"supervised fine-tuning ends after {steps} steps, before its warm-up"
     for key, value in (("train.autocast", config.train.autocast), ("model.dtype", config.model.dtype)):
         if value == "fp16" and config.train.grad_scaler is None:
             yield key, f"small gradients underflow in fp16; set train.grad_scaler={{}}, or {key}=bf16"

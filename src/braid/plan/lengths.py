@@ -27,15 +27,18 @@ def token_bounds(config: RunConfig, sampling: SamplingConfig) -> tuple[int | Non
 
 def longest_row(config: RunConfig) -> int | None:
     """Maximum tokens of a row in training or evaluation; None if unbounded. Supervised examples and
-    preference pairs are bounded by the model's positions."""
+    preference pairs are bounded by their max_tokens and the model's positions."""
     samplings = (config.rollout.sampling, config.eval_sampling)
     totals = [token_bounds(config, sampling)[1] for sampling in samplings]
     bounds = [total for total in totals if total is not None]
-    if config.sft is not None or config.prefer is not None:
-        size = policy_size(config)
-        if size is None or size.max_positions is None:
+    size = policy_size(config)
+    for section in (config.sft, config.prefer):
+        if section is None:
+            continue
+        limits = (section.max_tokens, None if size is None else size.max_positions)
+        if limits == (None, None):
             return None
-        bounds.append(size.max_positions)
+        bounds.append(min(limit for limit in limits if limit is not None))
     return max(bounds, default=None)
 
 

@@ -38,10 +38,11 @@ class Plan:
     learned by a separate critic (`needs_critic`) or by a value head of the policy. `planned_rounds` and the
     planned steps are None while they depend on an unknown number of training prompts, and 0 for commands
     other than train; `planned_warmup_steps` are those of critic warm-up on a value head of the policy. Steps
-    are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `prefer_steps` is None
-    while it depends on an unknown number of pairs. With `trains_reward_model` a reward model, which samples
-    nothing, takes the policy's place. `memory` is empty if the model's size is unknown. `round_bytes` is the
-    least and the most host memory of a round's trajectories.
+    are upper bounds too: a round with fewer valid prompts than mini-batches has fewer. `sft_steps` and
+    `prefer_steps` are None while they depend on an unknown number of examples or pairs. With
+    `trains_reward_model` a reward model, which samples nothing, takes the policy's place. `memory` is empty
+    if the model's size is unknown. `round_bytes` is the least and the most host memory of a round's
+    trajectories.
     """
 
     verb: Verb
@@ -60,7 +61,7 @@ class Plan:
     planned_steps: int | None
     planned_critic_steps: int | None
     planned_warmup_steps: int | None
-    sft_steps: int
+    sft_steps: int | None
     prefer_steps: int | None
     trains_reward_model: bool
     max_output_tokens: int | None

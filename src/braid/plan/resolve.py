@@ -74,6 +74,12 @@ def with_prompts(plan: Plan, config: RunConfig, num_prompts: int, origin_of: Cal
         )
 
 
+def with_examples(plan: Plan, config: RunConfig, num_examples: int, origin_of: Callable[[str], str]) -> Plan:
+    """The `plan` of `config` once its supervised examples are read. Raises ConfigError like `resolve`."""
+    steps = _sft_steps(config, num_examples)
+    return plan if steps == plan.sft_steps else _checked(replace(plan, sft_steps=steps), config, origin_of)
+
+
 def with_pairs(plan: Plan, config: RunConfig, num_pairs: int) -> Plan:
     """The `plan` of `config` once its preference pairs are read."""
     return replace(plan, prefer_steps=_prefer_steps(config, num_pairs))
@@ -200,7 +206,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         trajectories_per_round=trajectories,
         steps_per_round=steps_per_round,
         rows_per_step=rows_per_step,
-        sft_steps=0 if config.sft is None else config.sft.steps,
+        sft_steps=_sft_steps(config, None if config.sft is None else _known_rows(config.sft.data)),
         prefer_steps=_prefer_steps(
             config, None if config.prefer is None else _known_rows(config.prefer.data)
         ),
@@ -281,6 +287,19 @@ def _rounds(config: RunConfig, num_prompts: int | None) -> int | None:
             return None
         limits.append(math.ceil(config.run.max_epochs * num_prompts / config.rollout.prompts_per_round))
     return min(limits, default=None)
+
+
+def _sft_steps(config: RunConfig, num_examples: int | None) -> int | None:
+    """Optimizer steps of supervised fine-tuning; None while they depend on the number of examples. Each whole
+    pass ends with a step of the examples that are left."""
+    sft = config.sft
+    if sft is None:
+        return 0
+    if sft.steps is not None or num_examples is None:
+        return sft.steps
+    whole, part = divmod(sft.epochs, 1)
+    size = sft.rows_per_step
+    return int(whole) * math.ceil(num_examples / size) + math.ceil(part * num_examples / size)
 
 
 def _prefer_steps(config: RunConfig, num_pairs: int | None) -> int | None:

@@ -22,7 +22,7 @@ def reward_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         )
         yield from source_problems(config.reward.parts, trained, evaluated, config.data.mix)
         yield from weight_problems(config, {*trained, *evaluated})
-        yield from mix_problems(config.data.mix, trained)
+        yield from mix_problems("data.mix", config.data.mix, trained)
     else:
         yield from weight_problems(config, ())
     names: dict[str, int] = {}
@@ -55,9 +55,9 @@ def weight_problems(config: RunConfig, sources: Collection[str]) -> Iterator[tup
             yield "reward.parts", f"{why}; set the weight of one, or score the source with another part"
 
 
-def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(key, message) of sources in data.mix that the training data does not have, and of sources without a
-    share."""
+def mix_problems(key: str, mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(key, message) of sources in the shares at `key` that the training data does not have, and of sources
+    without a share."""
     if not mix or not known:
         return
     named = [name for entry in mix for name in entry.sources]
@@ -65,14 +65,14 @@ def mix_problems(mix: Sequence[MixShare], known: Collection[str]) -> Iterator[tu
     for i, entry in enumerate(mix):
         if entry.share and REST not in entry.sources and not set(entry.sources) & set(known):
             why = f"no training source is named {', '.join(entry.sources)}; the sources are {names}"
-            yield f"data.mix[{i}].sources", why
+            yield f"{key}[{i}].sources", why
     for name in sorted({name for name in named if named.count(name) > 1}):
-        yield "data.mix", f"the source {name!r} has two shares; remove one"
+        yield key, f"the source {name!r} has two shares; remove one"
     for name in sorted(set(known) - set(named) if REST not in named else ()):
         fix = "add it to an entry, or to one with share: 0 to exclude it"
-        yield "data.mix", f"the source {name!r} has no share; {fix}"
+        yield key, f"the source {name!r} has no share; {fix}"
     if not sum(entry.share for entry in mix):
-        yield "data.mix", "all shares are 0, so no prompts would be drawn; raise one"
+        yield key, "all shares are 0, so nothing would be drawn; raise one"
 
 
 def source_problems(

@@ -169,6 +169,8 @@ METRICS: tuple[Metric, ...] = (
     # supervised learning
     Metric("sft/loss", "nats", "Cross-entropy per token of the responses."),
     Metric("sft/token_probability", "", "Mean probability that the model assigns to the response tokens."),
+    Metric("sft/tokens", "tokens", "Tokens in the loss of the step."),
+    Metric("sft/epoch", "", "Passes over the examples so far."),
     Metric("sft/grad_norm", "", "Norm of the gradient before clipping."),
     Metric("sft/lr", "", "Learning rate."),
     Metric("sft/skipped_steps", "", "Steps skipped because of a loss or gradient that was not finite."),
@@ -192,7 +194,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval/<source>/reward_max", "", "Highest such reward."),
     Metric("eval/<source>/mean@<n>", "", "Mean reward of a source's valid answers, n per prompt; `all` for every source together."),
     Metric("eval/<source>/pass@<k>", "", "Chance that at least one of k answers to a prompt passes (unbiased estimate)."),
-    Metric("eval/<source>/loss", "", "Mean loss of a source's held-out pairs (prefer.eval_data)."),
+    Metric("eval/<source>/loss", "", "Mean loss of a source's held-out pairs (prefer.eval_data), or of the tokens of its held-out examples (sft.eval_data)."),
+    Metric("eval/<source>/perplexity", "", "exp of the loss of held-out examples."),
     Metric("eval/<source>/accuracy", "", "Share of them whose preferred response has the higher reward, as prefer/accuracy."),
     Metric("eval/<source>/margin", "", "Mean difference of their rewards, as prefer/margin."),
     Metric("eval/<source>/num", "", "Prompts evaluated."),

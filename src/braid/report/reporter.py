@@ -109,7 +109,7 @@ class Reporter:
 
     def count_data(self, **read: Counted) -> None:
         """Report the rows of each source, and how many were too long, by the use of the data (train, eval,
-        sft, prefer, prefer_eval)."""
+        sft, sft_eval, prefer, prefer_eval)."""
         for role, prompts in read.items():
             self._data[role] = {source: asdict(counts) for source, counts in prompts.counts.items()}
             for source, counts in prompts.counts.items():
@@ -120,6 +120,8 @@ class Reporter:
                     line += f", {counts.truncated:,} truncated"
                 if num_equal := getattr(counts, "dropped_equal", 0):
                     line += f", {num_equal:,} dropped for equal responses"
+                if num_untrained := getattr(counts, "dropped_untrained", 0):
+                    line += f", {num_untrained:,} dropped with nothing to learn"
                 self.console.say(line)
 
     def log(self, round_: int, step: int, metrics: Metrics) -> None:

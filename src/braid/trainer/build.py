@@ -45,13 +45,13 @@ from .models import Models
 from .on_policy import OnPolicy
 from .pipeline import Pipeline, PipelineSettings
 from .pipelined import Pipelined
-from .preferences import Preferences, Preferring, preference_config
+from .preferences import Preferences, Preferring
 from .progress import Progress
 from .reports import Reports
 from .rollouts import Rollouts
 from .run import Run
 from .sampling import Sampling
-from .supervised import sampler_of, supervised_of, warm_up_config
+from .supervised import config_of, sampler_of, supervised_of
 from .watch import LearningWatch
 from .weight_sync import send_options
 
@@ -135,7 +135,7 @@ class _Workers:
         config, plan, inputs = cluster.config, spec.plan, spec.inputs
         is_local = isinstance(cluster, OneProcess)
         reads_policy = is_local and not config.rollout.engine.is_served
-        self._training_config = preference_config(config) if plan.verb == "prefer" else config
+        self._training_config = config_of(config, config.prefer) if plan.verb == "prefer" else config
         self.supervised = supervised_of(config, plan, inputs, self._new_supervised)
         new_simulator = self._make_simulators(reads_policy=reads_policy) if inputs is None else None
         policy = self._new_policy() if reads_policy else None
@@ -208,7 +208,13 @@ class _Workers:
         inputs = (
             None
             if spec.inputs is None
-            else replace(spec.inputs, examples=NO_EXAMPLES, pairs=NO_PAIRS, held_out=NO_PAIRS)
+            else replace(
+                spec.inputs,
+                examples=NO_EXAMPLES,
+                held_out_examples=NO_EXAMPLES,
+                pairs=NO_PAIRS,
+                held_out=NO_PAIRS,
+            )
         )
         collector = partial(
             _collector,
@@ -243,10 +249,11 @@ class _Workers:
 
     def _new_supervised(self) -> ModelGroup:
         plan = self._spec.plan
+        assert plan.sft_steps is not None, "the examples have been read"
         return self._cluster.model(
             "policy",
             total_steps=plan.sft_steps,
-            config=warm_up_config(self._training_config),
+            config=config_of(self._training_config, self._cluster.config.sft),
             name="policy" if plan.verb == "sft" else "warm_up",
             spaces=self._spaces,
         )

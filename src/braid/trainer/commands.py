@@ -40,7 +40,7 @@ from braid.errors import (
     TargetMissed,
     WorkerError,
 )
-from braid.plan import Plan, Verb, resolve, with_pairs, with_prompts
+from braid.plan import Plan, Verb, resolve
 from braid.plan.threads import num_sharing, thread_counts
 from braid.report.names import declare
 from braid.report.reporter import Reporter, Status
@@ -53,7 +53,7 @@ from braid.types import is_at_least
 
 from .build import RunSpec, build, open_cluster
 from .evaluation_run import Trained
-from .inputs import read_inputs
+from .inputs import planned, read_inputs
 from .preflight import check_inputs
 from .run import Run
 
@@ -243,10 +243,7 @@ def _run(
         torch.set_num_threads(config.run.num_threads)
     with environment(config.cluster.variables), stop_signals() as stop:
         inputs = read_inputs(loaded, verb)
-        if inputs and verb == "train":
-            plan = with_prompts(plan, config, len(inputs.train.prompts), loaded.origin)
-        if inputs and verb == "prefer":
-            plan = with_pairs(plan, config, len(inputs.pairs.pairs))
+        plan = planned(loaded, plan, inputs)
         check_inputs(loaded, plan, inputs)
         done: Status = "finished"
         with _in_folder(RunSpec(loaded, plan, inputs, trained), cluster, stop, sinks) as (attempts, begin):
@@ -304,6 +301,7 @@ def _in_folder(
                 train=inputs.train,
                 eval=inputs.eval,
                 sft=inputs.examples,
+                sft_eval=inputs.held_out_examples,
                 prefer=inputs.pairs,
                 prefer_eval=inputs.held_out,
             )
@@ -526,12 +524,21 @@ def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed |
             if math.isnan(last)
             else f"final {name} is {last:.3f}, below eval.target.min_final={target.min_final:g}"
         )
-    if verb != "eval" and target.min_gain is not None and not is_at_least(last - first, target.min_gain):
+    if target.max_final is not None and not is_at_least(-last, -target.max_final):
+        problems.append(
+            f"there is no final {name}: no answer of the evaluation is valid, or none was made"
+            if math.isnan(last)
+            else f"final {name} is {last:.3f}, above eval.target.max_final={target.max_final:g}"
+        )
+    gain, verb_text = last - first, "rose"
+    if name in ("loss", "perplexity"):
+        gain, verb_text = first - last, "fell"
+    if verb != "eval" and target.min_gain is not None and not is_at_least(gain, target.min_gain):
         problems.append(
             f"the gain in {name} is unknown, since the first or the last evaluation has no valid answer or "
             "was not made"
-            if math.isnan(last - first)
-            else f"{name} rose from {first:.3f} to {last:.3f}, by less than "
+            if math.isnan(gain)
+            else f"{name} {verb_text} from {first:.3f} to {last:.3f}, by less than "
             f"eval.target.min_gain={target.min_gain:g}"
         )
     return TargetMissed("; ".join(problems)) if problems else None

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from braid.config.data import covers
 from braid.config.load import Loaded
 from braid.config.schema import RunConfig
 from braid.data.pairs import NO_PAIRS, PairFormat, PairSet, load_pairs
 from braid.data.prompts import NOTHING, Prompts, PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
-from braid.data.worked import ExampleSet, load_examples
+from braid.data.worked import NO_EXAMPLES, ExampleRules, ExampleSet, load_examples
 from braid.envs.simulators.base import reset_prompts
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
 from braid.models.vision import Vision, load_vision
-from braid.plan import Verb, policy_size
+from braid.plan import Plan, Verb, policy_size, with_examples, with_pairs, with_prompts
 from braid.plan.rewards import mix_problems, source_problems, weight_problems
 from braid.rollout.collector import Use
 from braid.types import Prompt
@@ -42,6 +44,8 @@ class TextInputs:
     """Preference pairs to train on."""
     held_out: PairSet = NO_PAIRS
     """Preference pairs of evaluations."""
+    held_out_examples: ExampleSet = NO_EXAMPLES
+    """Supervised examples of evaluations."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids to text, with special tokens."""
@@ -62,7 +66,6 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
     tokenizer, data = load_tokenizer(config.model), config.data
     ends, vision = end_token_ids(config.model, tokenizer), load_vision(config.model, data.image, tokenizer)
     train = data.train if verb == "train" else ()
-    examples = config.sft.data if config.sft is not None and verb != "eval" else ()
     size = policy_size(config)
     max_positions = None if size is None else size.max_positions
     prompts: dict[Use, PromptSet] = {
@@ -74,7 +77,25 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
             tasks = config.text_env.own_tasks(use)
             prompts[use] = PromptSet(Prompts([reset_prompts(kind, num) for kind, num in tasks.items()]), {})
     conversation = chat_format(config, tokenizer, ends, vision).examples
-    pairs, held_out = NO_PAIRS, NO_PAIRS
+    examples, held_out_examples, pairs, held_out = NO_EXAMPLES, NO_EXAMPLES, NO_PAIRS, NO_PAIRS
+    if verb != "eval" and (sft := config.sft) is not None:
+        limits = [limit for limit in (sft.max_tokens, max_positions) if limit is not None]
+        rules = ExampleRules(
+            max_tokens=min(limits, default=None), overlong=sft.overlong, train_on=sft.train_on
+        )
+        load = partial(
+            load_examples,
+            config=data,
+            tokenizer=tokenizer,
+            base_dir=base_dir,
+            conversation=conversation,
+            end_token_ids=ends,
+            vision=vision,
+        )
+        examples = load(sft.data, rules=rules)
+        held_out_examples = load(
+            sft.eval_data if verb == "sft" else (), rules=replace(rules, key="sft.eval_data")
+        )
     if verb == "prefer" and (prefer := config.prefer) is not None:
         limits = [limit for limit in (prefer.max_tokens, max_positions) if limit is not None]
         pair_format = PairFormat(
@@ -93,21 +114,28 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
         tokenizer,
         prompts["train"],
         prompts["eval"],
-        load_examples(
-            examples,
-            data,
-            tokenizer,
-            conversation=conversation,
-            base_dir=base_dir,
-            max_positions=max_positions,
-            end_token_ids=ends,
-            vision=vision,
-        ),
+        examples,
         ends,
         vision,
         pairs,
         held_out,
+        held_out_examples,
     )
+
+
+def planned(loaded: Loaded, plan: Plan, inputs: TextInputs | None) -> Plan:
+    """The `plan` with the numbers that follow from the data of a text run. Raises ConfigError."""
+    config = loaded.config
+    if inputs is None:
+        return plan
+    if plan.verb == "train":
+        plan = with_prompts(plan, config, len(inputs.train.prompts), loaded.origin)
+    if plan.verb == "prefer":
+        plan = with_pairs(plan, config, len(inputs.pairs.pairs))
+    if config.sft is not None and plan.verb != "eval":
+        num_examples = example_sampler(config, inputs.examples).num_prompts
+        plan = with_examples(plan, config, num_examples, loaded.origin)
+    return plan
 
 
 def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
@@ -118,7 +146,7 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
     by_row = any(source.source_key is not None for source in (*data.train, *data.eval))
     problems = [
         *source_problems(loaded.config.reward.parts, trained, evaluated, data.mix, by_row=by_row),
-        *mix_problems(data.mix, trained),
+        *mix_problems("data.mix", data.mix, trained),
         *weight_problems(loaded.config, trained | evaluated),
     ]
     env = loaded.config.env
@@ -130,6 +158,27 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
             problems.append(("env.mix", f"{why} ({', '.join(env.mixture)})"))
     if problems:
         raise ConfigError([loaded.placed(Problem(key, message)) for key, message in problems])
+
+
+def example_sampler(config: RunConfig, examples: ExampleSet) -> PromptSampler:
+    """The order in which supervised examples are trained, by the shares of sft.mix if set."""
+    sft, seed = config.sft, config.run.seed
+    assert sft is not None, "there are examples"
+    sizes = {name: len(of_source) for name, of_source in examples.by_source.items()}
+    if not sft.mix:
+        return PromptSampler(sum(sizes.values()), seed=seed, shuffle=sft.shuffle)
+    ends = np.cumsum([0, *sizes.values()])
+    places = {name: np.arange(*ends[i : i + 2]) for i, name in enumerate(sizes)}
+    mixed = {name for entry in sft.mix for name in entry.sources}
+    groups = [
+        (
+            np.concatenate([places[name] for name in sizes if covers(entry.sources, mixed, name)]),
+            entry.share,
+        )
+        for entry in sft.mix
+        if entry.share
+    ]
+    return MixedSampler(groups, seed=seed, shuffle=sft.shuffle)
 
 
 def prompt_sampler(config: RunConfig, num_prompts: int, prompts: Prompts | None = None) -> PromptSampler:

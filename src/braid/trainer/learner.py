@@ -20,7 +20,7 @@ from braid.models.base import Output
 from braid.plan import Plan
 from braid.report.metrics import Metrics
 from braid.training.advantages import are_trained
-from braid.training.backend import StepReport, TrainingBackend
+from braid.training.backend import TrainingBackend
 from braid.training.group import ModelGroup
 from braid.training.losses import policy_loss, value_loss_of, with_value_loss
 from braid.types import RowMetadata
@@ -29,7 +29,7 @@ from .buffer import Buffer
 from .keys import BATCH_KEY, CHOICE_KEY
 from .models import Models
 from .progress import Counters
-from .reports import Reports, is_due
+from .reports import Reports, is_due, record
 from .selection import Selection
 
 logger = logging.getLogger(__name__)
@@ -241,22 +241,6 @@ class Learner:
             self._reports.reporter.store_samples(name, groups, arrays)
         if is_kept:
             self._reports.reporter.store_batch(name, groups, arrays)
-
-
-def record(metrics: Metrics, role: str, report: StepReport) -> None:
-    """Record the metrics of an optimizer step, under the role's name."""
-    metrics.mean(f"{role}/loss", report.loss)
-    if report.loss_scale is not None:
-        metrics.mean(f"{role}/loss_scale", report.loss_scale)
-        metrics.add(f"{role}/overflow_steps", int(report.is_overflow))
-    if not report.is_overflow:
-        metrics.mean(f"{role}/grad_norm", report.grad_norm)
-    metrics.mean(f"{role}/lr", report.lr)
-    metrics.add(f"{role}/skipped_steps", int(report.is_skipped and not report.is_overflow))
-    for name, (total, count) in report.metrics.items():
-        metrics.mean(name, total, count)
-    for name, value in report.maxima.items():
-        metrics.max(name, value)
 
 
 def _num_trajectories(rows: Sequence[RowMetadata]) -> int:

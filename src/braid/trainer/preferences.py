@@ -18,7 +18,7 @@ from braid.config.schema import RunConfig
 from braid.data.pairs import CONVERSATION_TEMPLATE, Pair
 from braid.data.sampler import PromptSampler
 from braid.report.metrics import Metrics
-from braid.training.backend import StepReport, TrainingBackend
+from braid.training.backend import TrainingBackend
 from braid.training.group import ModelGroup
 from braid.training.pairs import (
     measured,
@@ -32,11 +32,10 @@ from braid.training.pairs import (
 )
 from braid.types import Row
 
-from .imitation import take_steps, warm_up
+from .imitation import RunOnData, warm_up
 from .inputs import TextInputs
 from .models import Models
-from .reports import is_due
-from .run import Run
+from .reports import is_due, record
 
 _AT_ONCE = 256
 """Pairs of a forward pass over many: they are in host memory together."""
@@ -44,16 +43,6 @@ _SCORED = 1024
 """Pairs on which scores are measured if none are held out."""
 _TRAINED = ""
 """Name of the pairs to train on among those with known log-probs; sources have others."""
-
-
-def preference_config(config: RunConfig) -> RunConfig:
-    """The run's config with the optimizer of `prefer`, and the log-probs of the model itself rather than of
-    a sampling temperature."""
-    assert config.prefer is not None, "prefer is not set"
-    train = config.train.model_copy(update={"optimizer": config.prefer.optimizer})
-    sampling = config.rollout.sampling.model_copy(update={"temperature": 1.0})
-    rollout = config.rollout.model_copy(update={"sampling": sampling})
-    return config.model_copy(update={"train": train, "rollout": rollout})
 
 
 @dataclass
@@ -98,7 +87,7 @@ class Preferences:
                 self._known[name] = torch.cat(parts).view(-1, 2)
         self.models.drop_reference()
 
-    def learn(self) -> StepReport:
+    def learn(self) -> Metrics:
         """Take one optimizer step."""
         kind, policy = self.config.loss, self.models.policy
         indices = self.sampler.take(self.config.pairs_per_step)
@@ -113,7 +102,9 @@ class Preferences:
             for i, number in enumerate(matched.repeat_interleave(2).tolist()):
                 write_field(rows[i], "matched", number)
         loss = preference_loss(kind, sft_coef=self.config.sft_coef)
-        return policy.train(rows, [1.0 / len(indices)] * len(rows), loss)
+        metrics = Metrics()
+        record(metrics, "prefer", policy.train(rows, [1.0 / len(indices)] * len(rows), loss))
+        return metrics
 
     def evaluate(self) -> Metrics:
         """Measure the loss and the metrics of held-out pairs, of each source and of all together."""
@@ -172,40 +163,24 @@ class Preferences:
 
 
 @dataclass(frozen=True)
-class Preferring(Run):
+class Preferring(RunOnData):
     """`braid prefer`."""
 
-    preferences: Preferences
-
-    @property
-    def has_evaluation(self) -> bool:
-        return super().has_evaluation or bool(self.preferences.held_out)
+    data: Preferences
 
     def run(self) -> None:
         """Train from `progress` to the last step, after the supervised warm-up if there is one."""
         if not self.progress.counters.is_warm:
             warm_up(self)
-        self.preferences.precompute_reference()
-        take_steps(self, "prefer", self.preferences.learn)
+        self.data.precompute_reference()
+        self.take_steps()
 
     def finish_round(self) -> None:
         progress = self.progress
         is_exported = is_due(progress.round, progress.config.export_every_rounds)
-        if self.preferences.config.loss.trains_reward_model and (progress.is_last_round or is_exported):
-            self.preferences.measure_scores()
+        if self.data.config.loss.trains_reward_model and (progress.is_last_round or is_exported):
+            self.data.measure_scores()
         super().finish_round()
-
-    def evaluate(self) -> Metrics:
-        """Measure held-out pairs, and sample answers to the evaluation's prompts if there are any. Weights
-        are synced only here, since nothing else samples."""
-        metrics, reports = Metrics(), self.progress.reports
-        if self.preferences.held_out:
-            with reports.timed("evaluate", metrics):
-                metrics.merge(self.preferences.evaluate())
-        if self.evaluation.prompts:
-            self.sync_weights()
-            metrics.merge(super().evaluate())
-        return metrics
 
 
 def _rows(pairs: Sequence[Pair]) -> list[Row]:

@@ -19,7 +19,7 @@ from braid.data import checked
 from braid.data.prompts import Prompts
 from braid.errors import ConfigError, Problem, RewardError
 from braid.models.chat import ChatFormat
-from braid.plan import Plan, with_pairs, with_prompts
+from braid.plan import Plan
 from braid.report.names import reserved_names
 from braid.report.streams import reward_prints_in
 from braid.rewards.base import Later, Part, Score, Services, references_of
@@ -29,7 +29,7 @@ from braid.rewards.scorer import as_score
 from braid.types import Prompt, Segment, Trajectory, Turn
 
 from .conversations import chat_format
-from .inputs import TextInputs, check_sources, read_inputs
+from .inputs import TextInputs, check_sources, planned, read_inputs
 from .runnable import run_problems
 
 _MAX_EXAMPLES = 4
@@ -43,10 +43,7 @@ def check(loaded: Loaded, plan: Plan) -> tuple[Plan, Trajectory | None]:
     loaded = with_absolute_paths(loaded)
     with environment(loaded.config.cluster.variables):
         inputs = read_inputs(loaded, plan.verb)
-        if inputs is not None and plan.verb == "train":
-            plan = with_prompts(plan, loaded.config, len(inputs.train.prompts), loaded.origin)
-        if inputs is not None and plan.verb == "prefer":
-            plan = with_pairs(plan, loaded.config, len(inputs.pairs.pairs))
+        plan = planned(loaded, plan, inputs)
         check_inputs(loaded, plan, inputs)
         if inputs is None or plan.verb == "sft" or not loaded.config.reward.parts:
             return plan, None

@@ -196,7 +196,8 @@ class Progress:
         if self.is_complete:
             logger.warning(
                 "the run has finished all its %d rounds; to train longer, raise run.max_rounds or "
-                "run.max_epochs (braid sft: sft.steps; braid prefer: prefer.epochs or prefer.steps)",
+                "run.max_epochs (braid sft: sft.epochs or sft.steps; braid prefer: prefer.epochs or "
+                "prefer.steps)",
                 self.num_rounds,
             )
 

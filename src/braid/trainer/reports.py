@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from braid.cluster.memory_record import MemoryRecorder
 from braid.report.metrics import Metrics
 from braid.report.reporter import Reporter
+from braid.training.backend import StepReport
 
 from .watch import LearningWatch
 
@@ -44,3 +45,19 @@ class Reports:
             self.memory.write(round_)
         self.reporter.log(round_, step, metrics)
         self.watch.see(round_, metrics.flat())
+
+
+def record(metrics: Metrics, role: str, report: StepReport) -> None:
+    """Record the metrics of an optimizer step, under the role's name."""
+    metrics.mean(f"{role}/loss", report.loss)
+    if report.loss_scale is not None:
+        metrics.mean(f"{role}/loss_scale", report.loss_scale)
+        metrics.add(f"{role}/overflow_steps", int(report.is_overflow))
+    if not report.is_overflow:
+        metrics.mean(f"{role}/grad_norm", report.grad_norm)
+    metrics.mean(f"{role}/lr", report.lr)
+    metrics.add(f"{role}/skipped_steps", int(report.is_skipped and not report.is_overflow))
+    for name, (total, count) in report.metrics.items():
+        metrics.mean(name, total, count)
+    for name, value in report.maxima.items():
+        metrics.max(name, value)

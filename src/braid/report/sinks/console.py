@@ -65,6 +65,7 @@ SHOWN = (
     Shown("loss", "prefer/loss", "{:.4f}".format),
     Shown("pairs right", "prefer/accuracy", "{:.1%}".format),
     Shown("margin", "prefer/margin", "{:.3f}".format),
+    Shown("held-out loss", "eval/all/loss", "{:.4f}".format),
     Shown("held-out pairs right", "eval/all/accuracy", "{:.1%}".format),
     Shown("accuracy", ACCURACY, "{:.1%}".format),
     Shown("eval", EVAL_MEAN, "{:.3f}".format),
