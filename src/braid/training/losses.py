@@ -115,7 +115,8 @@ def _policy_loss(
     acted, acted_old = (logprobs, old) if decisions is None else (decisions.sum(logprobs), decisions.sum(old))
     ratio = recipe.policy_loss.ratio(acted, acted_old, partial(_segments, batch))
     is_chosen = fields["is_chosen"] if recipe.policy_loss.selects_tokens else torch.zeros_like(old)
-    tokens = Tokens(acted, acted_old, fields["advantages"], ratio, is_chosen)
+    sequences = segments(batch.mask, batch.trajectory)
+    tokens = Tokens(acted, acted_old, fields["advantages"], ratio, is_chosen, sequences)
     per_token, means = recipe.policy_loss.per_token(tokens)
     maxima = {"ratio_max": ratio.detach()}
     means = means | {
