@@ -17,6 +17,7 @@ from braid.types import (
     CorrectionMode,
     CorrectionTokens,
     DecisionLevel,
+    Divergence,
     KlEstimator,
     KlPlace,
     RewardStatistics,
@@ -124,9 +125,21 @@ class Recipe:
 
     @property
     def full_kl_in(self) -> KlPlace | None:
-        """Where KL over the whole vocabulary is used, if it is."""
-        return self.kl_in if self.kl_coef > 0 and self.kl_estimator == "full" else None
+        """Where a divergence over the whole vocabulary is used, if it is."""
+        return self.kl_in if self.kl_coef > 0 and self.kl_estimator in FULL_DIVERGENCES else None
 
+    @property
+    def divergence(self) -> Divergence:
+        """The divergence over the whole vocabulary, where `full_kl_in` says."""
+        return FULL_DIVERGENCES[self.kl_estimator]
+
+
+FULL_DIVERGENCES: Mapping[str, Divergence] = {
+    "full": "kl",
+    "full_forward": "forward_kl",
+    "full_jensen_shannon": "jensen_shannon",
+}
+"""Estimators that compare whole distributions -> the model's output."""
 
 RECIPES: Mapping[str, Recipe] = {
     "grpo": Recipe(),
