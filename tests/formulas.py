@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from braid.algorithms.advantages import ADVANTAGES, Advantage
 from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
@@ -22,10 +21,11 @@ def loss_of(kind: str, **settings: Any) -> PolicyLoss:
 
 
 def _formula(kind: str, *names: str) -> Callable[..., Surrogate]:
-    def compute(*tensors: Tensor, **settings: Any) -> Surrogate:
+    def compute(*tensors: Any, **settings: Any) -> Surrogate:
         by_name = dict(zip(names, tensors, strict=True))
         unread = torch.full_like(tensors[0], torch.nan)
-        tokens = Tokens(**{name: by_name.get(name, unread) for name in _FIELDS})
+        sequences = by_name.pop("sequences", None)
+        tokens = Tokens(**{name: by_name.get(name, unread) for name in _FIELDS}, sequences=sequences)
         settings = {name: "off" if value is None else value for name, value in settings.items()}
         return POLICY_LOSSES[kind](**settings).per_token(tokens)
 
@@ -38,6 +38,8 @@ importance_sampling = _formula("importance_sampling", "ratio", "advantages")
 masked_is = _formula("masked_is", "ratio", "logprobs", "advantages")
 cispo = _formula("cispo", "ratio", "logprobs", "advantages")
 sapo = _formula("sapo", "ratio", "advantages")
+gmpo = _formula("gmpo", "logprobs", "old_logprobs", "advantages", "sequences")
+vespo = _formula("vespo", "ratio", "logprobs", "advantages")
 topr = _formula("topr", "ratio", "logprobs", "advantages")
 kimi = _formula("kimi", "logprobs", "old_logprobs", "advantages")
 clip_cov = _formula("clip_cov", "ratio", "advantages", "is_chosen")

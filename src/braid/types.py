@@ -33,7 +33,8 @@ CorrectionLevel = Literal["token", "turn", "sequence", "turn_geometric", "geomet
 CorrectionMode = Literal["truncate", "mask", "mask_sequence"]
 CorrectionMeasure = Literal["ratio", "difference"]
 CorrectionTokens = Literal["all", "kept"]
-KlEstimator = Literal["k1", "k2", "k3", "abs", "full"]
+KlEstimator = Literal["k1", "k2", "k3", "abs", "full", "full_forward", "full_jensen_shannon"]
+Divergence = Literal["kl", "forward_kl", "jensen_shannon"]
 KlPlace = Literal["loss", "reward", "advantage"]
 Aggregation = Literal[
     "token_mean",

@@ -27,6 +27,8 @@ def _base(source: Source) -> dict[str, Any]:
     """Native settings that depend on several keys: data, rewards, evaluation, micro-batches, offloading."""
     made: dict[str, Any] = {"model.path": NO_MODEL, "reward.parts": reward_parts(source)}
     made |= agentic_base(source)
+    if source["is_pure_opd"]:
+        made["reward.scale"] = 0.0  # rewards are only reported
     if facts.reads_images(source):
         made |= facts.image_limits(source)
     for role, native in _DATA.items():
@@ -62,7 +64,7 @@ def _micro_batches(source: Source) -> dict[str, Any]:
 
 
 _PIPELINES = {
-    "distillation pipeline of ROLL": "student_pretrain teacher_pretrain student student_train logits_topk distill_loss_weight",
+    "distillation pipeline of ROLL": "student_pretrain teacher_pretrain student logits_topk distill_loss_weight",
     "preference (DPO) pipeline of ROLL": "chosen_key rejected_key ipo",
 }
 """Pipelines that braid lacks -> keys and sections that only they have."""
@@ -70,24 +72,35 @@ _RULES = table(rows(PIPELINE, ALGORITHM, WORKERS, DATA, REWARDS, AGENTIC, OTHER_
 _TEACHER = {
     f"teacher.{key.removeprefix('reference.')}": key for key in _RULES if key.startswith("reference.")
 }
+_STUDENT = {
+    f"student_{key.removeprefix('actor_')}": key
+    for key in _RULES
+    if key.startswith(("actor_train.", "actor_infer."))
+}
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], _: str | None) -> Dialect:
-    """Supervised fine-tuning has a table of its own. With use_opd, the keys of the teacher are those of the
-    reference; without it, ROLL does not read them."""
+    """Supervised fine-tuning has a table of its own. In distillation, the keys of the teacher are those of
+    the reference; without it, ROLL does not read them. A file with a student is one of pure distillation, whose
+    launcher sets is_pure_opd, and the student is the actor."""
     if any(path.startswith("sft_train.") for path in values):
         return ROLL_SFT
+    is_pure = values.get("is_pure_opd", any(path.startswith("student_train.") for path in values))
+    if is_pure:
+        rules = {**dialect.rules, "is_pure_opd": replace(dialect.rules["is_pure_opd"], default=True)}
+        dialect = replace(dialect, aliases={**dialect.aliases, **_STUDENT}, rules=rules)
     has_reference = any(path.startswith("reference.") for path in values)
-    if not values.get("use_opd") or has_reference:
+    if not (is_pure or values.get("use_opd")) or has_reference:
         return dialect
     aliases = {**dialect.aliases, **_TEACHER}
     return replace(dialect, aliases=aliases, spelled={**dialect.spelled, "reference.": "teacher."})
 
 
 def _missing_teacher(source: Source) -> Iterator[tuple[str, str]]:
-    """Mixed distillation without a teacher."""
-    if source["use_opd"] and not source["reference.model_args.model_name_or_path"]:
-        yield "use_opd", "needs a teacher: set teacher.model_args.model_name_or_path"
+    """Distillation without a teacher."""
+    if facts.distils(source) and not source["reference.model_args.model_name_or_path"]:
+        key = "is_pure_opd" if source["is_pure_opd"] else "use_opd"
+        yield key, "needs a teacher: set teacher.model_args.model_name_or_path"
 
 
 ROLL = Dialect(

@@ -201,7 +201,8 @@ def trained_roles(source: Source) -> list[str]:
     """The roles that are trained with separate settings."""
     if is_supervised(source):
         return ["sft_train"]
-    has_own_critic = source["adv_estimator"] == "gae" and source.has("critic")
+    uses_critic = source["adv_estimator"] == "gae" and not source["is_pure_opd"]
+    has_own_critic = uses_critic and source.has("critic")
     return ["actor_train", "critic"] if has_own_critic else ["actor_train"]
 
 
@@ -215,9 +216,14 @@ def used(value: Any, source: Source) -> Any:
     return value
 
 
+def distils(source: Source) -> bool:
+    """Whether a teacher is distilled, with rewards (use_opd) or without (is_pure_opd)."""
+    return bool(source["use_opd"] or source["is_pure_opd"])
+
+
 def kl_place(source: Source) -> str | None:
     """Where the KL term is: "advantage", "loss", "reward", or None without one."""
-    if source["use_opd"]:
+    if distils(source):
         return "advantage"
     if source["use_kl_loss"] and source["kl_loss_coef"] > 0:
         return "loss"

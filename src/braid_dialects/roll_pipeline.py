@@ -159,9 +159,6 @@ PIPELINE = rows(
        note="at most val_sequence_length - val_prompt_length new tokens"),
     # Other features
     missing("tag_to_template", "use a single template for all rows: data_args.template"),
-    missing("is_pure_opd {student_train,student_infer}.*",
-            "distillation without rewards is not translated; write it in braid's keys: reference.path is "
-            "the teacher, reward.scale=0, algorithm.kl_in=advantage, algorithm.kl_coef the coefficient", default=False),
     missing("teacher.*",
         "set use_opd to true with one teacher and no reference: ROLL reads a teacher only for "
         "distillation, and braid has one reference"),
@@ -228,12 +225,12 @@ def _kl(_: Any, source: Source) -> Became:
 
 
 def _opd(value: bool, source: Source) -> Became:
-    """ROLL's mixed distillation: A - opd_kl_coef * KL, before whitening and clipping. Refuses what braid
+    """ROLL's distillation: A - opd_kl_coef * KL, or that KL alone, before whitening and clipping. Refuses what braid
     computes otherwise. Raises ValueError."""
     if not value:
         return implied("no distillation")
     for other, coef in (("use_kl_loss", "kl_loss_coef"), ("add_token_level_kl", "init_kl_coef")):
-        if source[other] and source[coef] > 0:
+        if not source["is_pure_opd"] and source[other] and source[coef] > 0:
             raise ValueError(
                 f"adds a KL term to that of {other}, but braid has only one; set {other} to false, or use_opd"
             )
@@ -324,7 +321,7 @@ _UNREAD_CLIP = unless(lambda s: s["use_pg_clip_range"] and not s["dual_clip_loss
 _IN_LOSS = unless(lambda s: kl_place(s) != "loss", "there is no KL in the loss (use_kl_loss, kl_loss_coef)")
 _BEFORE_UPDATE = unless(lambda s: kl_place(s) in (None, "loss"),
                         "there is no KL in the reward (add_token_level_kl) or the advantage (use_opd)")
-_OF_OPD = needs("use_opd")
+_OF_OPD = unless(lambda s: not facts.distils(s), "there is no distillation (use_opd, is_pure_opd)")
 _IN_REWARD = unless(lambda s: kl_place(s) != "reward", "there is no KL in the reward (add_token_level_kl)")
 _FILTERED = unless(lambda s: any(facts.query_filters(s)),
                    "the query filter drops all groups that difficulty_mask masks")
@@ -332,13 +329,16 @@ _MASKED, _WEIGHTED = needs("difficulty_mask"), needs("train_infer_correction.is_
 ALGORITHM = section("", "algorithm")(
     # Advantages
     to("adv_estimator", ".advantage.kind", choice(*_ESTIMATORS),
+       lambda v, s: algorithm("set by is_pure_opd", advantage={"kind": "reinforce"}) if s["is_pure_opd"] else v,
        lambda v, s: (estimator if facts.is_agentic(s) else mapped(_ESTIMATORS))(v, s), default="gae",
        note="grpo: (r - mean) / (std + 1e-6); with gamma < 1 or KL in the reward, reinforce with rewards "
        "normalized so"),
     to("gamma", ".advantage.gamma", "share",
+       lambda v, s: algorithm("set by is_pure_opd", advantage={"gamma": 0.0}) if s["is_pure_opd"] else v,
        unless(lambda s: s["adv_estimator"] in ("gigpo", "step_reinforce"), "step_reward_gamma is used instead"),
        unless(facts.is_plain_grpo, "adv_estimator=grpo has a single reward, at the end"), default=1.0),
-    to("lambd", ".advantage.gae_lambda", "share", _NO_VALUES, default=0.95),
+    to("lambd", ".advantage.gae_lambda", "share", _NO_VALUES,
+       unless(lambda s: s["is_pure_opd"], "is_pure_opd uses no critic"), default=0.95),
     to("norm_mean_type", ".reward_mean", _STATISTICS, _NO_EPISODES, _BY_GROUP, default=None,
        note="over the round; in ROLL over each domain"),
     to("norm_std_type", ".reward_std", _STATISTICS, _NO_EPISODES, _BY_GROUP, default=None,
@@ -387,6 +387,8 @@ ALGORITHM = section("", "algorithm")(
        note=
            "A - opd_kl_coef * KL(policy before the update, teacher) for each token, before whitening and "
            "clipping"),
+    to("is_pure_opd", ".kl_coef", "bool", _opd, default=False,
+       note="-opd_kl_coef * KL alone is the advantage, and rewards are only reported; implied by student_train"),
     to("opd_kl_coef", ".kl_coef", "non-negative", _OF_OPD,
        unless(lambda s: s["reference.opd_kl_coef"] is not None, "overridden by that of the teacher"), _kl, default=1.0),
     to("reference.opd_kl_coef", ".kl_coef", "non-negative?", _OF_OPD, unless_null("1"), _kl),

@@ -5,12 +5,17 @@ Those of grpo, gae and whitening are in tests/golden.
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 
 from braid.algorithms.advantages.gae import gae
+from braid.algorithms.advantages.gpg import rescaled_advantages
 from braid.algorithms.advantages.grpo import group_advantages
 from braid.algorithms.advantages.maxrl import likelihood_advantages
+from braid.algorithms.advantages.opo import length_weighted_advantages
+from braid.algorithms.advantages.pass_at_k import pass_at_k_advantages
 from braid.algorithms.advantages.raft import best_of_group
 from braid.algorithms.advantages.reinforce import discounted_returns
 from braid.algorithms.advantages.remax import baseline_advantages
@@ -62,6 +67,48 @@ def test_maxrl_divides_by_the_pass_rate() -> None:
 def test_maxrl_learns_nothing_if_the_mean_reward_is_not_a_rate() -> None:
     advantages = likelihood_advantages(torch.tensor([1.0, -1.0, -2.0, 1.0]), torch.tensor([0, 0, 1, 1]))
     _close(advantages, 0, 0, 0, 0)
+
+
+def test_opo_weighs_the_baseline_by_length() -> None:
+    # baseline (1 * 10 + 0 * 30) / 40 = 0.25; then equal rewards; then a group of one
+    rewards, lengths = torch.tensor([1.0, 0.0, 0.3, 0.3, 5.0]), torch.tensor([10, 30, 1, 7, 3])
+    _close(length_weighted_advantages(rewards, torch.tensor([0, 0, 1, 1, 2]), lengths), 0.75, -0.25, 0, 0, 0)
+
+
+def test_gpg_scales_by_the_share_of_trajectories_with_a_signal() -> None:
+    # 6 trajectories, 2 of them in a group whose rewards differ: 3 times +-0.5
+    rewards, groups = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0]), torch.tensor([0, 0, 1, 1, 2, 2])
+    _close(rescaled_advantages(rewards, groups), 1.5, -1.5, 0, 0, 0, 0)
+    _close(rescaled_advantages(torch.ones(2), torch.tensor([0, 0])), 0, 0)
+
+
+def test_pass_at_k_is_the_mean_advantage_of_the_sets_with_the_answer() -> None:
+    # one of 4 right, sets of 2: R = 1 - 3/6, s = 0.5; right 0.5 / 0.5; wrong (0.5 - 2/3) / 0.5
+    _close(
+        pass_at_k_advantages(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4).long(), k=2),
+        1,
+        -1 / 3,
+        -1 / 3,
+        -1 / 3,
+    )
+    # k = 1: R = 0.25, s = 0.433013: 0.75 / s and -0.25 / s
+    expected = (1.7320508, -0.5773503, -0.5773503, -0.5773503)
+    _close(pass_at_k_advantages(torch.tensor([1.0, 0, 0, 0]), torch.zeros(4).long(), k=1), *expected)
+    # fewer wrong than k: every set succeeds; a group of 2 is one set; none right
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    _close(pass_at_k_advantages(torch.tensor([1.0, 1, 0, 1, 0, 0, 0]), groups, k=2), *[0] * 7)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_right", [1, 2, 3])
+def test_pass_at_k_equals_the_mean_over_all_sets(k: int, num_right: int) -> None:
+    rewards = (torch.arange(5) < num_right).double()
+    sets = list(combinations(range(5), k))
+    successes = torch.tensor([float(rewards[list(members)].max()) for members in sets], dtype=torch.float64)
+    std = successes.std(correction=0)
+    normalised = (successes - successes.mean()) / std if std > 0 else torch.zeros_like(successes)
+    expected = [normalised[[i in members for members in sets]].mean() for i in range(5)]
+    _close(pass_at_k_advantages(rewards, torch.zeros(5).long(), k=k), *map(float, expected))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.rounding import rounding
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from braid.algorithms.aggregate import row_weights
-from braid.algorithms.recipes import RECIPES
+from braid.algorithms.recipes import FULL_DIVERGENCES, RECIPES
 from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.config.data import ImageLimits
 from braid.config.model import LoraConfig, ModelConfig
@@ -222,8 +222,10 @@ def test_the_full_kl_of_a_layout_is_that_of_one_process(pair: RayGroup, layout: 
         single.use_reference(
             SingleBackend(make_reference(other, CPU), train, total_steps=0, device=CPU).logits
         )
-        _infer_alike(group, single, frozenset({"kl"}))
-        _learn_alike(group, single, policy_loss(replace(RECIPES["grpo"], kl_coef=10.0, kl_estimator="full")))
+        for estimator, divergence in FULL_DIVERGENCES.items():
+            _infer_alike(group, single, frozenset({divergence}))
+            recipe = replace(RECIPES["grpo"], kl_coef=10.0, kl_estimator=estimator)
+            _learn_alike(group, single, policy_loss(recipe))
     finally:
         group.close()
         reference.close()

@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
+from braid.errors import ConfigError
 from braid.plan.resolve import merge_recipe
 from braid.training.advantages import compute_advantages
 from braid.types import Row
+from braid_dialects.load import read_config
 
-from .test_roll import problems, read
+from .conftest import laid_over
+from .test_roll import SMALL, problems, read
 
 TEACHER = {"use_opd": True, "teacher": {"model_args": {"model_name_or_path": "teacher"}}}
 GROUP, LENGTHS = 4, (3, 1, 5, 2, 4, 4, 2, 6)
@@ -147,3 +151,35 @@ def test_log_probs_of_older_policies_are_no_log_probs_before_the_update(tmp_path
     assert "set enable_old_logprobs_recompute to true" in problems(tmp_path, ahead)
     known = read(tmp_path, {**ahead, "enable_old_logprobs_recompute": True}).loaded.config.algorithm
     assert (known.kl_in, known.old_logprobs) == ("advantage", "recompute")
+
+
+def _pure(**changes: Any) -> dict[str, Any]:
+    """A file of pure distillation, in which the student has the keys of the actor."""
+    roll = laid_over(SMALL, {"teacher": TEACHER["teacher"], **changes})
+    student = {"student_train": roll.pop("actor_train"), "student_infer": roll.pop("actor_infer")}
+    return {**roll, **student}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae", "reinforce"])
+def test_pure_distillation_learns_from_the_teacher_alone(tmp_path: Path, estimator: str) -> None:
+    path = tmp_path / "roll.yaml"
+    path.write_text(yaml.safe_dump(_pure(adv_estimator=estimator, opd_kl_coef=0.5)), "utf-8")
+    config = read_config(path, (), dialect="roll").loaded.config
+    assert (config.reference.path, config.reward.scale, config.rollout.group_size) == ("teacher", 0.0, 4)
+    recipe, made = merge_recipe(config, has_gpus=False), _logprobs()
+    rows = _rows(made)
+    for row in rows:
+        row.fields["rewards"] *= config.reward.scale
+
+    compute_advantages(rows, recipe)
+
+    for row, old, teacher in zip(rows, made["old"], made["teacher"], strict=True):
+        expected = -0.5 * (old - teacher)[: len(row)]
+        np.testing.assert_allclose(row.fields["advantages"], expected, atol=1e-6)  # float32 of about 3
+
+
+def test_pure_distillation_needs_a_teacher(tmp_path: Path) -> None:
+    path = tmp_path / "roll.yaml"
+    path.write_text(yaml.safe_dump({k: v for k, v in _pure().items() if k != "teacher"}), "utf-8")
+    with pytest.raises(ConfigError, match=r"is_pure_opd.*needs a teacher"):
+        read_config(path, (), dialect="roll")

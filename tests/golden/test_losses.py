@@ -9,6 +9,7 @@ from tests.formulas import (
     clip_cov,
     cross_entropy,
     dppo,
+    gmpo,
     importance_sampling,
     kimi,
     kl_cov,
@@ -17,6 +18,7 @@ from tests.formulas import (
     ppo_clip,
     sapo,
     topr,
+    vespo,
 )
 
 from braid.algorithms.segments import segments
@@ -99,6 +101,31 @@ def test_sapo_equals_hand_computed_values():
     # -1 * 4/1 * sigmoid(0) = -2;  -1 * 4/1 * sigmoid(1) = -4 * 0.731059;  2 * 4/2 * sigmoid(2 * -0.5) = 4 * 0.268941
     loss, _ = sapo(ratio, advantages, tau_positive=1.0, tau_negative=2.0)
     torch.testing.assert_close(loss, torch.tensor([-2.0, -2.924234, 1.075766]), **CLOSE)
+
+
+def test_gmpo_is_the_geometric_mean_of_clipped_ratios_of_a_sequence():
+    # log-ratios 0.6, 0.2 (A = 2) and -0.5, 0.1, -0.3 (A = -1), bounds of 0.4: means (0.4 + 0.2) / 2 = 0.3 and
+    # (-0.4 + 0.1 - 0.3) / 3 = -0.2: losses -2 exp(0.3) = -2.699718 and exp(-0.2) = 0.818731
+    logprobs = torch.tensor([0.6, 0.2, -0.5, 0.1, -0.3], requires_grad=True)
+    sequences = segments(torch.ones(5, dtype=torch.bool), torch.tensor([0, 0, 1, 1, 1]))
+    advantages = torch.tensor([2.0, 2.0, -1.0, -1.0, -1.0])
+    loss, diagnostics = gmpo(logprobs, torch.zeros(5), advantages, sequences, clip_low=0.4, clip_high=0.4)
+    torch.testing.assert_close(loss, torch.tensor([-2.699718] * 2 + [0.818731] * 3), **CLOSE)
+    assert diagnostics["clip_fraction"].tolist() == [1, 0, 1, 0, 0]
+    loss.sum().backward()  # of the unclipped tokens
+    torch.testing.assert_close(
+        logprobs.grad, torch.tensor([0.0, -2.699718, 0.0, 0.818731, 0.818731]), **CLOSE
+    )
+
+
+def test_vespo_equals_hand_computed_values():
+    ratio, advantages = torch.tensor([1.0, 2.0, 2.0, 0.5]), torch.tensor([1.0, 1.0, -1.0, -2.0])
+    logprobs = torch.tensor([-1.0, -0.5, -0.5, -2.0], requires_grad=True)
+    # phi: 1; 2^2 exp(-3) = 0.199148; 2^3 exp(-2) = 1.082682; 0.5^3 exp(1) = 0.339785. loss = -phi A log pi
+    loss, _ = vespo(ratio, logprobs, advantages)
+    torch.testing.assert_close(loss, torch.tensor([1.0, 0.099574, -0.541341, -1.359141]), **CLOSE)
+    loss.sum().backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-1.0, -0.199148, 1.082682, 0.679570]), **CLOSE)
 
 
 def test_topr_equals_hand_computed_values():

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from braid.models import logprobs as logprobs_module
-from braid.models.logprobs import Head, TiledLogits, token_logprobs
+from braid.models.logprobs import DIVERGENCES, Head, TiledLogits, token_logprobs
+from braid.types import Divergence
 
 N, D, V = 13, 6, 700
 HEADS = {
@@ -48,13 +49,26 @@ def _reference(head: Head, *, n: int = N) -> tuple[Tensor, Head]:
 
 
 def _at_once(
-    head: Head, hidden: Tensor, targets: Tensor, temperature: float, reference: tuple[Tensor, Head]
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    reference: tuple[Tensor, Head],
+    divergence: Divergence = "kl",
 ) -> tuple[Tensor, Tensor, Tensor]:
     logp, logq = (
         (_logits(layer, states) / temperature).log_softmax(-1)
         for states, layer in ((hidden, head), (reference[0], reference[1]))
     )
-    kl = torch.nn.functional.kl_div(logq.detach(), logp, reduction="none", log_target=True).sum(-1)
+    logq = logq.detach()
+    match divergence:
+        case "kl":
+            kl = (logp.exp() * (logp - logq)).sum(-1)
+        case "forward_kl":
+            kl = (logq.exp() * (logq - logp)).sum(-1)
+        case "jensen_shannon":
+            logm = ((logp.exp() + logq.exp()) / 2).log()
+            kl = (logp.exp() * (logp - logm) + logq.exp() * (logq - logm)).sum(-1) / 2
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), kl
 
 
@@ -76,8 +90,9 @@ def _loss(*outputs: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("chunk_bytes", [1, 200 * 8, 300 * 8 * N, 2**26])
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("divergence", sorted(DIVERGENCES))
 def test_tiles_give_the_numbers_and_gradients_of_all_logits_at_once(
-    kind: str, chunk_bytes: int, with_bias: bool
+    kind: str, chunk_bytes: int, with_bias: bool, divergence: Divergence
 ) -> None:
     v = 50 if chunk_bytes == 1 else V  # a tile of a single logit
     hidden, weight, bias, targets = _tensors(v=v)
@@ -91,13 +106,41 @@ def test_tiles_give_the_numbers_and_gradients_of_all_logits_at_once(
         temperature=0.6,
         with_entropy=True,
         reference=TiledLogits(*reference, 0.6),
+        divergence=divergence,
         chunk_bytes=chunk_bytes,
     )
-    plain = _at_once(head, hidden, targets, 0.6, reference)
+    plain = _at_once(head, hidden, targets, 0.6, reference, divergence)
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(
         torch.autograd.grad(_loss(*ours), inputs), torch.autograd.grad(_loss(*plain), inputs)
     )
+
+
+@pytest.mark.parametrize(
+    ("divergence", "temperature", "expected"),
+    [
+        # p = (1, 2, 1) / 4, q = (2, 1, 1) / 4: ln 2 (1/2 - 1/4) either way; m = (3, 3, 2) / 8, so that both halves
+        # are ln(2/3) / 4 + ln(4/3) / 2
+        ("kl", 1.0, 0.173287),
+        ("forward_kl", 1.0, 0.173287),
+        ("jensen_shannon", 1.0, 0.042475),
+        # logits halved: p = (1, 4, 1) / 6, q = (4, 1, 1) / 6: ln 4 / 2; m = (5, 5, 2) / 12: ln(2/5) / 6 + 2 ln(8/5) / 3
+        ("kl", 0.5, 0.693147),
+        ("forward_kl", 0.5, 0.693147),
+        ("jensen_shannon", 0.5, 0.160621),
+    ],
+)
+def test_divergences_equal_hand_computed_values(
+    divergence: Divergence, temperature: float, expected: float
+) -> None:
+    mine, other = (torch.tensor([counts], dtype=torch.float64).log() for counts in ([1, 2, 1], [2, 1, 1]))
+    head, target = Head(torch.eye(3, dtype=torch.float64)), torch.zeros(1, dtype=torch.long)
+    reference = TiledLogits(other, head, temperature)
+    *_, ours = token_logprobs(
+        mine, head, target, temperature=temperature, reference=reference, divergence=divergence
+    )
+    assert ours is not None
+    assert ours.item() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -1,9 +1,9 @@
 """KL divergence from the reference policy, estimated per token from the log-probs of sampled tokens.
 
-Owns the estimators, except for `full`, which models.logprobs computes from all logits. `Recipe.kl_in` decides
-whether the estimate enters the loss or the reward, and it matters: an unbiased estimator of the value need
-not have the right gradient. With x sampled from the current policy pi, d = log pi(x) - log ref(x), S = grad
-log pi(x), and sg() the stop-gradient:
+Owns the estimators, except for those whose names start with `full`, which models.logprobs computes from all
+logits. `Recipe.kl_in` decides whether the estimate enters the loss or the reward, and it matters: an unbiased
+estimator of the value need not have the right gradient. With x sampled from the current policy pi, d = log
+pi(x) - log ref(x), S = grad log pi(x), and sg() the stop-gradient:
 
          value            its mean         in the loss: E[grad value]     in the reward: E[sg(value) S]
     k1   d                KL(pi|ref)       0: only noise                  grad KL(pi|ref)
@@ -11,6 +11,8 @@ log pi(x), and sg() the stop-gradient:
     k3   exp(-d) - 1 + d  KL(pi|ref)       grad KL(ref|pi)                grad KL(pi|ref) - grad KL(ref|pi)
     abs  |d|              not KL           grad sum_x |pi(x) - ref(x)|    E[|d| S], of no divergence
     full sum_x pi(x) d(x) KL(pi|ref)       grad KL(pi|ref)                0: the same for every token x
+    full_forward          KL(ref|pi)       grad KL(ref|pi)                0
+    full_jensen_shannon   JS(pi, ref)      grad JS(pi, ref)               0
 
 To regularise by KL(pi|ref), use k1 in the reward, or k2 or full in the loss. full has no sampling noise. k3
 in the loss, as in the published GRPO, has the gradient of the forward KL, which agrees with that of the
@@ -66,8 +68,8 @@ def kl_estimate(
             kl = exponent.expm1() - exponent
         case "abs":
             kl = difference.abs()
-        case "full":
-            raise AssertionError("full is computed from all logits (models.logprobs)")
+        case "full" | "full_forward" | "full_jensen_shannon":
+            raise AssertionError(f"{estimator} is computed from all logits (models.logprobs)")
     return clamped(kl, clamp)
 
 

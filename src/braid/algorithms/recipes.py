@@ -17,6 +17,7 @@ from braid.types import (
     CorrectionMode,
     CorrectionTokens,
     DecisionLevel,
+    Divergence,
     KlEstimator,
     KlPlace,
     RewardStatistics,
@@ -26,8 +27,11 @@ from braid.types import (
 from .advantages import Advantage
 from .advantages.gae import Gae
 from .advantages.gigpo import Gigpo
+from .advantages.gpg import Gpg
 from .advantages.grpo import Grpo
 from .advantages.maxrl import MaxRl
+from .advantages.opo import Opo
+from .advantages.pass_at_k import PassAtK
 from .advantages.raft import Raft
 from .advantages.reinforce import Reinforce
 from .advantages.remax import Remax
@@ -36,12 +40,14 @@ from .policy_losses import PolicyLoss
 from .policy_losses.cispo import Cispo
 from .policy_losses.clip_cov import ClipCov
 from .policy_losses.dppo import Dppo
+from .policy_losses.gmpo import Gmpo
 from .policy_losses.gspo import Gspo
 from .policy_losses.kl_cov import KlCov
 from .policy_losses.policy_gradient import PolicyGradient
 from .policy_losses.ppo_clip import PpoClip
 from .policy_losses.sapo import Sapo
 from .policy_losses.topr import Topr
+from .policy_losses.vespo import Vespo
 
 if TYPE_CHECKING:
     RecipeName = str
@@ -119,9 +125,21 @@ class Recipe:
 
     @property
     def full_kl_in(self) -> KlPlace | None:
-        """Where KL over the whole vocabulary is used, if it is."""
-        return self.kl_in if self.kl_coef > 0 and self.kl_estimator == "full" else None
+        """Where a divergence over the whole vocabulary is used, if it is."""
+        return self.kl_in if self.kl_coef > 0 and self.kl_estimator in FULL_DIVERGENCES else None
 
+    @property
+    def divergence(self) -> Divergence:
+        """The divergence over the whole vocabulary, where `full_kl_in` says."""
+        return FULL_DIVERGENCES[self.kl_estimator]
+
+
+FULL_DIVERGENCES: Mapping[str, Divergence] = {
+    "full": "kl",
+    "full_forward": "forward_kl",
+    "full_jensen_shannon": "jensen_shannon",
+}
+"""Estimators that compare whole distributions -> the model's output."""
 
 RECIPES: Mapping[str, Recipe] = {
     "grpo": Recipe(),
@@ -136,6 +154,12 @@ RECIPES: Mapping[str, Recipe] = {
     "dapo": Recipe(policy_loss=PpoClip(clip_high=0.28)),
     # Zheng et al. 2025 (arXiv 2507.18071): sequence ratio, with the paper's narrow bounds.
     "gspo": Recipe(policy_loss=Gspo(), aggregation="sequence_mean_token_mean"),
+    # arXiv 2602.05261: gspo without its bias towards short responses: sequences weigh by their length.
+    "luspo": Recipe(policy_loss=Gspo(), aggregation="sequence_mean_token_sum"),
+    # Zhao et al. 2025 (arXiv 2507.20673): the geometric mean of token ratios, with wide bounds for each.
+    "gmpo": Recipe(policy_loss=Gmpo(), aggregation="sequence_mean_token_mean"),
+    # arXiv 2602.10693: a soft weight of the ratio of whole sequences, for old samples.
+    "vespo": Recipe(policy_loss=Vespo()),
     # MiniMax 2025 (arXiv 2506.13585): every token keeps its gradient, with a bounded weight.
     "cispo": Recipe(policy_loss=Cispo()),
     # Gao et al. 2025 (arXiv 2511.20347): soft gate in place of the clip.
@@ -172,6 +196,12 @@ RECIPES: Mapping[str, Recipe] = {
     # Dong et al. 2023 (arXiv 2304.06767): imitate the best trajectory of each group.
     "raft": Recipe(advantage=Raft(), policy_loss=PolicyGradient()),
     "maxrl": Recipe(advantage=MaxRl()),
+    # Hao et al. 2025 (arXiv 2505.23585): exactly on-policy, with the baseline of least variance.
+    "opo": Recipe(advantage=Opo(), policy_loss=PolicyGradient()),
+    # Chu et al. 2025 (arXiv 2504.02546): the plain policy gradient, rescaled for groups without signal.
+    "gpg": Recipe(advantage=Gpg(), policy_loss=PolicyGradient()),
+    # Chen et al. 2025 (arXiv 2508.10751): rewards sets of k answers with a right one among them.
+    "pass_at_k": Recipe(advantage=PassAtK()),
     # Feng et al. 2025 (arXiv 2505.10978): compares trajectories of a group, and turns that start in the same
     # state.
     "gigpo": Recipe(advantage=Gigpo()),

@@ -24,13 +24,14 @@ class Tokens:
     """Inputs of a policy loss, each [T]. With algorithm.logprob_level above token, log-probs are those of
     decisions, repeated at each of their tokens. `advantages` are those before the weights of the reduction
     are applied. `is_chosen` is 1 at the tokens that a loss with `selects_tokens` selected for the step, else
-    0."""
+    0. `sequences` are the trajectories of the tokens; None if each token is one."""
 
     logprobs: PerToken
     old_logprobs: PerToken
     advantages: PerToken
     ratio: PerToken
     is_chosen: PerToken
+    sequences: Segments | None = None
 
 
 def importance_ratio(

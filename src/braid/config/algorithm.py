@@ -141,8 +141,10 @@ class AlgorithmConfig(Section):
     kl_coef: NonNegativeFloat | None = None
     """Weight of the KL penalty against the reference model; with 0 no reference is loaded."""
     kl_estimator: KlEstimator | None = None
-    """Estimator of the KL divergence: from the log-probs of sampled tokens, or full, the exact sum over the
-    vocabulary at each position, which needs the reference in the policy's processes (not with Megatron)."""
+    """Estimator of the KL divergence: from the log-probs of sampled tokens, or the exact sum over the
+    vocabulary at each position, which needs the reference in the policy's processes (not with Megatron): full
+    is KL(policy | reference), full_forward KL(reference | policy), full_jensen_shannon half the sum of both's
+    KL to their mean."""
     kl_in: KlPlace | None = None
     """Whether the KL penalty is added to the loss, or subtracted from each token's reward, from which
     advantages are computed, or from each token's advantage: then it is not credited to earlier tokens, nor

@@ -22,7 +22,18 @@ from .value_head import ValueHead
 if TYPE_CHECKING:  # imports transformers
     from .vision import Vision
 
-Output = Literal["logprobs", "entropy", "kl", "logits", "values", "value_deviation", "experts", "routed"]
+Output = Literal[
+    "logprobs",
+    "entropy",
+    "kl",
+    "forward_kl",
+    "jensen_shannon",
+    "logits",
+    "values",
+    "value_deviation",
+    "experts",
+    "routed",
+]
 
 
 class Acted(NamedTuple):
@@ -53,7 +64,8 @@ class TrainableModel(ABC):
         gradient, except that "values" of a simulator also covers the final observation.
 
         "value_deviation" is the unit in which the value head predicts (ValueHead.deviation), the same at
-        every position. "kl" is the KL over the whole vocabulary from CausalLM.reference. "logits" is not a
+        every position. "kl", "forward_kl" and "jensen_shannon" are divergences over the whole vocabulary from
+        CausalLM.reference, of which a call computes at most one. "logits" is not a
         tensor but TiledLogits, those that predict the policy's tokens. "experts" [T, L, K] are the experts
         that L layers chose for each token, and "routed" is routing.Routed, over all tokens of all rows."""
 

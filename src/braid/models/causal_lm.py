@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from braid.errors import ModelError
-from braid.types import UNKNOWN_EXPERT
+from braid.types import UNKNOWN_EXPERT, Divergence
 
 from . import attention, stateful
 from .attention import AttentionContext
@@ -26,7 +26,7 @@ from .experts import use_grouped_experts
 from .flops import POSITIONWISE, RECURRENT, Flops, flops_of
 from .indexed import LAYER_TYPE, use_indexers
 from .kernels import AttentionKind, packed_attention
-from .logprobs import DEFAULT_CHUNK_BYTES, Head, TiledLogits, token_logprobs
+from .logprobs import DEFAULT_CHUNK_BYTES, DIVERGENCES, Head, TiledLogits, token_logprobs
 from .lora import has_adapters, merged_weights, named_adapters
 from .routing import ROUTING, Routing, find_routers, routed
 from .transfer import to_device
@@ -43,7 +43,7 @@ class CausalLM(TrainableModel):
     `model` is the Hugging Face module, whose weights the native engine shares; `config` is its text config.
     `has_states`: some layers carry a state along a sequence (models.stateful).
     Log-probs and entropies are those of softmax(logits / temperature). `reference` computes the logits from
-    which the output "kl" is measured; None if there is no reference in this process. `routers` are those of a
+    which divergences are measured; None if there is no reference in this process. `routers` are those of a
     mixture of experts; with `replays_experts` it chooses the experts of the batch's input "experts".
     """
 
@@ -139,9 +139,10 @@ class CausalLM(TrainableModel):
         return self.head.logits(hidden)
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
-        """`logprobs`, `entropy` and `kl` [T] in float32, or `logits` alone (see TrainableModel), and what
-        routers chose."""
-        reference = self._logits_of_reference(batch) if "kl" in outputs else None
+        """`logprobs`, `entropy` and one of `DIVERGENCES` [T] in float32, or `logits` alone (see
+        TrainableModel), and what routers chose."""
+        divergence = cast("Divergence | None", next(iter(outputs & DIVERGENCES), None))
+        reference = None if divergence is None else self._logits_of_reference(batch)
         with routed(routing := self._routing(batch, outputs)):
             states, written = states_before(self.backbone, batch, self.attention, self.vision)
         if "logits" in outputs:
@@ -150,17 +151,20 @@ class CausalLM(TrainableModel):
         outputs -= chosen.keys()
         if not outputs:
             return chosen
-        logprobs, entropy, kl = token_logprobs(
+        logprobs, entropy, distance = token_logprobs(
             states,
             self.head,
             batch.inputs["input_ids"].index_select(0, written),
             temperature=self.temperature,
             with_entropy="entropy" in outputs,
             reference=reference,
+            divergence=divergence or "kl",
             chunk_bytes=self.chunk_bytes,
             compiles=self.compiles,
         )
-        computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy, "kl": kl}
+        computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy}
+        if divergence is not None:
+            computed[divergence] = distance
         # sorted: sequence-parallel ranks must join the outputs in the same order
         return chosen | {name: spread(computed[name], written, batch) for name in sorted(outputs)}
 
@@ -194,7 +198,7 @@ class CausalLM(TrainableModel):
         logits = self.reference(batch)
         if logits.vocab_size != self.vocab_size:
             raise ModelError(
-                "algorithm.kl_estimator=full compares probabilities of the same tokens, but the policy's "
+                "algorithm.kl_estimator: it compares probabilities of the same tokens, but the policy's "
                 f"vocabulary has {self.vocab_size} tokens and the reference's {logits.vocab_size}; set "
                 "reference.path to a model with the policy's vocabulary, or algorithm.kl_estimator to k1, "
                 "k2 or k3"

@@ -3,6 +3,7 @@ full logits of 8,192 tokens and a vocabulary of 151,936 would take 5 GB."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -12,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from braid.types import Divergence
+
 from .compiling import compiled
 from .linear import compute_dtype, linear, uses_onednn
 
+DIVERGENCES: frozenset[Divergence] = frozenset({"kl", "forward_kl", "jensen_shannon"})
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _MIN_COLUMNS = 256
 """Minimum tile width: narrower tiles make matrix products slow, so tokens are split first."""
@@ -91,7 +95,7 @@ class TiledLogits:
         return self._head.tile(self._states[tokens], part, columns, self._temperature)
 
 
-def token_logprobs(
+def token_logprobs(  # noqa: PLR0913
     hidden: Tensor,
     head: Head,
     targets: Tensor,
@@ -99,21 +103,27 @@ def token_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     reference: TiledLogits | None = None,
+    divergence: Divergence = "kl",
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     compiles: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-prob [N] of each of `targets` [N] under softmax(logits / temperature), and optionally the entropy
-    [N] of that distribution p, and its KL(p | q) [N] from the `reference` q. All are in nats, float32
+    [N] of that distribution p, and its `divergence` [N] from the `reference` q. All are in nats, float32
     (float64 for float64 hidden states) and differentiable.
+
+        kl              KL(p | q) = sum_x p (log p - log q)
+        forward_kl      KL(q | p) = sum_x q (log q - log p)
+        jensen_shannon  KL(p | m) / 2 + KL(q | m) / 2        m = (p + q) / 2
 
     `hidden` is [N, D]. No [tokens, vocabulary] tensor exceeds `chunk_bytes` (or one element, if that is
     larger). With logits z of p and r of q, and entropy H, the gradients are d log p_t / dz_j = [j = t] - p_j,
-    dH / dz_j = -p_j (log p_j + H) and dKL / dz_j = p_j (z_j - r_j - E_p[z - r]). Logits that fit
+    dH / dz_j = -p_j (log p_j + H), dKL(p | q) / dz_j = p_j (z_j - r_j - E_p[z - r]), dKL(q | p) / dz_j =
+    p_j - q_j and dJS / dz_j = p_j (log(p_j / m_j) - E_p[log(p / m)]) / 2. Logits that fit
     `chunk_bytes` all together are kept for the backward pass; otherwise, and always for the reference, each
     tile is recomputed there. With `compiles`, torch.compile fuses the elementwise work on each tile.
     """
-    assert reference is None or head.group is None, "KL needs the whole vocabulary on every rank"
-    rule = _Rule(head, temperature, with_entropy, chunk_bytes, compiles, reference)
+    assert reference is None or head.group is None, "a divergence needs the whole vocabulary on every rank"
+    rule = _Rule(head, temperature, with_entropy, chunk_bytes, compiles, reference, divergence)
     return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets - head.first, rule)
 
 
@@ -125,6 +135,7 @@ class _Rule:
     chunk_bytes: int
     compiles: bool
     reference: TiledLogits | None
+    divergence: Divergence
 
     def grad_raw(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Convert the gradient of a tile's logits to that of hidden @ weight.T + bias, in place."""
@@ -166,7 +177,9 @@ class _TokenLogprobs(torch.autograd.Function):
         states = hidden.to(ctx.dtype)
         target_logits, log_total = (hidden.new_zeros(len(targets), dtype=exact) for _ in range(2))
         entropy = torch.zeros_like(log_total) if rule.with_entropy else None
-        kl, gap = (None if rule.reference is None else torch.zeros_like(log_total) for _ in range(2))
+        kl, gap, ref_total = (
+            None if rule.reference is None else torch.zeros_like(log_total) for _ in range(3)
+        )
         head, vocab, kept = rule.head, len(weight), []
         is_kept = len(targets) * vocab * exact.itemsize <= rule.chunk_bytes
         all_tokens, all_columns = rule.tiles(states, vocab, exact.itemsize)
@@ -181,13 +194,27 @@ class _TokenLogprobs(torch.autograd.Function):
                 target_logits[tokens], log_total[tokens] = running.target, running.log_total()
                 if entropy is not None:
                     entropy[tokens] = running.entropy()
-                if kl is not None and gap is not None:
+                if kl is None or gap is None or ref_total is None or rule.reference is None:
+                    continue
+                ref_total[tokens] = running.ref_log_total()
+                if rule.divergence != "jensen_shannon":
                     kl[tokens], gap[tokens] = running.kl()
+                    continue
+                for index, columns in enumerate(all_columns):  # the mixture needs both totals
+                    if is_kept:
+                        logits = kept[index - len(all_columns)]
+                    else:
+                        logits = head.tile(states[tokens], weight[columns], columns, rule.temperature)
+                    logp = logits - log_total[tokens].unsqueeze(1)
+                    logq = rule.reference.tile(tokens, columns).sub_(ref_total[tokens].unsqueeze(1))
+                    gap[tokens] += torch.linalg.vecdot(logp.exp(), _above_mixture(logp, logq))
+                    kl[tokens] += torch.linalg.vecdot(logq.exp(), _above_mixture(logq, logp))
+                kl[tokens] = (kl[tokens] + gap[tokens]) / 2
         if head.group is not None:
             target_logits, log_total, entropy = _over_ranks(target_logits, log_total, entropy, head.group)
         ctx.rule, ctx.hidden_dtype = rule, hidden.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(states, weight, targets, log_total, entropy, gap, *kept)
+        ctx.save_for_backward(states, weight, targets, log_total, entropy, gap, ref_total, *kept)
         return target_logits - log_total, entropy, kl
 
     @staticmethod
@@ -195,7 +222,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None, grad_kl: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        states, weight, targets, log_total, entropy, gap, *kept = ctx.saved_tensors
+        states, weight, targets, log_total, entropy, gap, ref_total, *kept = ctx.saved_tensors
         rule: _Rule = ctx.rule
         if grad_logprobs is None and grad_entropy is None and grad_kl is None:
             return (None,) * 5
@@ -224,7 +251,17 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad = grad_logits(logits, log_total[tokens], grad_logprobs[tokens], of_entropy)
                 if grad_kl is not None and rule.reference is not None:
                     ref_logits = rule.reference.tile(tokens, columns)
-                    grad += _grad_kl(logits, log_total[tokens], ref_logits, gap[tokens], grad_kl[tokens])
+                    if rule.divergence == "kl":
+                        grad += _grad_kl(logits, log_total[tokens], ref_logits, gap[tokens], grad_kl[tokens])
+                    else:
+                        logp = logits - log_total[tokens].unsqueeze(1)
+                        logq = ref_logits.sub_(ref_total[tokens].unsqueeze(1))
+                        if rule.divergence == "forward_kl":
+                            moved = logp.exp_().sub_(logq.exp_())
+                        else:
+                            above = _above_mixture(logp, logq).sub_(gap[tokens].unsqueeze(1))
+                            moved = logp.exp_().mul_(above).div_(2)
+                        grad += moved.mul_(grad_kl[tokens].unsqueeze(1))
                 inside, column = _place(targets[tokens], columns)
                 grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[tokens], 0.0).unsqueeze(1))
                 grad = rule.grad_raw(grad, logits)
@@ -277,7 +314,7 @@ def _weight_gradient(weight: Tensor, accumulates: bool) -> Tensor:
 class _RunningSoftmax:
     """Online softmax of N tokens over successive vocabulary tiles: with m the largest logit so far, the
     running sums of exp(z - m), for the entropy of exp(z - m) (z - m), and for KL from the softmax of the
-    reference's logits r of exp(z - m) (z - r)."""
+    reference's logits r of exp(z - m) (z - r); for the forward KL the reference's running sums have that."""
 
     def __init__(self, targets: Tensor, dtype: torch.dtype, rule: _Rule) -> None:
         self._targets = targets
@@ -287,6 +324,7 @@ class _RunningSoftmax:
         self._moment = torch.zeros_like(self._largest) if rule.with_entropy else None
         self._gap = torch.zeros_like(self._largest)
         self._ref: _RunningSoftmax | None = None
+        self._is_forward = rule.divergence == "forward_kl"
         if rule.reference is not None:
             self._ref = _RunningSoftmax(targets, dtype, replace(rule, with_entropy=False, reference=None))
         self.target = torch.zeros_like(self._largest)
@@ -298,11 +336,16 @@ class _RunningSoftmax:
             logits, ref_logits, self._largest, self._total, self._moment, self._gap
         )
         if self._ref is not None and ref_logits is not None:
-            self._ref.add(ref_logits, columns)
+            self._ref.add(ref_logits, columns, logits if self._is_forward else None)
 
     def log_total(self) -> Tensor:
         """log sum exp(z)."""
         return self._largest + self._total.log()
+
+    def ref_log_total(self) -> Tensor:
+        """log sum exp(r)."""
+        assert self._ref is not None, "built without a reference"
+        return self._ref.log_total()
 
     def entropy(self) -> Tensor:
         """H = log sum exp(z - m) - sum p (z - m)."""
@@ -310,11 +353,13 @@ class _RunningSoftmax:
         return self._total.log() - self._moment / self._total
 
     def kl(self) -> tuple[Tensor, Tensor]:
-        """KL = E[z - r] + log sum exp(r) - log sum exp(z), and E[z - r]."""
+        """KL = E[z - r] + log sum exp(r) - log sum exp(z), and E[z - r]; for the forward KL the same with z
+        and r exchanged."""
         assert self._ref is not None, "built without KL"
-        gap = self._gap / self._total
+        mine, other = (self._ref, self) if self._is_forward else (self, self._ref)
+        gap = mine._gap / mine._total
         # Not from the two log-totals, whose rounding can exceed a small KL.
-        return gap + (self._ref._largest - self._largest) + (self._ref._total / self._total).log(), gap
+        return gap + (other._largest - mine._largest) + (other._total / mine._total).log(), gap
 
 
 def _fold(
@@ -356,6 +401,11 @@ def _grad_kl(logits: Tensor, log_total: Tensor, ref_logits: Tensor, gap: Tensor,
     """Gradient of a tile's logits z for KLs with gradient g: p_j (z_j - r_j - E[z - r]) g."""
     difference = (logits - ref_logits).sub_(gap.unsqueeze(1)).mul_(grad.unsqueeze(1))
     return (logits - log_total.unsqueeze(1)).exp_().mul_(difference)
+
+
+def _above_mixture(logp: Tensor, logq: Tensor) -> Tensor:
+    """log p - log m, with m = (p + q) / 2."""
+    return math.log(2.0) - torch.nn.functional.softplus(logq - logp)
 
 
 def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:

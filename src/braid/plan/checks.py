@@ -226,10 +226,10 @@ def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
         here, there = (f"{side.kind} on {format_numbers(side.devices)}" for side in (policy, reference))
         yield (
             "algorithm.kl_estimator",
-            f"full compares all logits of policy ({here}) and reference ({there}), which must run in the "
-            "same processes: set train.backend and reference.train.backend to the same value (single, "
-            "fsdp, fsdp2 or deepspeed), and place both on the same devices in cluster.placement; or use "
-            "k1, k2 or k3",
+            f"{plan.recipe.kl_estimator} compares all logits of policy ({here}) and reference ({there}), "
+            "which must run in the same processes: set train.backend and reference.train.backend to the same "
+            "value (single, fsdp, fsdp2 or deepspeed), and place both on the same devices in "
+            "cluster.placement; or use k1, k2 or k3",
         )
 
 

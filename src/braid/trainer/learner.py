@@ -99,7 +99,7 @@ class Learner:
         elif plan.old_logprobs == "interpolated":
             buffer.every.write_policy_versions()
         if plan.recipe.full_kl_in in ("reward", "advantage"):
-            asked.append((models.policy, {"kl": "kl"}))
+            asked.append((models.policy, {plan.recipe.divergence: "kl"}))
         elif models.reference is not None and plan.recipe.full_kl_in is None:
             asked.append((models.reference, {"logprobs": "ref_logprobs"}))
         if plan.learns_values:

@@ -122,11 +122,11 @@ class TrainingBackend(Protocol):
         ...
 
     def use_reference(self, logits: Callable[[PackedBatch], TiledLogits]) -> None:
-        """Measure the output "kl" of a policy from `logits` of the reference in the same process."""
+        """Measure divergences of a policy from `logits` of the reference in the same process."""
         ...
 
     def logits(self, batch: PackedBatch) -> TiledLogits:
-        """Logits that predict the policy's tokens, for the output "kl" of another model. They stay valid
+        """Logits that predict the policy's tokens, for the divergence of another model. They stay valid
         until the weights change."""
         ...
 

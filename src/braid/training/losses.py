@@ -34,7 +34,7 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 
     The KL term is in the loss only with kl_in: loss. `kl_coef` overrides the recipe's, since it may change
     from round to round. Fields read: `advantages`; `old_logprobs` (default: interpolated from
     `policy_versions`, where `version` is being trained; without these the current log-probs, detached);
-    `ref_logprobs`, required for KL in the loss unless it is full (the model's output `kl`);
+    `ref_logprobs`, required for KL in the loss unless it is full (the model's output `Recipe.divergence`);
     `behavior_logprobs`, required for corrections and for the metrics of the mismatch between engine and
     trainer (measured at the old log-probs, so 0 if those are the engine's); and the fields of step_fields.py
     that the recipe needs.
@@ -53,7 +53,11 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 
     """
     limits = {} if recipe.early_stop_ratio is None else {"policy/ratio_mean": recipe.early_stop_ratio}
     coef = recipe.kl_coef if kl_coef is None else kl_coef
-    outputs: list[Output] = ["logprobs", "entropy", *(("kl",) if recipe.full_kl_in == "loss" else ())]
+    outputs: list[Output] = [
+        "logprobs",
+        "entropy",
+        *((recipe.divergence,) if recipe.full_kl_in == "loss" else ()),
+    ]
     compute = partial(_policy_loss, recipe, coef, version)
     return Loss(frozenset(outputs), compute, limits, whole_trajectories=_reads_sequences(recipe))
 
@@ -115,7 +119,8 @@ def _policy_loss(
     acted, acted_old = (logprobs, old) if decisions is None else (decisions.sum(logprobs), decisions.sum(old))
     ratio = recipe.policy_loss.ratio(acted, acted_old, partial(_segments, batch))
     is_chosen = fields["is_chosen"] if recipe.policy_loss.selects_tokens else torch.zeros_like(old)
-    tokens = Tokens(acted, acted_old, fields["advantages"], ratio, is_chosen)
+    sequences = segments(batch.mask, batch.trajectory)
+    tokens = Tokens(acted, acted_old, fields["advantages"], ratio, is_chosen, sequences)
     per_token, means = recipe.policy_loss.per_token(tokens)
     maxima = {"ratio_max": ratio.detach()}
     means = means | {
@@ -153,8 +158,8 @@ def _policy_loss(
 
 
 def _kl(recipe: Recipe, outputs: dict[str, Tensor], fields: dict[str, Tensor]) -> Tensor | None:
-    if "kl" in outputs:
-        return clamped(outputs["kl"], recipe.kl_clamp)
+    if recipe.full_kl_in == "loss":
+        return clamped(outputs[recipe.divergence], recipe.kl_clamp)
     if "ref_logprobs" not in fields:
         return None
     ref, estimator = fields["ref_logprobs"], recipe.kl_estimator

@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from .base import Advantage
 from .gae import Gae
 from .gigpo import Gigpo
+from .gpg import Gpg
 from .grpo import Grpo
 from .maxrl import MaxRl
+from .opo import Opo
+from .pass_at_k import PassAtK
 from .raft import Raft
 from .reinforce import Reinforce
 from .remax import Remax
@@ -27,5 +30,8 @@ ADVANTAGES: Mapping[str, type[Advantage]] = {
     "raft": Raft,
     "maxrl": MaxRl,
     "gigpo": Gigpo,
+    "opo": Opo,
+    "gpg": Gpg,
+    "pass_at_k": PassAtK,
 }
 """The kinds of `algorithm.advantage`."""

@@ -10,6 +10,7 @@ from .cispo import Cispo
 from .clip_cov import ClipCov
 from .cross_entropy import CrossEntropy
 from .dppo import Dppo
+from .gmpo import Gmpo
 from .gspo import Gspo
 from .importance_sampling import ImportanceSampling
 from .kimi import Kimi
@@ -19,18 +20,21 @@ from .policy_gradient import PolicyGradient
 from .ppo_clip import PpoClip
 from .sapo import Sapo
 from .topr import Topr
+from .vespo import Vespo
 
 __all__ = ["POLICY_LOSSES", "PolicyLoss"]
 
 POLICY_LOSSES: Mapping[str, type[PolicyLoss]] = {
     "ppo_clip": PpoClip,
     "gspo": Gspo,
+    "gmpo": Gmpo,
     "policy_gradient": PolicyGradient,
     "importance_sampling": ImportanceSampling,
     "masked_is": MaskedIs,
     "cispo": Cispo,
     "sapo": Sapo,
     "topr": Topr,
+    "vespo": Vespo,
     "kimi": Kimi,
     "clip_cov": ClipCov,
     "kl_cov": KlCov,
