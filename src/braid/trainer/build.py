@@ -101,7 +101,11 @@ def build(
     sampling = Sampling(config, sampler, models, reports, stop)
     learner = Learner(config, plan, models, workers.buffer, reports)
     pipeline = Pipeline(settings_of(config, plan), sampler.take) if plan.is_pipelined else None
-    others: dict[str, Stateful] = {"sampler": sampler, "reward_moments": learner.reward_moments}
+    others: dict[str, Stateful] = {
+        "sampler": sampler,
+        "reward_moments": learner.reward_moments,
+        "checks": learner.checks,
+    }
     if pipeline is not None:
         others["pipeline"] = pipeline
     if preferences is not None:

@@ -103,14 +103,15 @@ class RolloutBuffer:
 
     def compute_advantages(
         self, kl_coef: float, running: RunningMoments
-    ) -> tuple[dict[str, float], RunningMoments]:
-        """See advantages.compute_advantages, over the rows of all processes. Returns its metrics, and
-        `running` updated with this round's rewards."""
+    ) -> tuple[dict[str, float], RunningMoments, dict[str, float]]:
+        """See advantages.compute_advantages, over the rows of all processes. Returns its metrics, `running`
+        updated with this round's rewards, and the sums for the checks of the loop."""
         rows = sorted(
             (row for part in (self._rows, *self._lent) for row in part), key=lambda row: row.trajectory
         )
-        metrics = compute_advantages(rows, self._recipe, kl_coef=kl_coef, running=running)
-        return metrics, running
+        sums: dict[str, float] = {}
+        metrics = compute_advantages(rows, self._recipe, kl_coef=kl_coef, running=running, sums=sums)
+        return metrics, running, sums
 
     def write_step_fields(self, places: Sequence[tuple[int, int]], key: tuple[int, ...]) -> None:
         """See step_fields.write_step_fields; for the rows of one step: (process, index) of each."""

@@ -1,0 +1,67 @@
+"""Each bug of the zoo trips its check within three rounds, and a loop without bugs trips none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.checks.zoo import BUGS
+from tests.trainer.conftest import BASE, LoadTiny, load_tiny
+
+from braid.checks import CHECKS
+from braid.errors import CheckTripped
+from braid.trainer import commands
+
+__all__ = ["load_tiny"]
+
+
+def checks_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())["checks"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_trips_its_check(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    bug = BUGS[name]
+    bug.patch(monkeypatch)
+    run = commands.train(load_tiny(*bug.scenario)).run_dir
+    if bug.resumed:
+        run = commands.train(load_tiny(*bug.scenario, *bug.resumed, "run.resume=latest")).run_dir
+    trips = {trip["check"]: trip for trip in checks_of(run)["tripped"]}
+    assert bug.check in trips, (sorted(trips), checks_of(run)["off"])
+    trip = trips[bug.check]
+    assert trip["evidence"]
+    assert trip["last"] <= trip["since"] + BASE["run"]["max_rounds"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_the_scenario_of_a_bug_is_silent_without_it(load_tiny: LoadTiny, name: str) -> None:
+    bug = BUGS[name]
+    run = commands.train(load_tiny(*bug.scenario)).run_dir
+    if bug.resumed:
+        run = commands.train(load_tiny(*bug.scenario, *bug.resumed, "run.resume=latest")).run_dir
+    assert checks_of(run)["tripped"] == []
+    assert bug.check not in checks_of(run)["off"]
+    assert set(checks_of(run)["off"]) < set(CHECKS)
+
+
+def test_a_tripped_check_is_logged_once_and_stops_the_run_if_asked_to(
+    load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bug = BUGS["log-probs of the position before"]
+    bug.patch(monkeypatch)
+    run = commands.train(load_tiny("run.name=warned", *bug.scenario)).run_dir
+    assert len([r for r in caplog.records if "check sampler_logprobs" in r.getMessage()]) == 1
+    (trip,) = (t for t in checks_of(run)["tripped"] if t["check"] == "sampler_logprobs")
+    assert (trip["since"], trip["last"], trip["rounds"]) == (1, 3, 3)
+    with pytest.raises(CheckTripped, match=r"check sampler_logprobs .* since round 1"):
+        commands.train(load_tiny("run.name=stopped", "checks.on_trip=stop", *bug.scenario))
+    stopped = json.loads(Path("runs/stopped/summary.json").read_text())
+    assert (stopped["status"], stopped["round"]) == ("failed", 1)
+    assert not list(Path("runs/stopped/checkpoints").glob("step_*"))
+    left_out = commands.train(load_tiny("run.name=left", "checks.disable=[sampler_logprobs]", *bug.scenario))
+    assert "sampler_logprobs" not in {t["check"] for t in checks_of(left_out.run_dir)["tripped"]}
+    assert checks_of(left_out.run_dir)["off"]["sampler_logprobs"] == "checks.disable names it"
