@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.checks.zoo import BUGS
+from tests.checks.zoo import BUGS, Bug
 from tests.trainer.conftest import BASE, LoadTiny, load_tiny
 
 from braid.checks import CHECKS
@@ -15,6 +15,14 @@ from braid.errors import CheckTripped
 from braid.trainer import commands
 
 __all__ = ["load_tiny"]
+
+
+def run_of(bug: Bug, load_tiny: LoadTiny) -> Path:
+    """The folder of the run of a bug's scenario."""
+    run = commands.train(load_tiny(*bug.scenario)).run_dir
+    if bug.resumed:
+        run = commands.train(load_tiny(*bug.scenario, *bug.resumed, "run.resume=latest")).run_dir
+    return run
 
 
 def checks_of(run: Path) -> dict[str, Any]:
@@ -25,10 +33,9 @@ def checks_of(run: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_trips_its_check(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     bug = BUGS[name]
+    bug.around(monkeypatch)
     bug.patch(monkeypatch)
-    run = commands.train(load_tiny(*bug.scenario)).run_dir
-    if bug.resumed:
-        run = commands.train(load_tiny(*bug.scenario, *bug.resumed, "run.resume=latest")).run_dir
+    run = run_of(bug, load_tiny)
     trips = {trip["check"]: trip for trip in checks_of(run)["tripped"]}
     assert bug.check in trips, (sorted(trips), checks_of(run)["off"])
     trip = trips[bug.check]
@@ -38,11 +45,12 @@ def test_a_bug_trips_its_check(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
-def test_the_scenario_of_a_bug_is_silent_without_it(load_tiny: LoadTiny, name: str) -> None:
+def test_the_scenario_of_a_bug_is_silent_without_it(
+    load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     bug = BUGS[name]
-    run = commands.train(load_tiny(*bug.scenario)).run_dir
-    if bug.resumed:
-        run = commands.train(load_tiny(*bug.scenario, *bug.resumed, "run.resume=latest")).run_dir
+    bug.around(monkeypatch)
+    run = run_of(bug, load_tiny)
     assert checks_of(run)["tripped"] == []
     assert bug.check not in checks_of(run)["off"]
     assert set(checks_of(run)["off"]) < set(CHECKS)

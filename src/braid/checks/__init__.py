@@ -10,15 +10,44 @@ from collections.abc import Mapping
 from braid.types import CheckName
 
 from .advantages import GaeReplay, GroupAdvantages
-from .base import Check, Evidence, Step, Sums, Trip
+from .base import Check, Evidence, Step, Sums, Trip, add_sums
+from .packing import Packing
+from .ratios import FirstRatio, LaterRatios
+from .reference import KlFormula, ReferenceKl, ReferenceStart
+from .rollout import (
+    PolicyVersions,
+    PromptOpening,
+    RepeatedAnswers,
+    RepeatedPrompts,
+    RepeatedScores,
+    StopReasons,
+    TrainedTokens,
+)
 from .sampler import SamplerEntropy, SamplerLogprobs, SamplerWeights
+from .updates import ExplainedVariance, LossWeights, WeightUpdates
 
-__all__ = ["CHECKS", "Check", "Evidence", "Step", "Sums", "Trip"]
+__all__ = ["CHECKS", "Check", "Evidence", "RepeatedPrompts", "Step", "Sums", "Trip", "add_sums"]
 
 CHECKS: Mapping[CheckName, type[Check]] = {
     "sampler_logprobs": SamplerLogprobs,
     "sampler_weights": SamplerWeights,
     "sampler_entropy": SamplerEntropy,
+    "first_ratio": FirstRatio,
+    "later_ratios": LaterRatios,
+    "policy_versions": PolicyVersions,
     "group_advantages": GroupAdvantages,
     "gae": GaeReplay,
+    "trained_tokens": TrainedTokens,
+    "stop_reasons": StopReasons,
+    "prompt_opening": PromptOpening,
+    "repeated_answers": RepeatedAnswers,
+    "repeated_scores": RepeatedScores,
+    "repeated_prompts": RepeatedPrompts,
+    "loss_weights": LossWeights,
+    "weight_updates": WeightUpdates,
+    "reference_start": ReferenceStart,
+    "kl_formula": KlFormula,
+    "reference_kl": ReferenceKl,
+    "packing": Packing,
+    "explained_variance": ExplainedVariance,
 }

@@ -27,6 +27,12 @@ MIN_Z = 6.0
 """Standard errors by which a statistic must differ from its expectation."""
 
 
+def add_sums(total: Sums, sums: Mapping[str, float]) -> None:
+    """Add `sums` to those of `total`."""
+    for name, value in sums.items():
+        total[name] = total.get(name, 0.0) + value
+
+
 class StepReport(Protocol):
     """What a check reads of training.backend.StepReport."""
 
@@ -67,11 +73,6 @@ class Evidence:
     steps: list[Step] = field(default_factory=list)
     groups: Sequence[Group] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
-
-    def add(self, sums: Mapping[str, float]) -> None:
-        """Add sums of another process."""
-        for name, value in sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + value
 
     def steps_of(self, role: str) -> list[Step]:
         return [step for step in self.steps if step.role == role]

@@ -39,11 +39,13 @@ def token_sums(
     fields: Mapping[str, Tensor],
     decision: Tensor,
     trajectory: Tensor,
+    kl_clamp: float | None = None,
 ) -> Tensor:
     """Sums over the tokens of a micro-batch [len(TOKEN_SUMS)], float64, on its device: of exp(d) -
     1, k3(d) and -log p - H and of squares; of k3 over the first token of each decision, and over the
-    decisions after a trajectory's first; of log p - log p_ref with its square and k3. 0 without the field that
-    they need. `decision` and `trajectory` [T] are those of PackedBatch."""
+    decisions after a trajectory's first; of log p - log p_ref with its square and k3. 0 without the
+    field that they need; `kl_clamp` bounds those of the reference. `decision` and `trajectory` [T] are
+    those of PackedBatch."""
     import torch
 
     from braid.algorithms.segments import first_positions
@@ -58,6 +60,8 @@ def token_sums(
     if "ref_logprobs" in fields:
         ref_k1 = (new - fields["ref_logprobs"]).clamp(-20, 20)
         ref_k3 = (-ref_k1).expm1() + ref_k1
+        if kl_clamp is not None:
+            ref_k1, ref_k3 = (kl.clamp(-kl_clamp, kl_clamp) for kl in (ref_k1, ref_k3))
     surprise = -new - entropy.detach()
     is_first = first_positions(decision)
     most = len(decision)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from braid.checks import CHECKS, Check, Evidence, Trip
+from braid.checks import CHECKS, Check, Evidence, RepeatedPrompts, Trip
 from braid.config.schema import RunConfig
+from braid.data.sampler import PromptSampler
 from braid.errors import CheckTripped
 from braid.plan import Plan
 from braid.report.reporter import Reporter
@@ -23,13 +24,14 @@ class Checks:
 
     def __init__(self, config: RunConfig, plan: Plan, reporter: Reporter) -> None:
         self._stops, self._reporter = config.checks.on_trip == "stop", reporter
-        checks = {name: check(config, plan) for name, check in CHECKS.items()}
-        off = {name: check.why_off() for name, check in checks.items()}
+        checks: dict[CheckName, Check] = {name: check(config, plan) for name, check in CHECKS.items()}
+        off: dict[CheckName, str] = {name: check.why_off() for name, check in checks.items()}
         off |= dict.fromkeys(config.checks.disable, "checks.disable names it")
-        reporter.checks_off = {name: why for name, why in off.items() if why}
-        self._checks: dict[CheckName, Check] = {
-            name: check for name, check in checks.items() if not off[name]
-        }
+        if plan.verb == "train":
+            reporter.checks_off = {name: why for name, why in off.items() if why}
+        self._checks = {name: check for name, check in checks.items() if not off[name]}
+        repeated = self._checks.get("repeated_prompts")
+        self._prompts = repeated if isinstance(repeated, RepeatedPrompts) else None
         self._since: dict[str, list[int]] = {}
         """Of each check that the last judged rounds violated: the first of them, and their number."""
         self._to_raise: Trip | None = None
@@ -38,6 +40,14 @@ class Checks:
     def begin(self, round_: int) -> None:
         """Begin to collect the evidence of a round."""
         self.evidence = Evidence(round_)
+
+    def is_on(self, name: CheckName) -> bool:
+        """Whether a check is judged in this run."""
+        return name in self._checks
+
+    def draw(self, sampler: PromptSampler, count: int) -> list[int]:
+        """The next prompts of the sampler, noted for the check repeated_prompts."""
+        return sampler.take(count) if self._prompts is None else self._prompts.draw(sampler, count)
 
     def judge(self) -> None:
         """Judge the evidence of the round, and report the checks that trip."""
@@ -77,9 +87,12 @@ class Checks:
             raise CheckTripped(f"{self._to_raise} (checks.on_trip=stop)")
 
     def state(self) -> dict[str, Any]:
-        """The rounds in a row that violated each check."""
-        return {"since": {name: list(counts) for name, counts in self._since.items()}}
+        """The rounds in a row that violated each check, and the prompts of the epoch."""
+        prompts = {} if self._prompts is None else self._prompts.state()
+        return {"since": {name: list(counts) for name, counts in self._since.items()}, "prompts": prompts}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Resume from a `state()`."""
         self._since = {name: list(counts) for name, counts in state["since"].items()}
+        if self._prompts is not None:
+            self._prompts.load(state["prompts"])

@@ -13,7 +13,8 @@ import numpy as np
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.kl import steered_coefficient
 from braid.algorithms.rewards import RunningMoments
-from braid.checks import Step
+from braid.checks import Step, add_sums
+from braid.checks.packing import EVERY_ROUNDS, MOST_ROWS, SHARE
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.errors import TrainingError
@@ -24,6 +25,7 @@ from braid.training.advantages import are_trained
 from braid.training.backend import StepReport, TrainingBackend
 from braid.training.group import ModelGroup
 from braid.training.losses import policy_loss, value_loss_of, with_value_loss
+from braid.training.rollout_buffer import RolloutBuffer
 from braid.types import RowMetadata
 
 from .buffer import Buffer
@@ -52,11 +54,11 @@ class Learner:
     are normalised by them."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, models: Models, buffer: Buffer, reports: Reports
+        self, config: RunConfig, plan: Plan, models: Models, buffer: Buffer, reports: Reports, checks: Checks
     ) -> None:
         self._config, self._plan, self._models, self._buffer = config, plan, models, buffer
         self._reports = reports
-        self.checks = Checks(config, plan, reports.reporter)
+        self.checks = checks
         self.reward_moments = RunningMoments()
 
     def fetch_rows(self, selection: Selection) -> Rows:
@@ -76,7 +78,7 @@ class Learner:
                     self._kl_coef(kl_coef), self.reward_moments
                 )
                 self.reward_moments.load(moments.state())
-                self.checks.evidence.add(sums)
+                add_sums(self.checks.evidence.sums, sums)
                 for name, value in computed.items():
                     metrics.mean(name, value)
                 if recipe.supervised_coef > 0:
@@ -88,6 +90,26 @@ class Learner:
                 metrics.add("rollout/masked_trajectories", num_masked)
         metrics.add("rollout/empty_rounds", int(not trained))
         return Rows(trained, metrics)
+
+    def check_rows(self, selection: Selection, rows: Sequence[RowMetadata]) -> None:
+        """Measure the rows of the round for the checks of the loop, before the update."""
+        checks, rollouts = self.checks, self._models.rollouts
+        rescores = checks.is_on("repeated_scores")
+        add_sums(checks.evidence.sums, rollouts.check_sums(selection.kept, rescores=rescores))
+        if not checks.is_on("packing") or (checks.evidence.round - 1) % EVERY_ROUNDS or not rows:
+            return
+        buffer, policy, chosen = self._buffer, self._models.policy, list[RowMetadata]()
+        while len(chosen) < min(MOST_ROWS, len(rows)) and (
+            len(chosen) < 2 or sum(map(len, chosen)) < SHARE * sum(map(len, rows))
+        ):
+            chosen.append(rows[len(chosen)])
+        passes: list[tuple[str, list[RowMetadata]]] = [("packed_logprobs", chosen)]
+        passes += [("lone_logprobs", [row]) for row in chosen]
+        for field, batch in passes:
+            for call in buffer.start_infer(policy, batch, {"logprobs": field}):
+                call.wait()
+        for part in buffer.shards.call(RolloutBuffer.compare_fields, "packed_logprobs", "lone_logprobs"):
+            add_sums(checks.evidence.sums, part)
 
     def _infer_fields(self, rows: Sequence[RowMetadata]) -> None:
         """Compute log-probs and values before the update; models on separate workers run in parallel."""

@@ -64,6 +64,7 @@ class OnPolicy(Run):
         """Train on the groups of the round, whose `rows` were fetched. Returns the counters after it."""
         learner, sampler, before = self.learner, self.sampling.sampler, self.progress.counters
         learner.checks.begin(before.round)
+        learner.check_rows(selection, rows)
         trained, metrics = learner.compute_advantages(rows, before.kl_coef)
         empty_rounds = learner.count_empty(before, selection, trained)
         num_steps = 0

@@ -35,6 +35,7 @@ from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.recipes import Recipe
 from braid.algorithms.rewards import RunningMoments, reward_statistics
 from braid.checks.advantages import advantage_sums
+from braid.checks.reference import kl_sums
 from braid.types import Row, is_at_least
 
 
@@ -63,6 +64,8 @@ def compute_advantages(
         metrics["reward/kl"] = sum(float(values.sum()) for values in kl) / max(
             sum(row.num_tokens for row in rows), 1
         )
+        if sums is not None and not recipe.full_kl_in:
+            sums |= kl_sums(rows, kl, recipe)
         penalties = [np.float32(recipe.kl_coef if kl_coef is None else kl_coef) * values for values in kl]
     if penalties and recipe.kl_in == "reward":
         for row, penalty in zip(rows, penalties, strict=True):

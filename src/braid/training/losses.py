@@ -158,7 +158,7 @@ def _policy_loss(
     diagnostics = replace(diagnostics, weight=_reduced(share, batch))
     if is_checked:
         assert batch.decision is not None, "batches of rows carry the index of decisions"
-        sums = token_sums(logprobs, entropy, fields, batch.decision, batch.trajectory)
+        sums = token_sums(logprobs, entropy, fields, batch.decision, batch.trajectory, recipe.kl_clamp)
         diagnostics = replace(diagnostics, checks=sums)
     if recipe.supervised_coef:
         weights = fields["supervised_weights"]

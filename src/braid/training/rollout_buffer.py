@@ -65,6 +65,18 @@ class RolloutBuffer:
                 row = self._rows[index]
                 (row.inputs if output == "experts" else row.fields)[field] = results[share][place][output]
 
+    def compare_fields(self, first: str, second: str) -> dict[str, float]:
+        """Remove the log-probs in two fields of the rows that have them, and return the sums of
+        checks.packing over them."""
+        sums = {"packed_tokens": 0.0, "packed_k3": 0.0}
+        for row in self._rows:
+            if first in row.fields:
+                a, b = (row.fields.pop(name)[row.mask].astype(np.float64) for name in (first, second))
+                d = (a - b).clip(-20, 20)
+                sums["packed_tokens"] += len(d)
+                sums["packed_k3"] += float((np.expm1(d) - d).sum())
+        return sums
+
     def copy_field(self, source: str, target: str) -> None:
         """Give every row the field `target`, the same as `source`."""
         for row in self._rows:

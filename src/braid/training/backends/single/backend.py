@@ -214,10 +214,11 @@ class SingleBackend:
 
     def _probes(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Of the first elements of each trained tensor on this rank: the tensor that the optimizer updates,
-        a copy of it, and whether the gradient is not 0. Empty where a library owns the optimizer."""
+        a copy of it, and whether there is a gradient that AdamW does not take for 0. Empty where a library
+        owns the optimizer."""
         trained = [p for p in self._model.module.parameters() if p.grad is not None]
         heads = [(_head(self._masters.get(p, p)), _head(p.grad)) for p in trained]
-        return [(weights, weights.clone(), gradient != 0) for weights, gradient in heads]
+        return [(weights, weights.clone(), gradient.abs() > _LEAST_GRADIENT) for weights, gradient in heads]
 
     def _over_ranks(self, value: T) -> list[T]:
         """`value` of every rank."""
@@ -664,6 +665,9 @@ class Running:
 
 _PROBED = 4096
 """Elements of each tensor whose change in a step is observed."""
+
+_LEAST_GRADIENT = 1e-7
+"""Below it AdamW divides by its epsilon, and a step may be too small to change a weight."""
 
 
 def _head(tensor: Tensor | None) -> Tensor:
