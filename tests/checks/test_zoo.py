@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.checks.zoo import BUGS, Bug
+from tests.checks.zoo import BUGS, LONG, Bug
 from tests.trainer.conftest import BASE, LoadTiny, load_tiny
 
 from braid.checks import CHECKS
@@ -54,6 +54,51 @@ def test_the_scenario_of_a_bug_is_silent_without_it(
     assert checks_of(run)["tripped"] == []
     assert bug.check not in checks_of(run)["off"]
     assert set(checks_of(run)["off"]) < set(CHECKS)
+
+
+RECIPES = {
+    "grpo": (),
+    "ppo": ("algorithm.kl_coef=0.01", "train.steps_per_pass=2"),
+    "rloo": ("algorithm={recipe: grpo, advantage: rloo, kl_coef: 0.05}", "train.passes_per_round=2"),
+    "dapo": ("train.steps_per_pass=2", "rollout.filter={min_std: 0.0, then: resample, max_batches: 2}"),
+    "gspo": ("train.steps_per_pass=2", "train.micro_batch_tokens=32"),
+    "dr_grpo": ("algorithm.kl_coef=0.01", "model.dtype=bf16"),
+}
+"""Recipe -> further overrides of a run that learns the letters."""
+
+
+def assert_silent(load_tiny: LoadTiny, recipe: str, num_rounds: int) -> None:
+    named = () if recipe == "rloo" else (f"algorithm.recipe={recipe}",)
+    rounds = (f"run.max_rounds={num_rounds}", "eval.at_end=false", LONG)
+    run = commands.train(load_tiny(*named, *RECIPES[recipe], *rounds)).run_dir
+    assert checks_of(run)["tripped"] == []
+    assert json.loads((run / "summary.json").read_text())["round"] == num_rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_of_each_recipe_is_silent(load_tiny: LoadTiny, recipe: str) -> None:
+    assert_silent(load_tiny, recipe, 15)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_thousand_rounds_of_all_recipes_are_silent(load_tiny: LoadTiny, recipe: str) -> None:
+    assert_silent(load_tiny, recipe, 167)
+
+
+@pytest.mark.slow
+def test_a_statistic_of_two_rounds_trips_across_a_resume(
+    load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bug = BUGS["all answers of a group have the same random numbers"]
+    bug.patch(monkeypatch)
+    run = commands.train(load_tiny("run.max_rounds=1", *bug.scenario)).run_dir
+    assert checks_of(run)["tripped"] == []
+    commands.train(load_tiny("run.max_rounds=2", "run.resume=latest", *bug.scenario))
+    (trip,) = (t for t in checks_of(run)["tripped"] if t["check"] == "repeated_answers")
+    assert (trip["since"], trip["last"]) == (1, 2)
 
 
 def test_a_tripped_check_is_logged_once_and_stops_the_run_if_asked_to(
