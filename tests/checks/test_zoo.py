@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tests.checks.zoo import BUGS, LONG, Bug
 from tests.trainer.conftest import BASE, LoadTiny, load_tiny
 
-from braid.checks import CHECKS
+from braid.checks import CHECKS, as_markdown
 from braid.errors import CheckTripped
 from braid.trainer import commands
+from braid.types import CheckName
 
 __all__ = ["load_tiny"]
 
@@ -99,6 +100,11 @@ def test_a_statistic_of_two_rounds_trips_across_a_resume(
     commands.train(load_tiny("run.max_rounds=2", "run.resume=latest", *bug.scenario))
     (trip,) = (t for t in checks_of(run)["tripped"] if t["check"] == "repeated_answers")
     assert (trip["since"], trip["last"]) == (1, 2)
+
+
+def test_the_documentation_has_the_table_of_checks() -> None:
+    assert as_markdown() in (Path(__file__).parents[2] / "docs/checks.md").read_text()
+    assert tuple(CHECKS) == get_args(CheckName)
 
 
 def test_a_tripped_check_is_logged_once_and_stops_the_run_if_asked_to(

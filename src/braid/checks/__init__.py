@@ -51,3 +51,12 @@ CHECKS: Mapping[CheckName, type[Check]] = {
     "packing": Packing,
     "explained_variance": ExplainedVariance,
 }
+
+
+def as_markdown() -> str:
+    """The table of docs/checks.md."""
+    head = "| check | sort | what holds | threshold | off | look at |\n|---|---|---|---|---|---|\n"
+    return head + "".join(
+        f"| `{c.name}` | {c.sort} | {c.holds} | {c.threshold} | {c.is_off} | {c.look_at} |\n"
+        for c in CHECKS.values()
+    )
