@@ -113,6 +113,10 @@ class RolloutError(TrainingError):
     """More trajectories of a round failed than rollout.max_invalid_fraction allows."""
 
 
+class CheckTripped(TrainingError):
+    """A check of the loop has tripped, with checks.on_trip=stop."""
+
+
 class CheckpointError(BraidError, RuntimeError):
     """A checkpoint could not be written or read."""
 

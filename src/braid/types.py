@@ -45,6 +45,31 @@ Aggregation = Literal[
     "agent_mean_token_mean",
 ]
 
+CheckName = Literal[
+    "sampler_logprobs",
+    "sampler_weights",
+    "sampler_entropy",
+    "first_ratio",
+    "later_ratios",
+    "policy_versions",
+    "group_advantages",
+    "gae",
+    "trained_tokens",
+    "stop_reasons",
+    "prompt_opening",
+    "repeated_answers",
+    "repeated_scores",
+    "repeated_prompts",
+    "loss_weights",
+    "weight_updates",
+    "reference_start",
+    "kl_formula",
+    "reference_kl",
+    "packing",
+    "explained_variance",
+]
+"""The checks of the loop (checks/)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Image:

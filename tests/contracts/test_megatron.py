@@ -200,6 +200,7 @@ def test_a_layout_matches_one_process_and_either_resumes_from_the_other(
         for mine, other in zip(_train(group, 3), _train(single, 3), strict=True):
             assert mine.loss == pytest.approx(other.loss, abs=1e-6)
             assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+            assert mine.checks["loss_weight"] == pytest.approx(1.0, rel=1e-6)  # of a mean over tokens
             assert (mine.lr, mine.num_tokens, mine.is_skipped) == (
                 other.lr,
                 other.num_tokens,

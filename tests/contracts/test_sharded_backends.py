@@ -489,6 +489,7 @@ def _learn_alike(
     for mine, other in zip(*reports, strict=True):
         assert mine.loss == pytest.approx(other.loss, rel=1e-5, abs=1e-6)
         assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
+        assert mine.checks["loss_weight"] == pytest.approx(other.checks["loss_weight"], rel=1e-5)
         same = ("lr", "num_tokens", "is_skipped", "is_stopped")
         assert [getattr(mine, name) for name in same] == [getattr(other, name) for name in same]
         assert mine.metrics.keys() == other.metrics.keys()

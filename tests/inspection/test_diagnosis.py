@@ -138,7 +138,23 @@ def test_every_rule_has_a_defect_here() -> None:
     texts = {rule.__name__: Path(rule.__code__.co_filename).read_text() for rule in RULES}
     titles = set(re.findall(r'Finding\(\s*f?"([^"]+)"', next(iter(texts.values()))))
     shown = {re.sub(r"\{role\}", "policy", title) for title in titles}
-    assert shown - set(DEFECTS) == {"the run failed", "the run's process ended without a word"}
+    assert shown - set(DEFECTS) == {
+        "the run failed",
+        "the run's process ended without a word",
+        "check {trip['check']} tripped",
+    }
+
+
+def test_a_check_of_the_loop_that_tripped_is_a_finding(tmp_path: Path) -> None:
+    trip = {
+        "check": "loss_weights", "sort": "identity", "since": 3, "last": 40, "rounds": 38,
+        "evidence": "the weights sum to 4", "causes": "a mean of micro-batches", "look_at": "train.backend",
+    }  # fmt: skip
+    run = write(tmp_path, healthy(), checks={"tripped": [trip], "off": {}})
+    (finding,) = diagnose(run)
+    assert (finding.title, finding.since, finding.severity) == ("check loss_weights tripped", 3, "problem")
+    assert "the weights sum to 4" in finding.evidence
+    assert "train.backend" in finding.fix
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_computing_advantages_on_workers_returns_the_running_moments() -> None:
     buffer = RolloutBuffer(RECIPES["grpo"], None)
     buffer.open([group_rows(group, 0, 0)])
     moments = RunningMoments()
-    _, after = buffer.compute_advantages(0.0, moments)
+    _, after, _ = buffer.compute_advantages(0.0, moments)
     assert after is moments
     assert [row.fields["advantages"][-1] > 0 for row in buffer.take([0, 1], False)] == [False, True]
 
@@ -231,7 +231,7 @@ def _round_of(num_shards: int, recipe: Recipe) -> tuple[list[Row], dict[str, flo
     for call in buffer.start_infer(model, rows, {"logprobs": "old_logprobs"}):
         call.wait()
     buffer.every.mark_successes(1.0)
-    metrics, _ = buffer.whole.compute_advantages(0.0, RunningMoments())
+    metrics, *_ = buffer.whole.compute_advantages(0.0, RunningMoments())
     buffer.whole.write_step_fields([(row.shard, row.index) for row in rows[1:]], (3,))
     weights = [0.1 * row.trajectory for row in rows]
     ranks.scatter(_Model.train, buffer.for_ranks(model, rows, weights, value_loss_of(recipe)))

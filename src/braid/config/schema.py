@@ -11,6 +11,7 @@ from braid.sections import Section, Unused
 from braid.types import DecisionLevel
 
 from .algorithm import AlgorithmConfig
+from .checks import ChecksConfig
 from .cluster import ClusterConfig, InferenceConfig
 from .data import DataConfig, Source
 from .model import CriticConfig, ModelConfig, ReferenceConfig
@@ -65,6 +66,8 @@ class RunConfig(Section):
     """Learning from preferences with `braid prefer`."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
+    checks: ChecksConfig = ChecksConfig()
+    """Checks of the training loop."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints of the whole training state."""
     report: ReportConfig = ReportConfig()

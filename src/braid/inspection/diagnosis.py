@@ -104,6 +104,18 @@ def _ended(run: Run) -> Iterator[Finding]:
         )
 
 
+def _tripped(run: Run) -> Iterator[Finding]:
+    for trip in run.summary.get("checks", {}).get("tripped", ()):
+        yield Finding(
+            f"check {trip['check']} tripped",
+            trip["since"],
+            f"{trip['evidence']}; in {trip['rounds']} rounds, the last of them {trip['last']}",
+            trip["causes"],
+            f"{trip['look_at']} (docs/checks.md)",
+            "warning" if trip["sort"] == "heuristic" else "problem",
+        )
+
+
 def _no_signal(run: Run) -> Iterator[Finding]:
     same = _training(run, "reward/same_in_group_fraction")
     since = _lasts(same, lambda share: share >= 0.9)
@@ -395,8 +407,8 @@ def _nothing_learned(run: Run) -> Iterator[Finding]:
 
 
 RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
-    _ended, _no_signal, _no_gradient, _skipped, _invalid, _empty, _truncated, _collapse, _entropy, _length,
-    _hacked, _mismatch, _kl, _clipped, _critic, _nothing_learned,
+    _ended, _tripped, _no_signal, _no_gradient, _skipped, _invalid, _empty, _truncated, _collapse, _entropy,
+    _length, _hacked, _mismatch, _kl, _clipped, _critic, _nothing_learned,
 )  # fmt: skip
 
 

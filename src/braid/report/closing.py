@@ -3,9 +3,10 @@ files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Group as Stack
 from rich.console import RenderableType
@@ -30,12 +31,13 @@ def closing(
     *,
     time_text: str,
     results: tuple[Results | None, Results],
+    trips: Sequence[Mapping[str, Any]] = (),
     samples: tuple[Path, Path],
     files: Mapping[str, Path],
 ) -> RenderableType:
     """Stack the parts of the closing report, to be printed with crop=False: a path is one line, however long.
     `results` and `samples` are of the first and the last evaluation; they and the `files` may be missing. The
-    first results are None if there was one evaluation."""
+    first results are None if there was one evaluation. `trips` are checks of the loop that have tripped."""
     style = {"finished": "bold green", "interrupted": "bold yellow", "stopped": "bold yellow"}.get(
         status, "bold red"
     )
@@ -43,6 +45,8 @@ def closing(
         Rule(style="dim"),
         Text.assemble((status.replace("_", " "), style), (f" after {time_text}", "")),
     ]
+    if trips:
+        parts += [Text(), *(_tripped(trip) for trip in trips)]
     if results[1]:
         parts += [Text(), _learned(*results)]
     if pairs := list(islice(_pairs(*samples), NUM_ANSWERS)):
@@ -54,6 +58,14 @@ def closing(
         for what, path in there.items()
     ]
     return Stack(*parts, Text(), *places)
+
+
+def _tripped(trip: Mapping[str, Any]) -> Text:
+    """One line on a check of the loop that has tripped."""
+    where = f"since round {trip['since']}, in {trip['rounds']} rounds"
+    return Text.assemble(
+        (f"check {trip['check']} tripped", "bold red"), f" ({trip['sort']}) {where}: {trip['evidence']}"
+    )
 
 
 def _learned(first: Results | None, last: Results) -> Table:

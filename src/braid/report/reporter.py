@@ -53,6 +53,7 @@ class _State:
     first_eval: dict[str, Any] = field(default_factory=lambda: _NO_EVAL)
     last_eval: dict[str, Any] = field(default_factory=lambda: _NO_EVAL)
     restarts: int = 0
+    trips: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 class Reporter:
@@ -83,6 +84,8 @@ class Reporter:
         self._has_begun = False
         self.is_stop_asked = False
         """Whether a sink has raised StopTraining."""
+        self.checks_off: Mapping[str, str] = {}
+        """Checks of the loop that do not hold in this run, with the reason."""
         self._state = self._earlier = _State()
         self._start_s = self._line_s = time.monotonic()
         self._is_rewound = False
@@ -210,6 +213,12 @@ class Reporter:
         self.run_dir.close()
 
     @property
+    def trips(self) -> dict[str, dict[str, Any]]:
+        """The checks of the loop that have tripped, by name, with the fields of braid.checks.Trip. What is
+        put here is in the next summary and in the closing report."""
+        return self._state.trips
+
+    @property
     def first_eval(self) -> dict[str, dict[str, float]]:
         """Results of the first evaluation, source -> name -> value; empty if there is none yet."""
         return self._state.first_eval["results"]
@@ -268,6 +277,7 @@ class Reporter:
             },
             "checkpoint": None if self._evaluated is None else str(self._evaluated),
             "data": self._data,
+            "checks": {"tripped": list(progress.trips.values()), "off": dict(self.checks_off)},
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }
         self.run_dir.write_summary(summary)
@@ -279,6 +289,7 @@ class Reporter:
             status,
             time_text=clock(self._wall_s),
             results=(None if evals[0]["round"] == evals[1]["round"] else self.first_eval, self.last_eval),
+            trips=list(self.trips.values()),
             samples=(first, last),
             files={
                 "run": run.path,

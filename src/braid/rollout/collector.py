@@ -9,10 +9,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from braid.checks import Sums, add_sums
+from braid.checks.rollout import NUM_SCORES, rollout_sums, score_sums
 from braid.cluster.loops import Loop, task_group
 from braid.report.metrics import Metrics
 from braid.rewards.scorer import Scorer
@@ -144,15 +146,17 @@ class Collector:
         in_background: bool = False,
         opponent: Opponent | None = None,
         spaces: Spaces | None = None,
+        bos_id: int | None = None,
     ) -> None:
         """All drivers sample with `engine`. `receiver` receives new weights; None if the engine reads the
         trainer's tensors. `check` is called with each new version. `close_envs` ends what environments share.
         Sampling goes on `in_background`, or only while the caller waits for groups. `spaces` are a
-        simulator's."""
+        simulator's. `bos_id` is the token that contexts of text begin with, if there is one."""
         self._groups: dict[Use, _Groups] = {use: _Groups(stream) for use, stream in streams.items()}
         self._engine, self._scorer, self._receiver, self._check = engine, scorer, receiver, check
         self._close_envs, self._opponent = close_envs, opponent
-        self._opponent_version, self._spaces = 0, spaces
+        self._opponent_version, self._spaces, self._bos_id = 0, spaces, bos_id
+        self._row_sums: Sums = {}
         self._loop = Loop(in_background=in_background)
 
     def submit(self, use: Use, prompts: Sequence[int], group_size: int, keys: Sequence[Key]) -> None:
@@ -229,8 +233,27 @@ class Collector:
 
     def rows(self, kept: Sequence[tuple[Key, int, int]]) -> list[Row]:
         """Training rows of groups, given as (key, place, first); see rows.group_rows."""
+        groups, rows = self._groups["train"].whole, list[Row]()
+        self._row_sums = {}
+        for key, place, first in kept:
+            made = group_rows(groups[key], place, first)
+            add_sums(self._row_sums, rollout_sums(groups[key], made, self._bos_id))
+            rows += made
+        return rows
+
+    def check_sums(self, keys: Sequence[Key]) -> Sums:
+        """Sums for the checks of the loop: over the rows that were made last, and over trajectories of the
+        groups `keys` that are scored again, each alone."""
         groups = self._groups["train"].whole
-        return [row for key, place, first in kept for row in group_rows(groups[key], place, first)]
+        valid = [t for key in keys for t in groups[key].valid[:NUM_SCORES]][:NUM_SCORES]
+        again = [replace(t, reward=None, reward_parts={}, shaped=None) for t in valid]
+
+        async def score() -> None:
+            for trajectory in again:
+                await self._scorer.score([trajectory])
+
+        self._loop.run(score())
+        return {**self._row_sums, **score_sums(valid, again)}
 
     def whole(self, use: Use, keys: Sequence[Key]) -> list[Group]:
         """Whole groups, with tokens and texts."""

@@ -35,6 +35,7 @@ from braid.types import Prompt, Spaces
 
 from .buffer import Buffer
 from .checkpoints import Checkpoints, Stateful
+from .checks import Checks
 from .cluster import ROWS, Cluster, OneProcess, RayCluster
 from .evaluation import Evaluation
 from .evaluation_run import EvaluationRun, Trained
@@ -98,10 +99,16 @@ def build(
         device = device_of(spec.loaded.config)  # the driver's
         memory = MemoryRecorder(reporter.run_dir.memory, device, models.held_bytes)
     reports = Reports(reporter, LearningWatch(config, plan), memory)
-    sampling = Sampling(config, sampler, models, reports, stop)
-    learner = Learner(config, plan, models, workers.buffer, reports)
-    pipeline = Pipeline(settings_of(config, plan), sampler.take) if plan.is_pipelined else None
-    others: dict[str, Stateful] = {"sampler": sampler, "reward_moments": learner.reward_moments}
+    checks = Checks(config, plan, reporter)
+    sampling = Sampling(config, sampler, models, reports, stop, checks)
+    learner = Learner(config, plan, models, workers.buffer, reports, checks)
+    take = partial(checks.draw, sampler)
+    pipeline = Pipeline(settings_of(config, plan), take) if plan.is_pipelined else None
+    others: dict[str, Stateful] = {
+        "sampler": sampler,
+        "reward_moments": learner.reward_moments,
+        "checks": checks,
+    }
     if pipeline is not None:
         others["pipeline"] = pipeline
     if preferences is not None:

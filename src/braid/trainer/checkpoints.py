@@ -22,8 +22,8 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Writes and restores the models, and the `others` by name of their entry: sampler, reward_moments, and
-    of a pipelined run pipeline. `about` is stored too: the run's id, and its config as text."""
+    """Writes and restores the models, and the `others` by name of their entry: sampler, reward_moments,
+    checks, and of a pipelined run pipeline. `about` is stored too: the run's id, and its config as text."""
 
     store: CheckpointStore
     models: Models

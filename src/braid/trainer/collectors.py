@@ -235,6 +235,7 @@ def text_collector(  # noqa: PLR0913
         close_envs=close_envs,
         in_background=in_background,
         opponent=opponent,
+        bos_id=bos_id if isinstance(bos_id := inputs.tokenizer.bos_token_id, int) else None,
     )
 
 

@@ -13,6 +13,8 @@ import numpy as np
 from braid.algorithms.aggregate import row_weights
 from braid.algorithms.kl import steered_coefficient
 from braid.algorithms.rewards import RunningMoments
+from braid.checks import Step, add_sums
+from braid.checks.packing import EVERY_ROUNDS, MOST_ROWS, SHARE
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.errors import TrainingError
@@ -23,9 +25,11 @@ from braid.training.advantages import are_trained
 from braid.training.backend import TrainingBackend
 from braid.training.group import ModelGroup
 from braid.training.losses import policy_loss, value_loss_of, with_value_loss
+from braid.training.rollout_buffer import RolloutBuffer
 from braid.types import RowMetadata
 
 from .buffer import Buffer
+from .checks import Checks
 from .keys import BATCH_KEY, CHOICE_KEY
 from .models import Models
 from .progress import Counters
@@ -50,10 +54,11 @@ class Learner:
     are normalised by them."""
 
     def __init__(
-        self, config: RunConfig, plan: Plan, models: Models, buffer: Buffer, reports: Reports
+        self, config: RunConfig, plan: Plan, models: Models, buffer: Buffer, reports: Reports, checks: Checks
     ) -> None:
         self._config, self._plan, self._models, self._buffer = config, plan, models, buffer
         self._reports = reports
+        self.checks = checks
         self.reward_moments = RunningMoments()
 
     def fetch_rows(self, selection: Selection) -> Rows:
@@ -69,10 +74,11 @@ class Learner:
         with self._reports.timed("compute_advantages", metrics):
             if rows:
                 self._infer_fields(rows)
-                computed, moments = self._buffer.whole.compute_advantages(
+                computed, moments, sums = self._buffer.whole.compute_advantages(
                     self._kl_coef(kl_coef), self.reward_moments
                 )
                 self.reward_moments.load(moments.state())
+                add_sums(self.checks.evidence.sums, sums)
                 for name, value in computed.items():
                     metrics.mean(name, value)
                 if recipe.supervised_coef > 0:
@@ -84,6 +90,26 @@ class Learner:
                 metrics.add("rollout/masked_trajectories", num_masked)
         metrics.add("rollout/empty_rounds", int(not trained))
         return Rows(trained, metrics)
+
+    def check_rows(self, selection: Selection, rows: Sequence[RowMetadata]) -> None:
+        """Measure the rows of the round for the checks of the loop, before the update."""
+        checks, rollouts = self.checks, self._models.rollouts
+        rescores = checks.is_on("repeated_scores")
+        add_sums(checks.evidence.sums, rollouts.check_sums(selection.kept, rescores=rescores))
+        if not checks.is_on("packing") or (checks.evidence.round - 1) % EVERY_ROUNDS or not rows:
+            return
+        buffer, policy, chosen = self._buffer, self._models.policy, list[RowMetadata]()
+        while len(chosen) < min(MOST_ROWS, len(rows)) and (
+            len(chosen) < 2 or sum(map(len, chosen)) < SHARE * sum(map(len, rows))
+        ):
+            chosen.append(rows[len(chosen)])
+        passes: list[tuple[str, list[RowMetadata]]] = [("packed_logprobs", chosen)]
+        passes += [("lone_logprobs", [row]) for row in chosen]
+        for field, batch in passes:
+            for call in buffer.start_infer(policy, batch, {"logprobs": field}):
+                call.wait()
+        for part in buffer.shards.call(RolloutBuffer.compare_fields, "packed_logprobs", "lone_logprobs"):
+            add_sums(checks.evidence.sums, part)
 
     def _infer_fields(self, rows: Sequence[RowMetadata]) -> None:
         """Compute log-probs and values before the update; models on separate workers run in parallel."""
@@ -155,7 +181,9 @@ class Learner:
                 for row in batch
             ]
             arguments = self._buffer.for_ranks(critic, batch, self._weights(batch, counts), loss)
-            record(metrics, "critic", critic.ranks.scatter(TrainingBackend.train, arguments)[0])
+            report = critic.ranks.scatter(TrainingBackend.train, arguments)[0]
+            record(metrics, "critic", report)
+            self.checks.evidence.steps.append(Step("critic", report, self._whole_weight(batch, counts)))
 
     def update_policy(self, rows: Sequence[RowMetadata], counters: Counters, metrics: Metrics) -> int:
         """Take the policy's steps of the round, on mini-batches of `rows`, with the value loss if it has a
@@ -167,12 +195,18 @@ class Learner:
             counts = [row.num_decisions if recipe.counts_decisions else row.num_tokens for row in batch]
             places = [(row.shard, row.index) for row in batch]
             self._buffer.whole.write_step_fields(places, (self._config.run.seed, CHOICE_KEY, step))
-            loss = policy_loss(recipe, kl_coef=self._kl_coef(counters.kl_coef), version=counters.round)
+            loss = policy_loss(
+                recipe,
+                kl_coef=self._kl_coef(counters.kl_coef),
+                version=counters.round,
+                is_checked=step == counters.step,
+            )
             if self._plan.learns_values and self._models.critic is None:
                 loss = with_value_loss(loss, recipe)
             arguments = self._buffer.for_ranks(policy, batch, self._weights(batch, counts), loss)
             report = policy.ranks.scatter(TrainingBackend.train, arguments)[0]
             record(metrics, "policy", report)
+            self.checks.evidence.steps.append(Step("policy", report, self._whole_weight(batch, counts)))
             if recipe.early_stop_ratio is not None:
                 metrics.add("policy/early_stopped_steps", int(report.is_stopped))
             step += 1
@@ -201,6 +235,19 @@ class Learner:
             constant=self._plan.aggregation_constant,
             agents=[(row.trajectory, row.agent) for row in batch],
         )
+
+    def _whole_weight(self, batch: Sequence[RowMetadata], counts: Sequence[int]) -> float:
+        """What the weights of all tokens or decisions of a step sum to, by definition of the aggregation."""
+        num_trajectories = len({row.trajectory for row, count in zip(batch, counts, strict=True) if count})
+        mean_count = sum(counts) / max(num_trajectories, 1)
+        match self._plan.recipe.aggregation:
+            case "sequence_mean_token_sum":
+                return mean_count
+            case "token_sum_constant":
+                assert self._plan.aggregation_constant is not None, "the plan derives it"
+                return mean_count / self._plan.aggregation_constant
+            case _:
+                return 1.0 if num_trajectories else 0.0
 
     def steer_kl(
         self, kl_coef: float | None, measured: Metrics, rows: Sequence[RowMetadata]

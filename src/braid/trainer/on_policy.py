@@ -63,6 +63,8 @@ class OnPolicy(Run):
     def train(self, selection: Selection, rows: Sequence[RowMetadata]) -> tuple[Counters, Metrics]:
         """Train on the groups of the round, whose `rows` were fetched. Returns the counters after it."""
         learner, sampler, before = self.learner, self.sampling.sampler, self.progress.counters
+        learner.checks.begin(before.round)
+        learner.check_rows(selection, rows)
         trained, metrics = learner.compute_advantages(rows, before.kl_coef)
         empty_rounds = learner.count_empty(before, selection, trained)
         num_steps = 0
@@ -82,4 +84,13 @@ class OnPolicy(Run):
             reference_updates=reference_updates,
             is_reported=False,
         )
-        return after, Metrics.merged(metrics, steering)
+        metrics = Metrics.merged(metrics, steering)
+        learner.checks.evidence.groups = selection.kept
+        learner.checks.evidence.metrics = metrics.flat()
+        learner.checks.judge()
+        return after, metrics
+
+    def report(self) -> None:
+        """Write the metrics of the round. Raises CheckTripped with checks.on_trip=stop."""
+        super().report()
+        self.learner.checks.stop_if_tripped()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from braid.checks import Sums, add_sums
 from braid.cluster.workers import Pending, Ref, WorkerGroup, wait_for_all
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, GroupMetadata, Use
@@ -122,6 +123,17 @@ class Rollouts:
             kept[self._streams["train"].homes[group.key]].append((group.key, place, first))
             first += len(group.trajectories)
         return self.workers.start_each(Collector.rows, [(rows_of_worker,) for rows_of_worker in kept]).refs
+
+    def check_sums(self, groups: Sequence[Group], *, rescores: bool) -> Sums:
+        """Sums for the checks of the loop, over the rows of `groups`; see Collector.check_sums. Scores of
+        trajectories are compared if they `rescores`."""
+        sums: Sums = {}
+        asked = self._by_worker("train", list(dict.fromkeys(group.key for group in groups)))
+        for part in self.workers.scatter(
+            Collector.check_sums, [(keys if rescores else [],) for keys in asked]
+        ):
+            add_sums(sums, part)
+        return sums
 
     def whole(self, use: Use, groups: Sequence[Group]) -> list[Group]:
         """The same groups with tokens and texts, for reports; copies them into this process."""

@@ -21,6 +21,7 @@ from braid.rollout.collector import Use
 from braid.training.backend import TrainingBackend
 from braid.types import Group, Key
 
+from .checks import Checks
 from .keys import COPY_KEY, EVAL_KEY, TRAIN_KEY
 from .models import Models
 from .reports import Reports
@@ -41,10 +42,11 @@ class Sampling:
         models: Models,
         reports: Reports,
         stop: StopSignals,
+        checks: Checks,
     ) -> None:
         self.config, self.sampler = config, sampler
         self.models, self.rollouts, self.reports = models, models.rollouts, reports
-        self._stop = stop
+        self._stop, self._checks = stop, checks
         self.validity = Validity(config.rollout.max_invalid_fraction)
 
     def rollout(self, round_: int) -> Selection:
@@ -58,7 +60,7 @@ class Sampling:
             self.rollouts.forget("train")
             self.models.start_sampling()
         while not selection.is_done:
-            prompts = self.sampler.take(rollout.prompts_per_round)
+            prompts = self._checks.draw(self.sampler, rollout.prompts_per_round)
             first = selection.num_batches * len(prompts)
             keys: list[Key] = [(TRAIN_KEY, round_, first + place) for place in range(len(prompts))]
             with self.reports.timed("rollout", selection.metrics), self._stop.cuttable():

@@ -34,6 +34,8 @@ from braid.algorithms.advantages.whitening import whiten
 from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.recipes import Recipe
 from braid.algorithms.rewards import RunningMoments, reward_statistics
+from braid.checks.advantages import advantage_sums
+from braid.checks.reference import kl_sums
 from braid.types import Row, is_at_least
 
 
@@ -43,14 +45,16 @@ def compute_advantages(
     *,
     kl_coef: float | None = None,
     running: RunningMoments | None = None,
+    sums: dict[str, float] | None = None,
 ) -> dict[str, float]:
     """Write `advantages` (and `returns`, if values are learned) into each row, from the rewards and values of
     its trajectory. `rewards` are replaced by the processed rewards that the advantages are computed from,
     then in float32.
 
     `kl_coef` overrides the recipe's, since it may change from round to round. `running` holds the moments of
-    all earlier rounds for statistics of kind "running", and is updated with this one. Returns metrics by
-    name: mean KL per position, and the explained variance of the critic's values.
+    all earlier rounds for statistics of kind "running", and is updated with this one. `sums` receives what
+    the checks of the loop read. Returns metrics by name: mean KL per position, and the explained variance of
+    the critic's values.
     """
     metrics: dict[str, float] = {}
     _normalize(rows, recipe, RunningMoments() if running is None else running)
@@ -60,6 +64,8 @@ def compute_advantages(
         metrics["reward/kl"] = sum(float(values.sum()) for values in kl) / max(
             sum(row.num_tokens for row in rows), 1
         )
+        if sums is not None and not recipe.full_kl_in:
+            sums |= kl_sums(rows, kl, recipe)
         penalties = [np.float32(recipe.kl_coef if kl_coef is None else kl_coef) * values for values in kl]
     if penalties and recipe.kl_in == "reward":
         for row, penalty in zip(rows, penalties, strict=True):
@@ -72,6 +78,8 @@ def compute_advantages(
         write_field(rows, "rewards", whiten(flat([row.fields["rewards"] for row in rows]), mask))
     round_ = Round.of(rows)
     advantages = recipe.advantage.compute(round_)
+    if sums is not None:
+        sums |= advantage_sums(round_, advantages, recipe)
     write_field(rows, "rewards", round_.rewards)
     if penalties and recipe.kl_in == "advantage":
         advantages = advantages - flat(penalties)

@@ -23,11 +23,15 @@ from braid.types import Row
 class Diagnostics:
     """Metrics of one micro-batch, in a form that merges over micro-batches: scalar tensors on its device.
 
-    `means` are name -> (sum, count), `maxima` name -> the greatest (-inf over nothing).
+    `means` are name -> (sum, count), `maxima` name -> the greatest (-inf over nothing). `weight` is the sum
+    of the weights that the loss gave to its positions, `checks` the sums of checks.sampler.TOKEN_SUMS, where
+    they are measured.
     """
 
     means: dict[str, tuple[Tensor, Tensor]]
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    weight: Tensor | None = None
+    checks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,15 @@ class Loss:
     with `batch.weights` (so that the shares of all micro-batches add up to the loss), and metrics. `outputs`
     names what the model must compute for it. `limits` bounds the means of metrics over the whole step: when
     one is above its limit, the step is not taken. With `whole_trajectories` all rows of a trajectory must be
-    in one micro-batch, however long they are together.
+    in one micro-batch, however long they are together. With `is_checked` the checks measure more of the step:
+    its tokens, and whether it changes the weights.
     """
 
     outputs: frozenset[Output]
     compute: Callable[[dict[str, Tensor], PackedBatch], tuple[Tensor, Diagnostics]]
     limits: Mapping[str, float] = field(default_factory=dict)
     whole_trajectories: bool = False
+    is_checked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,9 @@ class StepReport:
     """Report of one optimizer step. `metrics` are name -> (sum, count), `maxima` name -> maximum. `grad_norm`
     is before clipping. `is_skipped`: loss or gradient was not finite; `is_stopped`: both were finite, but a
     limit of the loss was exceeded. In both cases weights and optimizer are unchanged. `is_overflow`: the step
-    was skipped because the scaled gradients overflowed, and `loss_scale` has been lowered."""
+    was skipped because the scaled gradients overflowed, and `loss_scale` has been lowered. `checks` are sums
+    for the checks of the loop: `loss_weight`, which the loss gave to all positions, and where they are
+    measured those of checks.sampler.TOKEN_SUMS, and `probed_weights` and `changed_weights` of this rank."""
 
     loss: float
     grad_norm: float
@@ -64,6 +72,7 @@ class StepReport:
     loss_scale: float | None = None
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
+    checks: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

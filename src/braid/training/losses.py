@@ -19,13 +19,16 @@ from braid.algorithms.recipes import Recipe
 from braid.algorithms.segments import Segments, first_positions, segments
 from braid.algorithms.surrogate import Tokens
 from braid.algorithms.value_loss import value_loss
+from braid.checks.sampler import token_sums
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
 
 from .backend import Diagnostics, Loss
 
 
-def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 1) -> Loss:
+def policy_loss(
+    recipe: Recipe, *, kl_coef: float | None = None, version: int = 1, is_checked: bool = False
+) -> Loss:
     """The policy loss of a recipe:
 
         policy_loss_coef * (corrections * surrogate + kl_coef * KL)
@@ -58,8 +61,9 @@ def policy_loss(recipe: Recipe, *, kl_coef: float | None = None, version: int = 
         "entropy",
         *((recipe.divergence,) if recipe.full_kl_in == "loss" else ()),
     ]
-    compute = partial(_policy_loss, recipe, coef, version)
-    return Loss(frozenset(outputs), compute, limits, whole_trajectories=_reads_sequences(recipe))
+    compute = partial(_policy_loss, recipe, coef, version, is_checked)
+    whole = _reads_sequences(recipe)
+    return Loss(frozenset(outputs), compute, limits, whole_trajectories=whole, is_checked=is_checked)
 
 
 def _reads_sequences(recipe: Recipe) -> bool:
@@ -96,7 +100,7 @@ def with_value_loss(loss: Loss, recipe: Recipe) -> Loss:
         of_critic, more = _value_loss(recipe, outputs, replace(batch, weights=weights))
         count = aggregate(torch.ones_like(weights), _valued(recipe, batch).mask, weights)
         means = {"critic/loss": (of_critic.detach().double(), count)}
-        return of_policy + of_critic, Diagnostics(diagnostics.means | more.means | means, diagnostics.maxima)
+        return of_policy + of_critic, replace(diagnostics, means=diagnostics.means | more.means | means)
 
     return replace(loss, outputs=loss.outputs | value_loss_of(recipe).outputs, compute=compute)
 
@@ -107,7 +111,12 @@ def supervised_loss() -> Loss:
 
 
 def _policy_loss(
-    recipe: Recipe, kl_coef: float, version: int, outputs: dict[str, Tensor], batch: PackedBatch
+    recipe: Recipe,
+    kl_coef: float,
+    version: int,
+    is_checked: bool,
+    outputs: dict[str, Tensor],
+    batch: PackedBatch,
 ) -> tuple[Tensor, Diagnostics]:
     logprobs, entropy, fields = outputs["logprobs"], outputs["entropy"], batch.fields
     old = fields.get("old_logprobs", logprobs.detach())
@@ -146,9 +155,16 @@ def _policy_loss(
         behavior = fields["behavior_logprobs"]
         means["logprob_mismatch_kl"] = kl_estimate(behavior, old, estimator="k3", clamp=None)
         maxima["logprob_mismatch_max"] = (old - behavior).abs()
+    share = torch.ones_like(old)
     if recipe.counts_decisions:
-        per_token = per_token / _decisions(batch).size.float()
+        size = _decisions(batch).size.float()
+        per_token, share = per_token / size, share / size
     loss, diagnostics = _reduced(per_token, batch), _diagnostics("policy", batch.mask, means, maxima)
+    diagnostics = replace(diagnostics, weight=_reduced(share, batch))
+    if is_checked:
+        assert batch.decision is not None, "batches of rows carry the index of decisions"
+        sums = token_sums(logprobs, entropy, fields, batch.decision, batch.trajectory, recipe.kl_clamp)
+        diagnostics = replace(diagnostics, checks=sums)
     if recipe.supervised_coef:
         weights = fields["supervised_weights"]
         loss = loss + recipe.supervised_coef * aggregate(-logprobs, batch.mask, weights)
@@ -221,7 +237,10 @@ def _value_loss(recipe: Recipe, outputs: dict[str, Tensor], batch: PackedBatch) 
     if recipe.value_clip is not None:
         means["clip_fraction"] = ((values.detach() - old).abs() > recipe.value_clip * deviation).float()
     batch = _valued(recipe, batch)
-    return _reduced(per_token, batch), _diagnostics("critic", batch.mask, means)
+    diagnostics = replace(
+        _diagnostics("critic", batch.mask, means), weight=_reduced(torch.ones_like(values), batch)
+    )
+    return _reduced(per_token, batch), diagnostics
 
 
 def _supervised_loss(outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Diagnostics]:

@@ -65,6 +65,18 @@ class RolloutBuffer:
                 row = self._rows[index]
                 (row.inputs if output == "experts" else row.fields)[field] = results[share][place][output]
 
+    def compare_fields(self, first: str, second: str) -> dict[str, float]:
+        """Remove the log-probs in two fields of the rows that have them, and return the sums of
+        checks.packing over them."""
+        sums = {"packed_tokens": 0.0, "packed_k3": 0.0}
+        for row in self._rows:
+            if first in row.fields:
+                a, b = (row.fields.pop(name)[row.mask].astype(np.float64) for name in (first, second))
+                d = (a - b).clip(-20, 20)
+                sums["packed_tokens"] += len(d)
+                sums["packed_k3"] += float((np.expm1(d) - d).sum())
+        return sums
+
     def copy_field(self, source: str, target: str) -> None:
         """Give every row the field `target`, the same as `source`."""
         for row in self._rows:
@@ -103,14 +115,15 @@ class RolloutBuffer:
 
     def compute_advantages(
         self, kl_coef: float, running: RunningMoments
-    ) -> tuple[dict[str, float], RunningMoments]:
-        """See advantages.compute_advantages, over the rows of all processes. Returns its metrics, and
-        `running` updated with this round's rewards."""
+    ) -> tuple[dict[str, float], RunningMoments, dict[str, float]]:
+        """See advantages.compute_advantages, over the rows of all processes. Returns its metrics, `running`
+        updated with this round's rewards, and the sums for the checks of the loop."""
         rows = sorted(
             (row for part in (self._rows, *self._lent) for row in part), key=lambda row: row.trajectory
         )
-        metrics = compute_advantages(rows, self._recipe, kl_coef=kl_coef, running=running)
-        return metrics, running
+        sums: dict[str, float] = {}
+        metrics = compute_advantages(rows, self._recipe, kl_coef=kl_coef, running=running, sums=sums)
+        return metrics, running, sums
 
     def write_step_fields(self, places: Sequence[tuple[int, int]], key: tuple[int, ...]) -> None:
         """See step_fields.write_step_fields; for the rows of one step: (process, index) of each."""

@@ -3,13 +3,17 @@ is read quickly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from braid.kinds import Kind
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
+
+    from braid.types import Row
 
     from .round import Round
 else:
@@ -39,6 +43,16 @@ class Advantage(Kind):
     """Whether the scale of rewards does not matter."""
 
     @property
+    def is_centered(self) -> bool:
+        """Whether the advantages of a group's trajectories sum to 0, in the order of their rewards."""
+        return False
+
+    @property
+    def has_unit_std(self) -> bool:
+        """Whether those of a group with unequal rewards have a standard deviation of 1."""
+        return False
+
+    @property
     def ignores_reward_mean(self) -> bool:
         """Whether a constant subtracted from all rewards of a group cancels."""
         return False
@@ -66,6 +80,11 @@ class Advantage(Kind):
     def compute(self, round_: Round) -> Tensor:
         """The advantages of all positions of the round [T], 0 outside the mask."""
         raise NotImplementedError(f"{type(self).__name__} must define compute(self, round_)")
+
+    def replay(self, segments: Sequence[Row]) -> NDArray[np.float64] | None:  # noqa: ARG002
+        """The advantages of the positions of one trajectory [T], by a plain loop in float64, to compare those
+        of `compute` with; None where there is no such loop."""
+        return None
 
     def report(self, round_: Round) -> dict[str, float]:  # noqa: ARG002
         """Metrics of the round, after `compute`: full name -> value."""

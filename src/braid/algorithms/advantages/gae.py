@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jaxtyping import Bool, Float
 from pydantic import Field
@@ -11,6 +11,12 @@ from pydantic import Field
 from braid.types import AdvantageLevel, Bootstrap
 
 from .base import Advantage, Round, Tensor, ValueLevel
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from braid.types import Row
 
 
 class Gae(Advantage):
@@ -66,6 +72,29 @@ class Gae(Advantage):
         advantages, returns = gae(*steps, torch.tensor(bootstrap), gamma=self.gamma, lam=self.gae_lambda)
         round_.write("returns", spread(returns))
         return spread(advantages)
+
+    def replay(self, segments: Sequence[Row]) -> NDArray[np.float64] | None:
+        """A_k = r_k + gamma V_{k+1} - V_k + gamma lambda A_{k+1}, from the last position back."""
+        import numpy as np
+
+        if self.value_level != "token":
+            return None
+        mask, rewards, values = (
+            np.concatenate(arrays).astype(np.float64)
+            for arrays in (
+                [row.mask for row in segments],
+                [row.fields["rewards"] for row in segments],
+                [row.fields["values"] for row in segments],
+            )
+        )
+        is_open = self.bootstraps_ends or not segments[-1].is_terminal
+        advantages, advantage = np.zeros(len(mask)), 0.0
+        following = float(values[-1]) if is_open else 0.0
+        for k in np.flatnonzero(mask)[::-1]:
+            delta = rewards[k] + self.gamma * following - values[k]
+            advantages[k] = advantage = delta + self.gamma * self.gae_lambda * advantage
+            following = values[k]
+        return advantages
 
     def report(self, round_: Round) -> dict[str, float]:
         """1 - var(return - value) / var(return) over the positions whose value is learned; nan if all returns

@@ -28,6 +28,14 @@ class Grpo(Advantage):
     """Compare one reward per trajectory, or one per turn, within the group."""
 
     @property
+    def is_centered(self) -> bool:
+        return self.level == "trajectory"
+
+    @property
+    def has_unit_std(self) -> bool:
+        return self.level == "trajectory" and self.normalize_by_std
+
+    @property
     def ignores_reward_mean(self) -> bool:
         return self.level == "trajectory"
 

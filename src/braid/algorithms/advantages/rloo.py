@@ -19,6 +19,10 @@ class Rloo(Advantage):
     """The reward minus the mean of the others."""
 
     @property
+    def is_centered(self) -> bool:
+        return True
+
+    @property
     def ignores_reward_mean(self) -> bool:
         return True
 

@@ -44,6 +44,11 @@ class Environment(Section):
         return None
 
     @property
+    def ends_cut_turns(self) -> bool:
+        """Whether a turn that max_new_tokens cuts ends an episode of text as truncated."""
+        return False
+
+    @property
     def num_own_tasks(self) -> int | None:
         """Number of training tasks that it makes itself; None if they come from data."""
         return None

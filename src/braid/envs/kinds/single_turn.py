@@ -20,6 +20,10 @@ class SingleTurnEnv(TextEnv):
 
     has_step_metrics: ClassVar[bool] = False
 
+    @property
+    def ends_cut_turns(self) -> bool:
+        return True
+
     def environments(self, base_dir: Path) -> tuple[Callable[[], AgentEnv], None]:
         from braid.envs.agents.single_turn import SingleTurn
 

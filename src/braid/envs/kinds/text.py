@@ -136,6 +136,10 @@ class SteppedEnv(ChatEnv):
         """Whether the policy calls tools in its turns."""
         return False
 
+    @property
+    def ends_cut_turns(self) -> bool:
+        return self.cut_turns == "end"
+
     def chat_options(self) -> dict[str, Any]:
         return super().chat_options() | {"replies": self.replies}
 

@@ -33,6 +33,8 @@ class RewardPart(Section):
 
     has_model: ClassVar[bool] = False
     """Whether a model of its own scores, at `path`."""
+    is_deterministic: ClassVar[bool] = False
+    """Whether it gives an answer the same score each time, at next to no cost."""
     has_own_limits: ClassVar[bool] = False
     """Whether its own settings, not those of `reward`, limit its calls and their retries."""
     runs_programs: ClassVar[bool] = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -28,6 +28,8 @@ class ChoiceReward(RewardPart):
     """Letters that are valid answers."""
     scores: tuple[float, float, float, float] = (1.0, 1.0, 0.0, 0.0)
     """Scores of the right letter in a box, elsewhere, of a wrong letter in a box, and of other answers."""
+
+    is_deterministic: ClassVar[bool] = True
 
     def build(self, making: Making) -> Part:
         from braid.rewards.base import Part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from braid.types import Prompt
 
@@ -25,6 +25,8 @@ class ExactReward(RewardPart):
     """Ignore case."""
     ignore: str = ""
     """Characters to ignore, such as the comma of 1,000."""
+
+    is_deterministic: ClassVar[bool] = True
 
     def build(self, making: Making) -> Part:
         from braid.rewards.base import Part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt, model_validator
 
@@ -25,6 +25,8 @@ class LengthReward(RewardPart):
     """Length above which the penalty starts."""
     end: PositiveInt
     """Length at which the reward reaches -1."""
+
+    is_deterministic: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _start_before_end(self) -> LengthReward:

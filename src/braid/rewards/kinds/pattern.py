@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from .base import RewardPart
 
@@ -20,6 +20,8 @@ class PatternReward(RewardPart):
     reads: Literal["text", "answer"] = "text"
     """text: the last turn with its special tokens and reasoning, and with the `<think>` with which the chat
     template may begin it. answer: only the answer."""
+
+    is_deterministic: ClassVar[bool] = True
 
     def build(self, making: Making) -> Part:
         from braid.rewards.base import Part

@@ -24,6 +24,7 @@ class ReasoningGymReward(RewardPart):
     """Regular expression; group 1 of its last match is the answer to score. The whole text when null."""
 
     scores_in_processes: ClassVar[bool] = True
+    is_deterministic: ClassVar[bool] = True
 
     def build(self, making: Making) -> Part:
         from braid.rewards.parts import reasoning_gym_part

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import PositiveInt
 
@@ -20,6 +20,8 @@ class RepetitionReward(RewardPart):
     """A penalty for repeated phrases."""
     ngram: PositiveInt = 3
     """Number of words in an n-gram."""
+
+    is_deterministic: ClassVar[bool] = True
 
     def build(self, making: Making) -> Part:
         from braid.rewards.base import Part

@@ -56,6 +56,10 @@ class RankBackend(SingleBackend):
     def _counts_rows(self) -> bool:
         return dist.get_rank() % self._num_sharers == 0
 
+    @property
+    def _gradient_factor(self) -> float:
+        return float(dist.get_world_size())
+
     def _over_ranks(self, value: T) -> list[T]:
         values = [value] * dist.get_world_size()
         dist.all_gather_object(values, value)

@@ -96,6 +96,9 @@ class DeepSpeedBackend(RankBackend):
         groups: Mapping[int, Mapping[int, Tensor]] = self._zero.get_fp32_grad_partitions()
         return [gradient for group in groups.values() for gradient in group.values()]
 
+    def _probes(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return []
+
     def _grad_norm(self) -> Tensor:
         return self._norm_over(dist.group.WORLD, self._gradients())
 

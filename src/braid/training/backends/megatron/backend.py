@@ -199,6 +199,13 @@ class MegatronBackend(RankBackend):
         dist.broadcast(values, last, groups.get_pipeline_model_parallel_group())
         return values
 
+    @property
+    def _gradient_factor(self) -> float:
+        return 1.0  # Megatron sums gradients over ranks
+
+    def _probes(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return []
+
     def _grad_norm(self) -> Tensor:
         self._optimizer.prepare_grads()
         return torch.tensor(float(self._optimizer.get_grad_norm()), device=self._device)

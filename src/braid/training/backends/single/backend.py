@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -17,7 +18,9 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from braid.checks.sampler import TOKEN_SUMS
 from braid.config.train import TrainConfig
 from braid.errors import TrainingError
 from braid.models.base import Output, TrainableModel, check_fit
@@ -182,7 +185,9 @@ class SingleBackend:
                 self._scale_gradients(1.0 / self._scale.value)
             report = self._report(running, sum(row.num_tokens for row in rows), loss.limits)
             if not (report.is_skipped or report.is_stopped):
+                probes = self._probes() if loss.is_checked else []
                 self._update(report)
+                report.checks.update(_changes(probes))
         finally:
             self._drop_gradients()
         if config.count_flops:
@@ -200,6 +205,20 @@ class SingleBackend:
     def _counts_rows(self) -> bool:
         """Whether this rank counts its rows, among the ranks that share them."""
         return True
+
+    @property
+    def _gradient_factor(self) -> float:
+        """By how much the loss is multiplied before the backward pass, since gradients are averaged over
+        ranks."""
+        return 1.0
+
+    def _probes(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of the first elements of each trained tensor on this rank: the tensor that the optimizer updates,
+        a copy of it, and whether there is a gradient that AdamW does not take for 0. Empty where a library
+        owns the optimizer."""
+        trained = [p for p in self._model.module.parameters() if p.grad is not None]
+        heads = [(_head(self._masters.get(p, p)), _head(p.grad)) for p in trained]
+        return [(weights, weights.clone(), gradient.abs() > _LEAST_GRADIENT) for weights, gradient in heads]
 
     def _over_ranks(self, value: T) -> list[T]:
         """`value` of every rank."""
@@ -260,6 +279,8 @@ class SingleBackend:
             share = share * 0.0
         elif self._counts_rows:
             running.add(share.detach(), diagnostics)
+            if diagnostics.weight is not None and share.requires_grad:
+                share.register_hook(partial(running.weigh, diagnostics.weight))
         return share if self._scale is None else share * self._scale.value
 
     def _synced(self, *, is_last: bool) -> AbstractContextManager[None]:
@@ -316,19 +337,25 @@ class SingleBackend:
     def _report(self, running: Running, num_tokens: int, limits: Mapping[str, float]) -> StepReport:
         """Report of the step over the rows of all ranks, the same on each."""
         local_tokens = num_tokens if self._counts_rows else 0
-        parts = self._over_ranks((*running.numbers(self._grad_norm()), running.load.numbers(), local_tokens))
+        load = running.load.numbers()
+        parts = self._over_ranks((*running.numbers(self._grad_norm()), load, local_tokens))
         metrics: dict[str, tuple[float, float]] = {}
         maxima: dict[str, float] = {}
-        for _, _, means, greatest, _, _ in parts:
+        checks: dict[str, float] = {}
+        for _, _, means, greatest, sums, _, _ in parts:
+            for name, total in sums.items():
+                checks[name] = checks.get(name, 0.0) + total
             for name, (total, count) in means.items():
                 before = metrics.get(name, (0.0, 0.0))
                 metrics[name] = (before[0] + total, before[1] + count)
             for name, value in greatest.items():
                 maxima[name] = max(value, maxima.get(name, -math.inf))
-        metrics |= load_metrics([part[4] for part in parts], running.num_positions)
+        metrics |= load_metrics([part[5] for part in parts], running.num_positions)
         loss, norm = sum(part[0] for part in parts), parts[0][1]
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         optimizer, scale = self._config.optimizer, self._scale
+        if "loss_weight" in checks:  # of the gradients, to which the ranks' own factors belong
+            checks["loss_weight"] /= self._gradient_factor * (1.0 if scale is None else scale.value)
         return StepReport(
             loss=loss,
             grad_norm=norm,
@@ -342,6 +369,7 @@ class SingleBackend:
             loss_scale=None if scale is None else scale.value,
             metrics=metrics,
             maxima=maxima,
+            checks=checks,
         )
 
     def _forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
@@ -593,6 +621,13 @@ class Running:
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._means: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
+        self._checks: Tensor | None = None
+        self._weight: Tensor | None = None
+
+    def weigh(self, weight: Tensor, gradient: Tensor) -> None:
+        """Count the weight of a micro-batch in the step's gradient, when `gradient` reaches its loss."""
+        counted = weight.detach().double() * gradient.detach().double()
+        self._weight = counted if self._weight is None else self._weight + counted
 
     def add(self, share: Tensor, diagnostics: Diagnostics) -> None:
         self._loss += share
@@ -601,6 +636,8 @@ class Running:
             self._means[name] = self._means[name] + pair if name in self._means else pair
         for name, value in diagnostics.maxima.items():
             self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+        if (sums := diagnostics.checks) is not None:
+            self._checks = sums if self._checks is None else self._checks + sums
 
     def add_routed(self, routed: Routed, balance: Tensor | None) -> None:
         """Add what routers chose, and the part of the load-balancing loss."""
@@ -610,15 +647,47 @@ class Running:
 
     def numbers(
         self, grad_norm: Tensor
-    ) -> tuple[float, float, dict[str, tuple[float, float]], dict[str, float]]:
-        """Loss, `grad_norm`, means and maxima, copied to the host."""
+    ) -> tuple[float, float, dict[str, tuple[float, float]], dict[str, float], dict[str, float]]:
+        """Loss, `grad_norm`, means, maxima and sums for the checks, copied to the host."""
         scalars = (self._loss, grad_norm, *self._maxima.values())
         parts = [*(x[None] for x in scalars), *self._means.values()]
+        names: list[str] = []
+        if self._weight is not None:
+            parts, names = [*parts, self._weight[None]], ["loss_weight"]
+        if self._checks is not None:
+            parts, names = [*parts, self._checks], [*names, *TOKEN_SUMS]
         loss, norm, *rest = torch.cat([part.double() for part in parts]).tolist()
         maxima = dict(zip(self._maxima, rest, strict=False))
-        sums = rest[len(maxima) :]
+        sums = rest[len(maxima) : len(rest) - len(names)]
         means = dict(zip(self._means, zip(sums[::2], sums[1::2], strict=True), strict=True))
-        return loss, norm, means, maxima
+        return loss, norm, means, maxima, dict(zip(names, rest[len(rest) - len(names) :], strict=True))
+
+
+_PROBED = 4096
+"""Elements of each tensor whose change in a step is observed."""
+
+_LEAST_GRADIENT = 1e-7
+"""Below it AdamW divides by its epsilon, and a step may be too small to change a weight."""
+
+
+def _head(tensor: Tensor | None) -> Tensor:
+    """The first elements of a tensor's part on this rank, as a view."""
+    assert tensor is not None, "the tensor has a gradient"
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().flatten()[:_PROBED]
+
+
+@torch.no_grad()
+def _changes(probes: Sequence[tuple[Tensor, Tensor, Tensor]]) -> dict[str, float]:
+    """How many of the probed weights had a gradient, and how many of these have changed; empty without
+    probes."""
+    if not probes:
+        return {}
+    sums = torch.stack(
+        [torch.stack([has_one.sum(), (has_one & (new != old)).sum()]) for new, old, has_one in probes]
+    )
+    probed, changed = sums.sum(0).tolist()
+    return {"probed_weights": probed, "changed_weights": changed}
 
 
 def autocast_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
