@@ -316,6 +316,13 @@ def _diagnose(args: argparse.Namespace) -> int:
     return OK
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from braid.cli.doctor import examine, print_report
+
+    lines = examine(model=args.model, trials=not args.quick)
+    return OK if print_report(lines, as_json=args.json) else FAILED
+
+
 def _schema(args: argparse.Namespace) -> int:
     from braid.config.json_schema import schema_text
     from braid.config.reference import reference_text
@@ -413,6 +420,10 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
         _diagnose,
         "Say what is wrong with a run, since when, the likeliest causes, and the key to change.",
     ),
+    "doctor": (
+        _doctor,
+        "Say whether this machine can run braid, and train two rounds on each installed backend and engine.",
+    ),
     "schema": (_schema, "Print the JSON schema of the config, for completion in editors."),
 }
 
@@ -447,6 +458,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     export.add_argument("--output", metavar="DIR", help="output folder; RUN/export by default")
     export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; the newest by default")
     _add_looks(verbs.choices)
+    doctor = verbs.choices["doctor"]
+    doctor.add_argument("--quick", action="store_true", help="look only, train nothing")
+    doctor.add_argument("--model", metavar="FOLDER", help="also load a model's tokenizer and chat template")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
     schema.add_argument("--markdown", action="store_true", help="print the Markdown reference instead")
     args, extra = parser.parse_known_args(argv)
     if args.verb_name is None:

@@ -123,12 +123,12 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         if is_used is not None:
             needed.append((key, package, install, "remove this key"))
     for key, package, install, instead in needed:
-        if not _is_installed(package):
+        if not is_installed(package):
             why = f"needs the package {package}, which is not installed"
             yield key, f"{why}; run: pip install {install}, or {instead}"
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # its parent package is missing

@@ -52,16 +52,16 @@ class Checks:
     def judge(self) -> None:
         """Judge the evidence of the round, and report the checks that trip."""
         for name, check in self._checks.items():
-            found = check.judge(self.evidence)
-            if found is None:
+            violation = check.judge(self.evidence)
+            if violation is None:
                 continue
-            if not found:
+            if not violation:
                 self._since.pop(name, None)
                 continue
             since, count = self._since.get(name, [self.evidence.round, 0])
             self._since[name] = [since, count + 1]
             if count + 1 >= check.rounds:
-                self._trip(check, since, found)
+                self._trip(check, since, violation)
 
     def _trip(self, check: Check, since: int, evidence: str) -> None:
         before = self._reporter.trips.get(check.name)
