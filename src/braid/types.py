@@ -53,7 +53,7 @@ CheckName = Literal[
     "later_ratios",
     "policy_versions",
     "group_advantages",
-    "gae",
+    "gae_replay",
     "trained_tokens",
     "stop_reasons",
     "prompt_opening",

@@ -70,8 +70,8 @@ def _named(source: Source, kind: str) -> list[str]:
     """Names of the data sets of a kind, `train` or `eval`: unique ones, for metrics and shares."""
     single = source[f"{'' if kind == 'train' else 'eval_'}dataset_name"]
     paths = [single] if single else source[f"{kind}_datasets"] or ()
-    given = source["eval_dataset_names"] if kind == "eval" and paths else None
-    names = [folder_name(name) for name in given or (source_name(HubSource(path=path)) for path in paths)]
+    asked = source["eval_dataset_names"] if kind == "eval" and paths else None
+    names = [folder_name(name) for name in asked or (source_name(HubSource(path=path)) for path in paths)]
     return [name if names.count(name) == 1 else f"{i}-{name}" for i, name in enumerate(names)]
 
 

@@ -105,10 +105,10 @@ def other_temperature(sample: Any) -> Any:
 
 
 def single_precision_variance(grouped: Any) -> Any:
-    def patch(rewards: torch.Tensor, of: torch.Tensor) -> Any:
-        statistics, x = grouped(rewards, of), rewards.float()
-        _, numbers = of.unique(return_inverse=True)
-        zeros = torch.zeros(len(of))
+    def patch(rewards: torch.Tensor, members: torch.Tensor) -> Any:
+        statistics, x = grouped(rewards, members), rewards.float()
+        _, numbers = members.unique(return_inverse=True)
+        zeros = torch.zeros(len(members))
         means, squares = (zeros.index_add(0, numbers, v)[numbers] / statistics.count for v in (x, x * x))
         return replace(statistics, std=(squares.float() - means.float() ** 2).clamp(min=0).sqrt().double())
 
@@ -247,13 +247,13 @@ BUGS: Mapping[str, Bug] = {
         patched(
             grpo,
             "group_advantages",
-            lambda compute: lambda rewards, of, **kwargs: compute(rewards, of.roll(3), **kwargs),
+            lambda compute: lambda rewards, members, **kwargs: compute(rewards, members.roll(3), **kwargs),
         ),
     ),
     "one baseline for all groups": Bug(
         "slime#2230",
         "group_advantages",
-        patched(groups, "grouped", lambda grouped: lambda rewards, of: grouped(rewards, of * 0)),
+        patched(groups, "grouped", lambda grouped: lambda rewards, members: grouped(rewards, members * 0)),
     ),
     "a variance lost to rounding": Bug(
         "NeMo-RL#4158",
@@ -343,7 +343,7 @@ BUGS: Mapping[str, Bug] = {
     ),
     "GAE goes on into the next row": Bug(
         "ROLL#447",
-        "gae",
+        "gae_replay",
         patched(discounting, "is_last_of_row", lambda is_last: lambda row: is_last(row * 0)),
         ("algorithm.recipe=ppo",),
     ),

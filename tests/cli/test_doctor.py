@@ -82,14 +82,14 @@ def test_a_model_without_a_template_is_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_backend_is_tried_by_two_rounds() -> None:
-    assert doctor._trial("train.backend", "single").state == "ok"
+    assert doctor._trial("train.backend", "single", has_workers=False).state == "ok"
 
 
 @pytest.mark.slow
 def test_a_trial_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(doctor._TRIAL, "rollout", doctor._TRIAL["rollout"] | {"max_invalid_fraction": 0.0})
     monkeypatch.setitem(doctor._TRIAL, "reward", {"parts": [{"kind": "exact", "pattern": "("}]})
-    line = doctor._trial("rollout.engine", "native")
+    line = doctor._trial("rollout.engine", "native", has_workers=False)
     assert line.state == "failed"
     assert "reward.parts" in line.text
     assert "rollout.engine=native" in line.fix

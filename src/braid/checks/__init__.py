@@ -36,7 +36,7 @@ CHECKS: Mapping[CheckName, type[Check]] = {
     "later_ratios": LaterRatios,
     "policy_versions": PolicyVersions,
     "group_advantages": GroupAdvantages,
-    "gae": GaeReplay,
+    "gae_replay": GaeReplay,
     "trained_tokens": TrainedTokens,
     "stop_reasons": StopReasons,
     "prompt_opening": PromptOpening,

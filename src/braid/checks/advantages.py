@@ -115,7 +115,7 @@ class GroupAdvantages(Check):
 class GaeReplay(Check):
     """GAE is that of each trajectory alone."""
 
-    name, sort = "gae", "identity"
+    name, sort = "gae_replay", "identity"
     holds = "GAE is what a plain loop over one trajectory computes in float64 (8 trajectories of a round)"
     threshold = "1e-4 of the largest"
     is_off = "algorithms without values; levels below the trajectory"

@@ -96,7 +96,9 @@ def examine(*, model: str | None = None, trials: bool = True) -> Iterator[Line]:
             elif section.needs_gpu and not count_gpus():
                 yield Line("missing", f"{key}={kind}", "needs a GPU")
             elif trials:
-                yield _trial(key, kind)
+                yield _trial(
+                    key, kind, has_workers=bool(section.package) or getattr(section, "is_sharded", False)
+                )
             else:
                 yield Line("ok", f"{key}={kind}", "installed, not tried")
 
@@ -270,11 +272,11 @@ def _model(path: str) -> Iterator[Line]:
     yield Line("ok", "chat template", f"a prompt is {text!r}")
 
 
-def _trial(key: str, kind: str) -> Line:
-    """Train two rounds of a tiny model with a backend or an engine."""
+def _trial(key: str, kind: str, *, has_workers: bool) -> Line:
+    """Train two rounds of a tiny model with a backend or an engine, in one process or on Ray workers."""
     places = {"train.backend": "{policy: 0-1, rollout: 0-1}", "rollout.engine": "{policy: 0, rollout: 0}"}
     settings = [f"{key}={kind}"]
-    if kind not in ("single", "native"):
+    if has_workers:
         num_gpus = count_gpus()
         place = places["rollout.engine"] if num_gpus == 1 else places[key]
         settings.append(f"cluster.placement={place}")
