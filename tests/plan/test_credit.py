@@ -7,12 +7,22 @@ import pytest
 from .test_checks import SIMULATOR, TEXT, complaints, warnings
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "raft", "maxrl", "gigpo"])
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "raft", "maxrl", "gigpo", "opo", "gpg", "pass_at_k"])
 def test_advantages_that_compare_need_a_group(advantage: str) -> None:
     assert complaints(TEXT, f"algorithm.advantage={advantage}", "rollout.group_size=1") == [
         f"rollout.group_size: {advantage} compares the answers of a group, so with group_size=1 every "
         "advantage is 0; raise it to 2 or more, or set algorithm.recipe=ppo"
     ]
+
+
+@pytest.mark.parametrize(("k", "size"), [(4, 4), (4, 2), (2, 2)])
+def test_sets_of_answers_are_smaller_than_the_group(k: int, size: int) -> None:
+    advantage = f"algorithm.advantage={{kind: pass_at_k, k: {k}}}"
+    assert complaints(TEXT, advantage, f"rollout.group_size={size}") == [
+        f"rollout.group_size: pass_at_k compares sets of {k} answers, so in groups of {size} every advantage is "
+        f"0; raise it to {k + 1} or more, or lower algorithm.advantage.k"
+    ]
+    assert warnings(TEXT, advantage, f"rollout.group_size={k + 1}") == []
 
 
 @pytest.mark.parametrize("recipe", ["remax", "ppo", "reinforce", "reinforce_pp"])

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .base import Check, Evidence, Sums
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from braid.algorithms.advantages.round import Round
@@ -24,8 +27,9 @@ def advantage_sums(round_: Round, advantages: Tensor, recipe: Recipe) -> Sums:
     """Sums over the groups of a round, before KL and whitening change its `advantages` [T]: groups compared,
     and those whose advantages do not sum to 0, are not in the order of rewards, or do not have a deviation of
     1; and over the trajectories whose advantages were computed again, and their differences."""
-    sums: Sums = {"advantage": float(advantages.abs().sum())}
-    parts = advantages.split(list(round_.lengths))
+    values = advantages.numpy()
+    sums: Sums = {"advantage": float(np.abs(values).sum())}
+    parts = np.split(values, np.cumsum(round_.lengths)[:-1])
     if recipe.advantage.is_centered:
         _compare_groups(round_.trajectories, parts, sums, has_unit_std=recipe.advantage.has_unit_std)
     if recipe.advantage.needs_values:
@@ -34,15 +38,18 @@ def advantage_sums(round_: Round, advantages: Tensor, recipe: Recipe) -> Sums:
 
 
 def _compare_groups(
-    trajectories: Sequence[Sequence[Row]], parts: Sequence[Tensor], sums: Sums, *, has_unit_std: bool
+    trajectories: Sequence[Sequence[Row]],
+    parts: Sequence[NDArray[np.floating]],
+    sums: Sums,
+    *,
+    has_unit_std: bool,
 ) -> None:
-    import numpy as np
-
     groups: defaultdict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for segments, part in zip(trajectories, parts, strict=True):
-        mask = np.concatenate([row.mask for row in segments])
-        reward = float(sum(row.fields["rewards"].astype(np.float64).sum() for row in segments))
-        groups[segments[0].group, segments[0].player].append((reward, float(part[int(mask.argmax())])))
+        masks = [row.mask for row in segments]
+        mask = masks[0] if len(masks) == 1 else np.concatenate(masks)
+        reward = float(sum(row.fields["rewards"].sum(dtype=np.float64) for row in segments))
+        groups[segments[0].group, segments[0].player].append((reward, float(part[mask.argmax()])))
     for pairs in groups.values():
         ordered = sorted(pairs)
         size = max(abs(a) for _, a in pairs)
@@ -62,16 +69,14 @@ def _compare_groups(
             sums[name] = sums.get(name, 0) + is_bad
 
 
-def _replay(round_: Round, parts: Sequence[Tensor], recipe: Recipe, sums: Sums) -> None:
+def _replay(round_: Round, parts: Sequence[NDArray[np.floating]], recipe: Recipe, sums: Sums) -> None:
     """Compute the advantages of some trajectories again, each alone."""
-    import numpy as np
-
     step = max(1, len(round_.trajectories) // NUM_REPLAYED)
     for segments, part in list(zip(round_.trajectories, parts, strict=True))[::step][:NUM_REPLAYED]:
         expected = recipe.advantage.replay(segments)
         if expected is None:
             return
-        error = float(np.abs(part.numpy() - expected).max())
+        error = float(np.abs(part - expected).max())
         sums["replayed"] = sums.get("replayed", 0) + 1
         sums["replayed_wrong"] = sums.get("replayed_wrong", 0) + (
             error > 1e-4 * max(float(np.abs(expected).max()), 1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from braid.types import Group, Row, Status, Trajectory
+from braid.types import Group, Row, Segment, Status, Trajectory
 
 from .base import MIN_Z, Check, Evidence, Sums
 
@@ -30,21 +30,12 @@ def rollout_sums(group: Group, rows: Sequence[Row], bos_id: int | None) -> Sums:
     segments = [s for t in valid for s in t.segments if s.turns and s.is_trained]
     sums: Sums = {
         "rows": len(segments),
-        "rows_of_other_tokens": 0.0,
+        "rows_of_other_tokens": 0 if _are_sampled(segments, rows) else _num_of_other_tokens(segments, rows),
         "cut_finished": sum(
             t.status is Status.FINISHED and any(turn.stop_reason == "length" for turn in t.turns)
             for t in valid
         ),
     }
-    for segment, row in zip(segments, rows, strict=True):
-        ids = [i for turn in segment.turns for i in turn.output_ids]
-        logprobs = np.array([x for turn in segment.turns for x in turn.logprobs], np.float32)
-        is_same = (
-            np.array_equal(row.inputs["input_ids"][row.mask], ids)
-            and len(logprobs) == len(ids)
-            and np.array_equal(row.fields["behavior_logprobs"][row.mask], logprobs, equal_nan=True)
-        )
-        sums["rows_of_other_tokens"] += not is_same
     if bos_id is not None:
         starts = [row.inputs["input_ids"][:2].tolist() for row in rows]
         sums["rows_with_bos"] = sum(start[:1] == [bos_id] for start in starts)
@@ -58,6 +49,32 @@ def rollout_sums(group: Group, rows: Sequence[Row], bos_id: int | None) -> Sums:
         sums["answers_expected"] = len(others) * chance
         sums["answers_variance"] = len(others) * chance * (1 - chance)
     return sums
+
+
+def _num_of_other_tokens(segments: Sequence[Segment], rows: Sequence[Row]) -> int:
+    """Rows that train on other tokens than their segment has, or with other log-probs."""
+    return sum(not _are_sampled([s], [row]) for s, row in zip(segments, rows, strict=True))
+
+
+def _are_sampled(segments: Sequence[Segment], rows: Sequence[Row]) -> bool:
+    """Whether rows train on the tokens of their segments, with the log-probs that the engine returned;
+    compared at once, since a round has thousands."""
+    lengths = [sum(len(turn.output_ids) for turn in s.turns) for s in segments]
+    if [row.num_tokens for row in rows] != lengths:
+        return False
+    turns = [turn for s in segments for turn in s.turns]
+    ids = [i for turn in turns for i in turn.output_ids]
+    logprobs = np.array([x for turn in turns for x in turn.logprobs], np.float32)
+    trained = [row.inputs["input_ids"][row.mask] for row in rows]
+    theirs = [row.fields["behavior_logprobs"][row.mask] for row in rows]
+    return bool(
+        not rows
+        or (
+            np.concatenate(trained).tolist() == ids
+            and len(logprobs) == len(ids)
+            and np.array_equal(np.concatenate(theirs), logprobs, equal_nan=True)
+        )
+    )
 
 
 def score_sums(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Sums:

@@ -20,6 +20,10 @@ def advantage_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str
     if rollout.group_size == 1 and advantage.compares_group:
         why = f"{name} compares the answers of a group, so with group_size=1 every advantage is 0"
         yield "rollout.group_size", f"{why}; raise it to 2 or more, or set algorithm.recipe=ppo"
+    elif rollout.group_size < (least := advantage.least_group):
+        size = rollout.group_size
+        why = f"{name} compares sets of {least - 1} answers, so in groups of {size} every advantage is 0"
+        yield "rollout.group_size", f"{why}; raise it to {least} or more, or lower algorithm.advantage.k"
     elif rollout.group_size == 1 and recipe.reward_mean == "group":
         why = "algorithm.reward_mean=group subtracts the group's mean, so with group_size=1 every reward is 0"
         yield "rollout.group_size", f"{why}; raise it to 2 or more, or set algorithm.reward_mean=batch"

@@ -43,6 +43,11 @@ class Advantage(Kind):
     """Whether the scale of rewards does not matter."""
 
     @property
+    def least_group(self) -> int:
+        """Fewest answers of a group with which an advantage can differ from 0."""
+        return 2 if self.compares_group else 1
+
+    @property
     def is_centered(self) -> bool:
         """Whether the advantages of a group's trajectories sum to 0, in the order of their rewards."""
         return False

@@ -19,7 +19,11 @@ class PassAtK(Advantage):
     kind: Literal["pass_at_k"] = "pass_at_k"
     """pass@k training: k answers succeed if one of them is right."""
     k: PositiveInt = 4
-    """Answers of a set, at most the group's size. A reward above 0 is right."""
+    """Answers of a set, fewer than the group has. A reward above 0 is right."""
+
+    @property
+    def least_group(self) -> int:
+        return self.k + 1
 
     def compute(self, round_: Round) -> Tensor:
         return round_.spread(pass_at_k_advantages(round_.totals, round_.groups, k=self.k))
@@ -35,9 +39,9 @@ def pass_at_k_advantages(
         A_b = (1 - R - C(w - 1, k - 1) / C(n - 1, k - 1)) / s  otherwise
 
     n is the size of the group, w the number of wrong trajectories, R the mean reward of a set and s its
-    standard deviation; a trajectory has the mean advantage of the sets that contain it. k is at most n: a
-    group with fewer trajectories counts as one set. 0 where R is 0 or 1. With k = 1 this is grpo for rewards
-    of 0 and 1, with the biased standard deviation. Not in RLinf, ROLL and SkyRL.
+    standard deviation; a trajectory has the mean advantage of the sets that contain it. 0 where R is 0 or 1,
+    as it is in a group of at most k trajectories, which is one set. With k = 1 this is grpo for rewards of 0
+    and 1, with the biased standard deviation. Not in RLinf, ROLL and SkyRL.
     """
     import torch
 
