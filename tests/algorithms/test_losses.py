@@ -161,7 +161,7 @@ def test_ratios_within_the_bound_are_exact():
 
 
 @pytest.mark.parametrize("clamp", [None, 10.0])
-@pytest.mark.parametrize("estimator", [name for name in get_args(KlEstimator) if name != "full"])
+@pytest.mark.parametrize("estimator", [name for name in get_args(KlEstimator) if not name.startswith("full")])
 @pytest.mark.parametrize("gap", [1e3, -1e3])
 def test_any_gap_to_the_reference_gives_a_finite_kl_and_gradient(estimator, clamp, gap):
     logprobs = torch.tensor([gap], requires_grad=True)
