@@ -54,6 +54,7 @@ TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
     "quickstart": Task(EXAMPLES / "quickstart.yaml"),
     "agent": Task(EXAMPLES / "agent.yaml"),
     "prefer": Task(EXAMPLES / "prefer.yaml"),
+    "supervised": Task(EXAMPLES / "supervised.yaml"),
     "openai_agent": Task(EXAMPLES / "openai_agent.yaml"),
     "own_env": Task(EXAMPLES / "own_env.yaml"),
     "frozen_lake_short": Task(EXAMPLES / "frozen_lake.yaml"),
@@ -138,9 +139,14 @@ def train(
 def row(name: str, config: Path, config_eval: EvalConfig, results: Sequence[Result]) -> str:
     """A row of the table."""
     optimum = re.search(r"[Oo]ptimum ([-+.\d]*\d)", config.read_text())
+    target = config_eval.target
     bars = [
-        f"{bar:{sign}g}"
-        for bar, sign in ((config_eval.target.min_final, ""), (config_eval.target.min_gain, "+"))
+        f"{words}{bar:{sign}g}"
+        for words, bar, sign in (
+            ("", target.min_final, ""),
+            ("at most ", target.max_final, ""),
+            ("", target.min_gain, "+"),
+        )
         if bar is not None
     ]
 
