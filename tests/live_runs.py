@@ -152,7 +152,8 @@ RUNS: dict[str, list[str]] = {
 }  # fmt: skip
 LOSSES = {
     "policy_gradient": "rloo", "importance_sampling": "remax", "masked_is": "raft", "cispo": "maxrl", "sapo": "reinforce",
-    "topr": "grpo", "kimi": "gigpo", "clip_cov": "grpo", "kl_cov": "grpo", "dppo": "grpo", "cross_entropy": "grpo",
+    "topr": "grpo", "kimi": "gigpo", "clip_cov": "grpo", "kl_cov": "grpo", "dppo": "{kind: pass_at_k, k: 1}", "cross_entropy": "grpo",
+    "gmpo": "opo", "vespo": "gpg",
 }  # fmt: skip
 """Policy loss -> advantage; with ppo_clip and gae, of the run `everything`, they cover all of both."""
 RUNS |= {
