@@ -16,11 +16,13 @@ class Packing(Check):
     name, sort = "packing", "identity"
     holds = "a row has the same log-probs alone as in a batch with others (1 % of a round, every tenth round)"
     threshold = "k3 of 1e-6 nats in float32 on CPUs, 1e-4 on GPUs, 1e-2 in half precision"
-    is_off = "simulators"
+    is_off = "simulators; train.count_flops"
     causes = "attention across the rows of a batch, positions that go on from one row to the next"
     look_at = "model.attention, train.micro_batch_tokens"
 
     def why_off(self) -> str:
+        if self.config.train.count_flops:
+            return "train.count_flops would count its passes"
         return "rows of simulators are not packed" if self.config.env.is_simulator else ""
 
     def judge(self, evidence: Evidence) -> str | None:
