@@ -57,6 +57,26 @@ def test_a_function_passed_to_train_is_the_loss(tmp_path: Path) -> None:
     assert plan["recipe"]["policy_loss"] == {"kind": "braid.given.weighted"}
 
 
+SEQUENCES = """
+from braid.algorithms import PolicyLoss
+
+class OfSequences(PolicyLoss):
+    @property
+    def reads_sequences(self):
+        return True
+
+    def per_token(self, tokens):
+        mean = tokens.sequences.mean((tokens.logprobs - tokens.old_logprobs).detach())
+        return -tokens.advantages * mean.exp() * tokens.logprobs, {}
+"""
+
+
+def test_a_loss_that_reads_sequences_gets_the_trajectories(load_tiny: LoadTiny, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SEQUENCES)
+    run = commands.train(load_tiny("algorithm.policy_loss=mine.py:OfSequences", "run.max_rounds=1"))
+    assert lines(run.run_dir)[1]["policy/skipped_steps"] == 0
+
+
 def test_functions_of_one_name_that_are_passed_to_train_and_to_a_later_run_do_not_mix(tmp_path: Path) -> None:
     def scored(value: float) -> Any:
         def weighted(response: str) -> float:

@@ -24,7 +24,7 @@ class Tokens:
     """Inputs of a policy loss, each [T]. With algorithm.logprob_level above token, log-probs are those of
     decisions, repeated at each of their tokens. `advantages` are those before the weights of the reduction
     are applied. `is_chosen` is 1 at the tokens that a loss with `selects_tokens` selected for the step, else
-    0. `sequences` are the trajectories of the tokens; None if each token is one."""
+    0. `sequences` are the trajectories of the tokens, for a loss with `reads_sequences`."""
 
     logprobs: PerToken
     old_logprobs: PerToken

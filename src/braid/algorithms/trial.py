@@ -68,7 +68,8 @@ def _problem_on_tokens(loss: PolicyLoss) -> str:
     is_chosen = torch.zeros(num)
     if loss.selects_tokens:
         is_chosen = loss.select(advantages * old, torch.linspace(0.1, 0.9, num)).to(old.dtype)
-    returned = loss.per_token(Tokens(logprobs, old, advantages, ratio, is_chosen))
+    sequences = whole if loss.reads_sequences else None
+    returned = loss.per_token(Tokens(logprobs, old, advantages, ratio, is_chosen, sequences))
     if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
         return f"it must return the loss of each token and a dict of diagnostics, not {shown(returned)}"
     per_token, diagnostics = returned

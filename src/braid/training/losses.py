@@ -128,7 +128,7 @@ def _policy_loss(
     acted, acted_old = (logprobs, old) if decisions is None else (decisions.sum(logprobs), decisions.sum(old))
     ratio = recipe.policy_loss.ratio(acted, acted_old, partial(_segments, batch))
     is_chosen = fields["is_chosen"] if recipe.policy_loss.selects_tokens else torch.zeros_like(old)
-    sequences = segments(batch.mask, batch.trajectory)
+    sequences = segments(batch.mask, batch.trajectory) if recipe.policy_loss.reads_sequences else None
     tokens = Tokens(acted, acted_old, fields["advantages"], ratio, is_chosen, sequences)
     per_token, means = recipe.policy_loss.per_token(tokens)
     maxima = {"ratio_max": ratio.detach()}
