@@ -97,7 +97,7 @@ _SFT = rlinf_sft.dialect(_ALIASES)
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], version: str | None) -> Dialect:
-    """Supervised fine-tuning of language models and evaluations of robots have tables of their own."""
+    """Supervised fine-tuning of language models and evaluations of robots have their own tables."""
     if rlinf_sft.is_supervised({dialect.name_of(path): value for path, value in values.items()}):
         return _SFT
     return rlinf_evaluation.of_file(dialect, values, version)

@@ -80,7 +80,7 @@ _STUDENT = {
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], _: str | None) -> Dialect:
-    """Supervised fine-tuning has a table of its own. In distillation, the keys of the teacher are those of
+    """Supervised fine-tuning has its own table. In distillation, the keys of the teacher are those of
     the reference; without it, ROLL does not read them. A file with a student is one of pure distillation, whose
     launcher sets is_pure_opd, and the student is the actor."""
     if any(path.startswith("sft_train.") for path in values):

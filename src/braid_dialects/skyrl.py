@@ -62,7 +62,7 @@ def _base(source: Source) -> dict[str, Any]:
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], version: str | None) -> Dialect:
-    """Supervised fine-tuning has a table of its own; others are of a version."""
+    """Supervised fine-tuning has its own table; others are of a version."""
     return SKYRL_SFT if is_supervised(values) else skyrl_versions.of_file(dialect, values, version)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .base import Check, Evidence, Sums
+from .base import Check, Evidence, Sums, add_sums
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,19 +54,19 @@ def _compare_groups(
         ordered = sorted(pairs)
         size = max(abs(a) for _, a in pairs)
         count, total = len(pairs), sum(a for _, a in pairs)
-        sums["groups"] = sums.get("groups", 0) + 1
         spread, mean = ordered[-1][0] - ordered[0][0], sum(r for r, _ in pairs) / count
         std = (sum((r - mean) ** 2 for r, _ in pairs) / max(count - 1, 1)) ** 0.5
         is_ordered = all(b - a >= -1e-4 * max(size, 1) for (_, a), (_, b) in pairwise(ordered))
         deviation = (sum(a * a for _, a in pairs) / max(count - 1, 1)) ** 0.5
         is_wide = has_unit_std and std > 1e-3 and abs(deviation - 1) > 1e-2
         is_flat = spread > 1e-3 * max(abs(ordered[-1][0]), 1) and size == 0
-        for name, is_bad in (
-            ("uncentered_groups", abs(total) > 1e-4 * max(size * count, 1)),
-            ("unordered_groups", not is_ordered or is_flat),
-            ("unscaled_groups", is_wide),
-        ):
-            sums[name] = sums.get(name, 0) + is_bad
+        counted = {
+            "groups": 1,
+            "uncentered_groups": abs(total) > 1e-4 * max(size * count, 1),
+            "unordered_groups": not is_ordered or is_flat,
+            "unscaled_groups": is_wide,
+        }
+        add_sums(sums, counted)
 
 
 def _replay(round_: Round, parts: Sequence[NDArray[np.floating]], recipe: Recipe, sums: Sums) -> None:
@@ -77,10 +77,8 @@ def _replay(round_: Round, parts: Sequence[NDArray[np.floating]], recipe: Recipe
         if expected is None:
             return
         error = float(np.abs(part - expected).max())
-        sums["replayed"] = sums.get("replayed", 0) + 1
-        sums["replayed_wrong"] = sums.get("replayed_wrong", 0) + (
-            error > 1e-4 * max(float(np.abs(expected).max()), 1)
-        )
+        is_wrong = error > 1e-4 * max(float(np.abs(expected).max()), 1)
+        add_sums(sums, {"replayed": 1, "replayed_wrong": is_wrong})
 
 
 class GroupAdvantages(Check):

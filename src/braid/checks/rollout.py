@@ -237,14 +237,14 @@ class RepeatedPrompts(Check):
     name, sort = "repeated_prompts", "identity"
     holds = "no prompt is drawn twice in an epoch, also across resumes"
     threshold = "exact"
-    is_off = "data.mix, whose sources have epochs of their own"
+    is_off = "data.mix, where each source has its own epochs"
     causes = "a resume that begins the epoch again, or an order that repeats"
     look_at = "data.shuffle, run.resume"
     _drawn = _repeats = 0
     _seen: np.ndarray | None = None
 
     def why_off(self) -> str:
-        return "the sources of data.mix have epochs of their own" if self.config.data.mix else ""
+        return "each source of data.mix has its own epochs" if self.config.data.mix else ""
 
     def draw(self, sampler: PromptSampler, count: int) -> list[int]:
         """Take prompts from the sampler, and count those that it has given before in this epoch. Without the

@@ -73,7 +73,7 @@ class Line:
 
 def examine(*, model: str | None = None, trials: bool = True) -> Iterator[Line]:
     """Look at the machine, the packages and a model's folder; then train two rounds on each backend and
-    engine that is installed, each in a process of its own, with every check of the loop."""
+    engine that is installed, each in its own process, with every check of the loop."""
     for look in (
         _python,
         _processor,
@@ -274,12 +274,10 @@ def _model(path: str) -> Iterator[Line]:
 
 def _trial(key: str, kind: str, *, has_workers: bool) -> Line:
     """Train two rounds of a tiny model with a backend or an engine, in one process or on Ray workers."""
-    places = {"train.backend": "{policy: 0-1, rollout: 0-1}", "rollout.engine": "{policy: 0, rollout: 0}"}
     settings = [f"{key}={kind}"]
     if has_workers:
-        num_gpus = count_gpus()
-        place = places["rollout.engine"] if num_gpus == 1 else places[key]
-        settings.append(f"cluster.placement={place}")
+        devices = "0" if key == "rollout.engine" or count_gpus() == 1 else "0-1"
+        settings.append(f"cluster.placement={{policy: {devices}, rollout: {devices}}}")
     with tempfile.TemporaryDirectory(prefix="braid_doctor_", ignore_cleanup_errors=True) as folder:
         rows = [f'{{"prompt": "{letter}", "answer": "{letter}"}}\n' for letter in _LETTERS]
         Path(folder, "letters.jsonl").write_text("".join(rows), "utf-8")

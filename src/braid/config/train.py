@@ -150,5 +150,5 @@ class TrainConfig(Section):
         if plan.verb in ("sft", "prefer"):
             yield "nothing is sampled", "@.router_replay"
             if not config.has_rollouts:
-                why = f"{plan.verb} has an optimizer and sizes of its own"
+                why = f"{plan.verb} has its own optimizer and sizes"
                 yield why, "@.optimizer.* @.steps_per_pass @.passes_per_round @.shuffle"

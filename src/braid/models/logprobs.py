@@ -251,17 +251,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad = grad_logits(logits, log_total[tokens], grad_logprobs[tokens], of_entropy)
                 if grad_kl is not None and rule.reference is not None:
                     ref_logits = rule.reference.tile(tokens, columns)
-                    if rule.divergence == "kl":
-                        grad += _grad_kl(logits, log_total[tokens], ref_logits, gap[tokens], grad_kl[tokens])
-                    else:
-                        logp = logits - log_total[tokens].unsqueeze(1)
-                        logq = ref_logits.sub_(ref_total[tokens].unsqueeze(1))
-                        if rule.divergence == "forward_kl":
-                            moved = logp.exp_().sub_(logq.exp_())
-                        else:
-                            above = _above_mixture(logp, logq).sub_(gap[tokens].unsqueeze(1))
-                            moved = logp.exp_().mul_(above).div_(2)
-                        grad += moved.mul_(grad_kl[tokens].unsqueeze(1))
+                    totals = (log_total[tokens], ref_total[tokens], gap[tokens])
+                    grad += _grad_divergence(rule.divergence, logits, ref_logits, *totals, grad_kl[tokens])
                 inside, column = _place(targets[tokens], columns)
                 grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[tokens], 0.0).unsqueeze(1))
                 grad = rule.grad_raw(grad, logits)
@@ -397,10 +388,28 @@ def _grad_logits(
     return probs.mul_(logp)
 
 
-def _grad_kl(logits: Tensor, log_total: Tensor, ref_logits: Tensor, gap: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of a tile's logits z for KLs with gradient g: p_j (z_j - r_j - E[z - r]) g."""
-    difference = (logits - ref_logits).sub_(gap.unsqueeze(1)).mul_(grad.unsqueeze(1))
-    return (logits - log_total.unsqueeze(1)).exp_().mul_(difference)
+def _grad_divergence(
+    divergence: Divergence,
+    logits: Tensor,
+    ref_logits: Tensor,
+    log_total: Tensor,
+    ref_total: Tensor,
+    gap: Tensor,
+    grad: Tensor,
+) -> Tensor:
+    """Gradient of a tile's logits for divergences with gradient `grad`, by the formulas of token_logprobs;
+    `gap` is the mean that they subtract. Overwrites `ref_logits`."""
+    logp = logits - log_total.unsqueeze(1)
+    if divergence == "kl":
+        difference = (logits - ref_logits).sub_(gap.unsqueeze(1)).mul_(grad.unsqueeze(1))
+        return logp.exp_().mul_(difference)
+    logq = ref_logits.sub_(ref_total.unsqueeze(1))
+    if divergence == "forward_kl":
+        moved = logp.exp_().sub_(logq.exp_())
+    else:
+        above = _above_mixture(logp, logq).sub_(gap.unsqueeze(1))
+        moved = logp.exp_().mul_(above).div_(2)
+    return moved.mul_(grad.unsqueeze(1))
 
 
 def _above_mixture(logp: Tensor, logq: Tensor) -> Tensor:

@@ -518,27 +518,20 @@ def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed |
         for evaluation in (reporter.first_eval, reporter.last_eval)
     )
     problems = []
-    if target.min_final is not None and not is_at_least(last, target.min_final):
-        problems.append(
-            f"there is no final {name}: no answer of the evaluation is valid, or none was made"
-            if math.isnan(last)
-            else f"final {name} is {last:.3f}, below eval.target.min_final={target.min_final:g}"
-        )
-    if target.max_final is not None and not is_at_least(-last, -target.max_final):
-        problems.append(
-            f"there is no final {name}: no answer of the evaluation is valid, or none was made"
-            if math.isnan(last)
-            else f"final {name} is {last:.3f}, above eval.target.max_final={target.max_final:g}"
-        )
-    gain, verb_text = last - first, "rose"
-    if name in ("loss", "perplexity"):
-        gain, verb_text = first - last, "fell"
+    if math.isnan(last) and not (target.min_final is None and target.max_final is None):
+        problems.append(f"there is no final {name}: no answer of the evaluation is valid, or none was made")
+    elif target.min_final is not None and not is_at_least(last, target.min_final):
+        problems.append(f"final {name} is {last:.3f}, below eval.target.min_final={target.min_final:g}")
+    elif target.max_final is not None and not is_at_least(-last, -target.max_final):
+        problems.append(f"final {name} is {last:.3f}, above eval.target.max_final={target.max_final:g}")
+    falls = name in ("loss", "perplexity")
+    gain, moved = (first - last, "fell") if falls else (last - first, "rose")
     if verb != "eval" and target.min_gain is not None and not is_at_least(gain, target.min_gain):
         problems.append(
             f"the gain in {name} is unknown, since the first or the last evaluation has no valid answer or "
             "was not made"
             if math.isnan(gain)
-            else f"{name} {verb_text} from {first:.3f} to {last:.3f}, by less than "
+            else f"{name} {moved} from {first:.3f} to {last:.3f}, by less than "
             f"eval.target.min_gain={target.min_gain:g}"
         )
     return TargetMissed("; ".join(problems)) if problems else None

@@ -20,7 +20,7 @@ from braid.envs.simulators.base import reset_prompts
 from braid.errors import ConfigError, Problem
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
 from braid.models.vision import Vision, load_vision
-from braid.plan import Plan, Verb, policy_size, with_examples, with_pairs, with_prompts
+from braid.plan import Plan, Verb, policy_size, row_limit, with_examples, with_pairs, with_prompts
 from braid.plan.rewards import mix_problems, source_problems, weight_problems
 from braid.rollout.collector import Use
 from braid.types import Prompt
@@ -67,7 +67,6 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
     ends, vision = end_token_ids(config.model, tokenizer), load_vision(config.model, data.image, tokenizer)
     train = data.train if verb == "train" else ()
     size = policy_size(config)
-    max_positions = None if size is None else size.max_positions
     prompts: dict[Use, PromptSet] = {
         "train": load_prompts(train, data, tokenizer, base_dir=base_dir, role="train", vision=vision),
         "eval": load_prompts(data.eval, data, tokenizer, base_dir=base_dir, role="eval", vision=vision),
@@ -79,10 +78,7 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
     conversation = chat_format(config, tokenizer, ends, vision).examples
     examples, held_out_examples, pairs, held_out = NO_EXAMPLES, NO_EXAMPLES, NO_PAIRS, NO_PAIRS
     if verb != "eval" and (sft := config.sft) is not None:
-        limits = [limit for limit in (sft.max_tokens, max_positions) if limit is not None]
-        rules = ExampleRules(
-            max_tokens=min(limits, default=None), overlong=sft.overlong, train_on=sft.train_on
-        )
+        rules = ExampleRules(max_tokens=row_limit(sft, size), overlong=sft.overlong, train_on=sft.train_on)
         load = partial(
             load_examples,
             config=data,
@@ -97,7 +93,6 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
             sft.eval_data if verb == "sft" else (), rules=replace(rules, key="sft.eval_data")
         )
     if verb == "prefer" and (prefer := config.prefer) is not None:
-        limits = [limit for limit in (prefer.max_tokens, max_positions) if limit is not None]
         pair_format = PairFormat(
             data,
             tokenizer,
@@ -105,7 +100,7 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
             ends,
             conversation,
             vision,
-            max_tokens=min(limits, default=None),
+            max_tokens=row_limit(prefer, size),
             is_scored=prefer.loss.trains_reward_model,
         )
         pairs = load_pairs(prefer.data, pair_format, key="prefer.data")

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from braid.checks import add_sums
 from braid.checks.sampler import TOKEN_SUMS
 from braid.config.train import TrainConfig
 from braid.errors import TrainingError
@@ -343,8 +344,7 @@ class SingleBackend:
         maxima: dict[str, float] = {}
         checks: dict[str, float] = {}
         for _, _, means, greatest, sums, _, _ in parts:
-            for name, total in sums.items():
-                checks[name] = checks.get(name, 0.0) + total
+            add_sums(checks, sums)
             for name, (total, count) in means.items():
                 before = metrics.get(name, (0.0, 0.0))
                 metrics[name] = (before[0] + total, before[1] + count)
