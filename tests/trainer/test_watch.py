@@ -30,7 +30,7 @@ def _watch(recipe: str = "grpo", **algorithm: str) -> LearningWatch:
             "model": {"build": {}},
             "data": {"train": [{"kind": "procedural", "generator": "chain_sum", "size": 64}]},
             "reward": {"parts": [{"kind": "exact"}]},
-            "rollout": {"prompts_per_round": 4, "group_size": 4},
+            "rollout": {"prompts_per_round": 4, "group_size": 8},
             "algorithm": {"recipe": recipe, **algorithm},
         }
     )

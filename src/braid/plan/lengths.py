@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from braid.config.prefer import PreferConfig
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
-from braid.config.sft import SftConfig
 from braid.json_text import read_json
 
 from .plan import Plan
@@ -37,15 +35,16 @@ def longest_row(config: RunConfig) -> int | None:
     for section in (config.sft, config.prefer):
         if section is None:
             continue
-        if (limit := row_limit(section, size)) is None:
+        if (limit := row_limit(section.max_tokens, size)) is None:
             return None
         bounds.append(limit)
     return max(bounds, default=None)
 
 
-def row_limit(section: SftConfig | PreferConfig, size: ModelSize | None) -> int | None:
-    """Maximum tokens of a supervised example or a preference pair's longer side; None if unbounded."""
-    limits = (section.max_tokens, None if size is None else size.max_positions)
+def row_limit(max_tokens: int | None, size: ModelSize | None) -> int | None:
+    """Maximum tokens of a supervised example or a preference pair's longer side, given the `max_tokens` of
+    its section; None if unbounded."""
+    limits = (max_tokens, None if size is None else size.max_positions)
     return min((limit for limit in limits if limit is not None), default=None)
 
 

@@ -78,7 +78,9 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
     conversation = chat_format(config, tokenizer, ends, vision).examples
     examples, held_out_examples, pairs, held_out = NO_EXAMPLES, NO_EXAMPLES, NO_PAIRS, NO_PAIRS
     if verb != "eval" and (sft := config.sft) is not None:
-        rules = ExampleRules(max_tokens=row_limit(sft, size), overlong=sft.overlong, train_on=sft.train_on)
+        rules = ExampleRules(
+            max_tokens=row_limit(sft.max_tokens, size), overlong=sft.overlong, train_on=sft.train_on
+        )
         load = partial(
             load_examples,
             config=data,
@@ -100,7 +102,7 @@ def read_inputs(loaded: Loaded, verb: Verb) -> TextInputs | None:
             ends,
             conversation,
             vision,
-            max_tokens=row_limit(prefer, size),
+            max_tokens=row_limit(prefer.max_tokens, size),
             is_scored=prefer.loss.trains_reward_model,
         )
         pairs = load_pairs(prefer.data, pair_format, key="prefer.data")
