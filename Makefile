@@ -84,9 +84,12 @@ gpu:
 wheel: setup
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation -w dist .
 
-test: lint types walls most
+# side by side, since types need one core and tests wait at times
+test: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
+	@$(MAKE) --no-print-directory -j 2 lint walls types most
 
-check: lint types walls quick
+check: $(AGENTS) $(ROBOTS)
+	@$(MAKE) --no-print-directory -j 2 lint walls types quick
 
 slow: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
 	$(BIN)/pytest -q -n 3 --dist loadgroup -m "slow and not smoke and not nightly"

@@ -85,7 +85,7 @@ def _megatron(source: Source) -> Findings:
 
 
 OF_ALL: tuple[Check, ...] = (_cadences, _megatron)
-"""Those of files of any task."""
+"""Checks of the files of every task."""
 CHECKS: tuple[Check, ...] = (
     *OF_ALL, _batches, _logprobs, _devices, lambda source: iter(critic_settings(source)[1]),
 )  # fmt: skip

@@ -44,10 +44,20 @@ HOMONYMS = ("sft", "sigmoid")
 """Preference losses that are called like a command, and like a function."""
 
 
+pytestmark = pytest.mark.xdist_group("kinds")  # whose names are collected once a process
+
+
 @cache
-def trees() -> dict[str, ast.Module]:
-    """Path of each file -> its code."""
-    return {str(file.relative_to(SRC)): ast.parse(file.read_text()) for file in SRC.rglob("*.py")}
+def names() -> dict[str, list[ast.Constant | ast.alias]]:
+    """Path of each file -> its texts and what it imports."""
+    return {
+        str(file.relative_to(SRC)): [
+            node
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, ast.Constant | ast.alias)
+        ]
+        for file in SRC.rglob("*.py")
+    }
 
 
 KNOW_ENGINES = (
@@ -68,14 +78,15 @@ OTHER_ENGINES = {
 def _names(kinds: Mapping[str, type[Kind]], know: tuple[str, ...]) -> Iterator[tuple[str, int, str]]:
     """(file, line, name) of each kind or its class in files other than those that `know` them."""
     classes = {kind.__name__ for kind in kinds.values()}
-    for name, tree in trees().items():
+    for name, nodes in names().items():
         if name.startswith(know):
             continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and node.value in kinds:
+        for node in nodes:
+            if isinstance(node, ast.alias):
+                if node.name in classes:
+                    yield name, node.lineno, node.name
+            elif node.value in kinds:
                 yield name, node.lineno, str(node.value)
-            elif isinstance(node, ast.alias) and node.name in classes:
-                yield name, node.lineno, node.name
 
 
 def test_no_other_code_names_a_kind() -> None:
@@ -117,10 +128,10 @@ def test_only_what_builds_a_kind_imports_its_class(family: str) -> None:
     kinds, builders = BUILDERS[family]
     classes = {kind.__name__ for kind in kinds}
     importing = []
-    for name, tree in trees().items():
+    for name, nodes in names().items():
         if name.startswith((*builders, "braid_dialects/")):
             continue
-        imported = (node for node in ast.walk(tree) if isinstance(node, ast.alias))
+        imported = (node for node in nodes if isinstance(node, ast.alias))
         importing += [f"{name}:{node.lineno}: {node.name}" for node in imported if node.name in classes]
     assert importing == []
 

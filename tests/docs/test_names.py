@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.docstrings import docstrings
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 pytestmark = pytest.mark.xdist_group("names")  # which are collected once a process
@@ -32,6 +33,7 @@ ELSEWHERE = {
 }
 SYMBOL = re.compile(r"[A-Za-z]_\w")
 """Of a formula, such as A_t."""
+COMMENT = re.compile(r"(^|\s)# .*")
 PLACEHOLDER = re.compile(r"_N(?![A-Za-z])|NAME_|version_\d+_")
 
 
@@ -66,24 +68,9 @@ def known() -> frozenset[str]:
     """The words of code without its docstrings and comments, of files with keys, and of paths."""
     texts = [path.read_text() for pattern in KEYS for path in ROOT.glob(pattern)]
     for path in (path for folder in CODE for path in (ROOT / folder).rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        spoken = set(docstrings(tree))
-        texts.append(" ".join(path.relative_to(ROOT).parts))
-        for node in ast.walk(tree):
-            names = [getattr(node, part, None) for part in ("id", "attr", "arg", "name", "asname", "module")]
-            names.append(node.value if isinstance(node, ast.Constant) and node not in spoken else None)
-            texts += [name for name in names if isinstance(name, str)]
+        lines = path.read_text().splitlines()
+        for text in docstrings(ast.parse("\n".join(lines))):
+            lines[text.lineno - 1 : text.end_lineno] = [""] * ((text.end_lineno or 0) - text.lineno + 1)
+        texts += [*path.relative_to(ROOT).parts, *(COMMENT.sub("", line) for line in lines)]
     words = {word for text in texts for word in re.findall(r"\w+", text)}
     return frozenset(words | set(CONFIG_MAPPING_NAMES) | ELSEWHERE)
-
-
-def docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """The docstrings in a module, with those of its constants and fields."""
-    for node in ast.walk(tree):
-        for statement in getattr(node, "body", ()) if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            if (
-                isinstance(statement, ast.Expr)
-                and isinstance(statement.value, ast.Constant)
-                and isinstance(statement.value.value, str)
-            ):
-                yield statement.value
