@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import isdir  # False for names that no file can have
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -77,7 +77,7 @@ class Run:
             )
         return read_samples(file)
 
-    def export(self, output: str | Path | None = None, *, step: int | None = None) -> Path:
+    def export(self, output: str | Path | None = None, *, step: int | Literal["best"] | None = None) -> Path:
         """Write a checkpoint, by default the newest, as a folder that transformers loads; returns the
         folder."""
         from braid.trainer import commands

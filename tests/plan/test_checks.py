@@ -322,7 +322,10 @@ def test_each_verb_needs_its_own_parts() -> None:
         (["critic.warmup_rounds=1"], "critic.warmup_rounds: has no effect: the advantage uses no critic"),
         (["algorithm.kl_in=reward"], "algorithm.kl_in: has no effect: algorithm.kl_coef is 0"),
         (["reference.path=x"], "reference.path: has no effect: algorithm.kl_coef is 0"),
-        (["eval.target.metric=pass@1"], "eval.target.metric: has no effect: there are no targets"),
+        (
+            ["eval.target.metric=pass@1"],
+            "eval.target.metric: has no effect: no target is set, and evaluations are not compared",
+        ),
         (
             ["algorithm.old_logprobs=behavior", "algorithm.corrections=[{high: 3}]"],
             "algorithm.corrections: has no effect: with algorithm.old_logprobs=behavior there is nothing "

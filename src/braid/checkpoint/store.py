@@ -1,5 +1,5 @@
 """Checkpoints of a run (docs/run_directory.md): written atomically, verified before loading, and pruned to
-the newest.
+the newest and the best.
 
 A folder named step_N is complete: it is written as .saving_step_N, synced to disk with all of its files, then
 renamed. If the process is killed at any moment, each step_N is either the old or the new checkpoint. Names
@@ -87,15 +87,15 @@ class CheckpointStore:
         replaced = self.folder / f"{_REPLACED}step_{step}"
         return replaced if replaced.exists() and not home.exists() else home
 
-    def save(self, step: int, state: Mapping[str, Any] | Fill) -> Path:
+    def save(self, step: int, state: Mapping[str, Any] | Fill, *, best: int | None = None) -> Path:
         """Write `state` as the checkpoint of `step`, replacing an earlier one of that step, and return its
         folder.
 
         If workers write a part of it, `state` is a function that takes the folder for their files; see Fill.
 
-        Afterwards removes the oldest checkpoints beyond `keep`, and those of later steps, which the resumed
-        run has discarded. Raises CheckpointError when the checkpoint cannot be written; all others are then
-        unchanged.
+        Afterwards removes the oldest checkpoints beyond `keep`, except that of the step `best`, and those of
+        later steps, which the resumed run has discarded. Raises CheckpointError when the checkpoint cannot be
+        written; all others are then unchanged.
         """
         saving = self.folder / f"{_SAVING}step_{step}"
         needed: int | None = None
@@ -124,7 +124,8 @@ class CheckpointStore:
         self.forget_after(step)
         if self.keep is not None:
             for old in self.steps()[: -self.keep]:
-                self._remove(old)
+                if old != best:
+                    self._remove(old)
         return self.path(step)
 
     def locate(self, which: str | Path = "latest") -> tuple[Path, int, dict[str, Any]]:

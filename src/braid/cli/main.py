@@ -456,7 +456,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     convert.add_argument("--output", metavar="FILE", help="output file; standard output by default")
     export.add_argument("run_dir", metavar="RUN", help="folder of a run")
     export.add_argument("--output", metavar="DIR", help="output folder; RUN/export by default")
-    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint; the newest by default")
+    export.add_argument(
+        "--step",
+        type=lambda text: text if text == "best" else int(text),
+        metavar="N",
+        help="step of the checkpoint, or `best` for that of the best evaluation; the newest by default",
+    )
     _add_looks(verbs.choices)
     doctor = verbs.choices["doctor"]
     doctor.add_argument("--quick", action="store_true", help="look only, train nothing")

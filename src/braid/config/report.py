@@ -100,8 +100,8 @@ class EvalTarget(Section):
         return not (self.min_final is None and self.max_final is None and self.min_gain is None)
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
-        if not self.is_set:
-            yield "there are no targets", "eval.target.metric"
+        if not (self.is_set or config.eval.patience or config.checkpoint.keep_best):
+            yield "no target is set, and evaluations are not compared", "eval.target.metric"
 
 
 class EvalConfig(Section):
@@ -113,6 +113,9 @@ class EvalConfig(Section):
     """Evaluate every this many rounds; 0 for never."""
     at_end: bool = True
     """Evaluate after the last round."""
+    patience: PositiveInt | None = None
+    """Stop the run early, with a checkpoint and the status `stopped`, after this many evaluations in a row
+    that do not improve on the best one before them, by target.metric; null for never."""
     batch_prompts: PositiveInt | None = None
     """Prompts evaluated at a time; all when null."""
     shuffle: bool = False
@@ -132,12 +135,19 @@ class EvalConfig(Section):
 
     @property
     def target_metric(self) -> str:
-        """Name of the result that `target` is for."""
+        """Name of the result that `target` is for, and by which evaluations are compared."""
         return self.target.metric or f"mean@{self.samples_per_prompt}"
 
-    only_for_training: ClassVar[str] = "eval.{every_rounds,before,at_end}"
+    @property
+    def is_lower_better(self) -> bool:
+        """Whether learning lowers target_metric."""
+        return self.target_metric in ("loss", "perplexity")
+
+    only_for_training: ClassVar[str] = "eval.{every_rounds,before,at_end,patience}"
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
+        if self.every_rounds == 0:
+            yield "the run is not evaluated between its rounds", "eval.patience"
         if config.env.is_simulator or config.data.eval or config.makes_tasks:
             return
         why, keys = "there are no data.eval sources", "samples_per_prompt,pass_at,sampling"
@@ -162,6 +172,9 @@ class CheckpointConfig(Section):
     """Save after the last round."""
     keep: PositiveInt | None = 2
     """Number of newest checkpoints to keep; null for all."""
+    keep_best: bool = False
+    """Also save after each evaluation that is better, by eval.target.metric, than all before it, and keep the
+    checkpoint of the best one (`braid export RUN --step best`)."""
     dir: str | None = None
     """Checkpoint folder; `checkpoints/` in the run's folder when null."""
     export_every_rounds: NonNegativeInt = 0
@@ -169,7 +182,7 @@ class CheckpointConfig(Section):
     export_dir: str | None = None
     """Parent folder of the exports; `exports/` in the run's folder when null."""
 
-    only_for_training: ClassVar[str] = "checkpoint.{every_rounds,every_s,at_end,keep}"
+    only_for_training: ClassVar[str] = "checkpoint.{every_rounds,every_s,at_end,keep,keep_best}"
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
         if self.every_rounds > 0:

@@ -148,15 +148,19 @@ def _evaluation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
                 f"eval.samples_per_prompt={evaluation.samples_per_prompt}"
             )
             yield f"eval.pass_at[{i}]", f"{needs}; raise it, or lower k"
-    if not target.is_set:
-        return
     names = ("min_final", "max_final", "min_gain")
-    key = next(f"eval.target.{name}" for name in names if getattr(target, name) is not None)
+    keys = [f"eval.target.{name}" for name in names if getattr(target, name) is not None]
+    if plan.verb != "eval":
+        keys += ["eval.patience"] * (evaluation.patience is not None)
+        keys += ["checkpoint.keep_best"] * config.checkpoint.keep_best
+    if not keys:
+        return
     held_out = config.held_out(plan.verb)
     if not (config.data.eval or held_out or config.env.is_simulator or config.makes_tasks):
-        yield key, "a target needs evaluation data; add sources to data.eval"
-    if plan.verb != "eval" and not evaluation.at_end:
-        yield key, "the target is measured after the last round; set eval.at_end=true"
+        what = "a target" if target.is_set else "this"
+        yield keys[0], f"{what} needs evaluation data; add sources to data.eval"
+    if plan.verb != "eval" and target.is_set and not evaluation.at_end:
+        yield keys[0], "the target is measured after the last round; set eval.at_end=true"
     if plan.verb != "eval" and target.min_gain is not None and not evaluation.before:
         why = "the gain is relative to the evaluation before training; set eval.before=true"
         yield "eval.target.min_gain", why

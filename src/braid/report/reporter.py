@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from math import isnan, nan
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -41,6 +42,7 @@ class Counted(Protocol):
 
 
 _NO_EVAL: dict[str, Any] = {"round": None, "results": {}}
+_NO_BEST: dict[str, Any] = {"round": None, "step": None, "value": None, "num_since": 0}
 
 
 @dataclass(slots=True)
@@ -52,6 +54,7 @@ class _State:
     wall_s: float = 0.0
     first_eval: dict[str, Any] = field(default_factory=lambda: _NO_EVAL)
     last_eval: dict[str, Any] = field(default_factory=lambda: _NO_EVAL)
+    best_eval: dict[str, Any] = field(default_factory=lambda: _NO_BEST)
     restarts: int = 0
     trips: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -72,10 +75,13 @@ class Reporter:
         sinks: Sequence[Sink] = (),
         *,
         checkpoints: Path | None = None,
+        best: tuple[str, bool] | None = None,
     ) -> None:
-        """`checkpoints` is the checkpoint folder; None for the one in the run folder."""
+        """`checkpoints` is the checkpoint folder; None for the one in the run folder. `best` is the result
+        over all evaluation data by which evaluations are compared, and whether lower values are better."""
         self.run_dir, self.console = run_dir, console
         self._checkpoints = checkpoints or run_dir.checkpoints
+        self._best = best
         self.decode: Decode | None = None
         self._sinks: list[Sink] = [*sinks, console]
         self._data: dict[str, dict[str, dict[str, int]]] = {}
@@ -140,6 +146,7 @@ class Reporter:
             progress.last_eval = {"round": round_, "results": results}
             if progress.first_eval["round"] is None:
                 progress.first_eval = progress.last_eval
+            self._compare(results.get("all", {}))
         for sink in tuple(self._sinks):
             self._try(sink, lambda sink=sink: sink.log(round_, step, flat))
         self._summarize_running()
@@ -229,6 +236,29 @@ class Reporter:
         return self._state.last_eval["results"]
 
     @property
+    def best_eval(self) -> dict[str, Any]:
+        """The best evaluation so far: `round`, `step` and `value`, which are None if there is none, and
+        `num_since`, the number of evaluations after it."""
+        return self._state.best_eval
+
+    def _compare(self, results: Mapping[str, float]) -> None:
+        """Note whether the results of an evaluation, over all data, are the best so far."""
+        if self._best is None:
+            return
+        name, is_lower_better = self._best
+        progress, value = self._state, results.get(name, nan)
+        best = progress.best_eval["value"]
+        if not isnan(value) and (best is None or (value < best if is_lower_better else value > best)):
+            progress.best_eval = {
+                "round": progress.round,
+                "step": progress.step,
+                "value": value,
+                "num_since": 0,
+            }
+        elif best is not None:
+            progress.best_eval = {**progress.best_eval, "num_since": progress.best_eval["num_since"] + 1}
+
+    @property
     def _wall_s(self) -> float:
         return self._state.wall_s + time.monotonic() - self._start_s
 
@@ -274,6 +304,7 @@ class Reporter:
                 "last": self.last_eval,
                 "first_round": progress.first_eval["round"],
                 "last_round": progress.last_eval["round"],
+                "best": {name: progress.best_eval[name] for name in ("round", "step", "value")},
             },
             "checkpoint": None if self._evaluated is None else str(self._evaluated),
             "data": self._data,

@@ -117,7 +117,7 @@ def build(
         models.export = partial(preferences.export_reward_model, config)
     about = {"run_id": reporter.run_dir.run_id, "config": to_yaml(spec.loaded)}
     checkpoints = Checkpoints(store, models, others, about)
-    progress = Progress(config.checkpoint, checkpoints, reports, stop, plan.last_round)
+    progress = Progress(config.checkpoint, checkpoints, reports, stop, plan.last_round, config.eval.patience)
     shared = (models, sampling, Evaluation(config, workers.eval_prompts, sampling), progress)
     if plan.verb == "eval":
         return EvaluationRun(*shared, spec.trained)

@@ -38,9 +38,10 @@ class Checkpoints:
             "about": dict(self.about),
         } | {name: other.state() for name, other in self.others.items()}
 
-    def write(self, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint of the models and of `state`, which matches them."""
-        self.store.save(state["progress"]["step"], partial(self.models.write, state))
+    def write(self, state: Mapping[str, Any], best: int | None = None) -> None:
+        """Write a checkpoint of the models and of `state`, which matches them. That of the step `best` is
+        kept beside the newest."""
+        self.store.save(state["progress"]["step"], partial(self.models.write, state), best=best)
 
     def restore(self, state: Mapping[str, Any], folder: Path, *, is_warm: bool) -> None:
         """Restore everything from the checkpoint in `folder`; `is_warm` if its warm-up is complete."""

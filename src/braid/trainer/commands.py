@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers.utils.logging import disable_progress_bar
@@ -40,6 +40,7 @@ from braid.errors import (
     TargetMissed,
     WorkerError,
 )
+from braid.json_text import read_json
 from braid.plan import Plan, Verb, resolve
 from braid.plan.threads import num_sharing, thread_counts
 from braid.report.names import declare
@@ -133,7 +134,7 @@ def evaluate(
     return _evaluate(with_absolute_paths(loaded), plan, cluster, trained)
 
 
-def export(run_dir: Path, *, output: Path | None = None, step: int | None = None) -> Path:
+def export(run_dir: Path, *, output: Path | None = None, step: int | Literal["best"] | None = None) -> Path:
     """`braid export`: write a checkpoint of a run as a folder that transformers loads. Returns the folder."""
     loaded = load_config(run_dir / "config.yaml")
     kind = loaded.config.model.kind
@@ -197,15 +198,25 @@ def _refuse_other_model(loaded: Loaded, trained: Trained) -> None:
         raise ConfigError(problems)
 
 
-def _trained_of(run_dir: Path, step: int | None = None) -> Trained:
-    """The policy in a run's newest checkpoint, or in that of `step`."""
+def _trained_of(run_dir: Path, step: int | Literal["best"] | None = None) -> Trained:
+    """The policy in a run's newest checkpoint, or in that of `step`, or of the best evaluation."""
     store = _store_of(load_config(run_dir / "config.yaml").config, run_dir)
     steps = store.steps()
     if not steps:
         raise CheckpointError(f"the run {run_dir} has no checkpoint in {store.folder}")
+    which = f"--step {step}"
+    if step == "best":
+        try:
+            step = read_json(run_dir / "summary.json")["eval"]["best"]["step"]
+        except (OSError, ValueError, KeyError):
+            step = None
+        if step is None:
+            why = "has no evaluation of eval.target.metric in its summary.json"
+            raise ConfigError(f"--step best: {run_dir} {why}; pass a number of {', '.join(map(str, steps))}")
+        which = f"the best evaluation is of step {step} (checkpoint.keep_best keeps its checkpoint)"
     if step is not None and step not in steps:
         have = ", ".join(map(str, steps))
-        raise ConfigError(f"--step {step}: {run_dir} has no checkpoint of that step; available: {have}")
+        raise ConfigError(f"{which}: {run_dir} has no checkpoint of that step; available: {have}")
     return _trained_in(store, "latest" if step is None else str(store.path(step)))
 
 
@@ -289,7 +300,13 @@ def _in_folder(
         declare("policy", plan.recipe.policy_loss.metrics)
         if config.prefer is not None:
             declare("prefer", config.prefer.loss.metrics)
-        reporter = Reporter(run_dir, console, sinks, checkpoints=store.folder)
+        reporter = Reporter(
+            run_dir,
+            console,
+            sinks,
+            checkpoints=store.folder,
+            best=(config.eval.target_metric, config.eval.is_lower_better),
+        )
 
         def begin() -> None:
             run_dir.describe(to_yaml(loaded), hidden(plan.to_json(), distinct(loaded.secrets)), loaded.kept)
@@ -524,8 +541,7 @@ def _missed(config: RunConfig, reporter: Reporter, verb: Verb) -> TargetMissed |
         problems.append(f"final {name} is {last:.3f}, below eval.target.min_final={target.min_final:g}")
     elif target.max_final is not None and not is_at_least(-last, -target.max_final):
         problems.append(f"final {name} is {last:.3f}, above eval.target.max_final={target.max_final:g}")
-    falls = name in ("loss", "perplexity")
-    gain, moved = (first - last, "fell") if falls else (last - first, "rose")
+    gain, moved = (first - last, "fell") if config.eval.is_lower_better else (last - first, "rose")
     if verb != "eval" and target.min_gain is not None and not is_at_least(gain, target.min_gain):
         problems.append(
             f"the gain in {name} is unknown, since the first or the last evaluation has no valid answer or "

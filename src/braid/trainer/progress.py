@@ -73,7 +73,7 @@ class Progress:
 
     `metrics` are those of the round whose line is not written yet; stages return theirs, and the loops merge
     them here. `stop` has the signals that ask the run to stop, `num_rounds` is the number of its last round,
-    if it has rounds.
+    if it has rounds, and `patience` is eval.patience.
     """
 
     def __init__(
@@ -83,11 +83,12 @@ class Progress:
         reports: Reports,
         stop: StopSignals,
         num_rounds: int | None,
+        patience: int | None = None,
     ) -> None:
         self.reports, self.stop, self.num_rounds = reports, stop, num_rounds
         self.counters = Counters()
         self.metrics = Metrics()
-        self.config, self._checkpoints = config, checkpoints
+        self.config, self._checkpoints, self._patience = config, checkpoints, patience
         self._clock = SaveClock()
         self._saved: Mapping[str, Any] = {}
         """Counters in the newest checkpoint that this run wrote or was restored from."""
@@ -110,8 +111,13 @@ class Progress:
 
     @property
     def is_stop_asked(self) -> bool:
-        """Whether a signal or a callback has asked the run to stop."""
-        return self.stop.is_requested or self.reports.reporter.is_stop_asked
+        """Whether a signal or a callback has asked the run to stop, or eval.patience has."""
+        return self.stop.is_requested or self.reports.reporter.is_stop_asked or self._is_stale
+
+    @property
+    def _is_stale(self) -> bool:
+        """Whether the last eval.patience evaluations have improved on nothing."""
+        return self._patience is not None and self.reports.reporter.best_eval["num_since"] >= self._patience
 
     def advance(self, **counters: Any) -> None:
         """Set the named counters."""
@@ -147,7 +153,9 @@ class Progress:
     def save_round(self) -> None:
         """Write a checkpoint at the end of a round, if due."""
         config = self.config
-        if is_due(self.round, config.every_rounds, is_end=self.is_last_round and config.at_end):
+        best = self.reports.reporter.best_eval
+        is_best = config.keep_best and best["round"] == self.round and best["num_since"] == 0
+        if is_best or is_due(self.round, config.every_rounds, is_end=self.is_last_round and config.at_end):
             self._save(self.state())
         else:
             self.save_by_time()
@@ -203,10 +211,18 @@ class Progress:
 
     def stop_if_asked(self) -> None:
         """If a signal has asked the run to stop, save unsaved state and raise KeyboardInterrupt; if a
-        callback has, StopTraining."""
+        callback or eval.patience has, StopTraining."""
         if self.stop.is_requested:
             self._end(self.state())
-        if self.reports.reporter.is_stop_asked:
+        if self.is_stop_asked:
+            if self._is_stale:
+                best = self.reports.reporter.best_eval
+                logger.info(
+                    "%d evaluations have not improved on %g, after round %s (eval.patience): the run ends",
+                    best["num_since"],
+                    best["value"],
+                    best["round"],
+                )
             state = self.state()
             if state["progress"] != self._saved:
                 self._save(state)
@@ -240,7 +256,8 @@ class Progress:
         """Write a checkpoint of the models' current state and the matching rest of it."""
         start = time.perf_counter()
         with self.reports.timed("save", self.metrics), self.stop.finishing():
-            self._checkpoints.write(state)
+            best = state["reporter"]["best_eval"]["step"] if self.config.keep_best else None
+            self._checkpoints.write(state, best)
         self._clock.saved(time.perf_counter() - start)
         self._saved = state["progress"]
 
