@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import pickle
 import threading
 import time
 from pathlib import Path
@@ -66,6 +67,19 @@ def test_a_limit_keeps_the_first_rows_and_reads_no_further(tmp_path: Path) -> No
     path = _write(tmp_path, "a.jsonl")
     path.write_text(path.read_text() + "not json\n")
     assert _read(FileSource(path="a.jsonl", limit=2), tmp_path) == ROWS[:2]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
+def test_rows_at_the_start_are_left_out(tmp_path: Path, name: str) -> None:
+    _write(tmp_path, name)
+    assert _read(FileSource(path=name, skip=1), tmp_path) == ROWS[1:]
+    assert _read(FileSource(path=name, skip=1, limit=1), tmp_path) == ROWS[1:2]
+    assert _read(FileSource(path=(name, name), skip=2, limit=2), tmp_path) == [ROWS[2], ROWS[0]]
+    (rows,) = read_sources([FileSource(path=name, skip=2)], base_dir=tmp_path, key="data.train")
+    assert rows.where(0) == "data.train[0] (a), row 2"
+    assert list(pickle.loads(pickle.dumps(rows.rows))) == ROWS[2:]
+    message = "data.train[0] (a): the dataset has 3 rows, and skip=3 leaves none; lower data.train[0].skip"
+    assert _error(FileSource(path=name, skip=3), tmp_path) == message
 
 
 def test_an_absolute_path_is_not_looked_up_from_the_config(tmp_path: Path) -> None:
@@ -169,6 +183,7 @@ def test_a_generator_gives_its_entries_and_how_to_score_them(tmp_path: Path) -> 
     shifted = _read(source.model_copy(update={"seed": 4}), tmp_path)
     assert [r["question"] for r in shifted][:-1] == [r["question"] for r in rows][1:]
     assert len(_read(source.model_copy(update={"limit": 2}), tmp_path)) == 2
+    assert _read(source.model_copy(update={"skip": 3}), tmp_path) == rows[3:]
 
 
 @pytest.mark.parametrize(
@@ -209,6 +224,7 @@ def hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_local_folder_is_a_hub_dataset(hub_folder: Path) -> None:
     assert _read(HubSource(path="set"), hub_folder) == ROWS
     assert _read(HubSource(path="set", limit=1), hub_folder) == ROWS[:1]
+    assert _read(HubSource(path="set", skip=1, limit=1), hub_folder) == ROWS[1:2]
 
 
 def test_an_unknown_split_or_dataset_is_reported(hub_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from braid.errors import (
     ConfigError,
     DataError,
     ModelError,
+    Problem,
     RunInterrupted,
     WorkerError,
     suggest,
@@ -159,6 +160,47 @@ def _run(args: argparse.Namespace) -> int:
         return OK
     sys.stderr.write(f"braid: eval.target was not reached; see {outcome.run_dir / 'summary.json'}\n")
     return MISSED
+
+
+def _init(args: argparse.Namespace) -> int:
+    """Write a config, and say why it is as it is and what to run next."""
+    from braid.cli.init import config_text, draft, prompt_tokens, read_rows
+    from braid.config.load import load_config
+    from braid.plan import resolve
+
+    output = Path(args.output or f"{Path(args.data[0]).stem}.yaml")
+    if output.exists():
+        raise ConfigError([Problem("--output", f"{output} exists; choose another name, or remove it")])
+    num_rows, rows = read_rows(args.data)
+    made = draft(rows, args.reward)
+    key = made.columns.get("prompt_key")
+    length = prompt_tokens(rows, key, args.model) if made.verb == "train" and key else None
+    paths = [
+        os.path.relpath(Path(path).expanduser().absolute(), output.absolute().parent) for path in args.data
+    ]
+    text = config_text(
+        made, name=output.stem, paths=paths, num_rows=num_rows, model=args.model, length=length
+    )
+    try:
+        output.write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}: {error.strerror}; choose another --output") from error
+    try:
+        resolve(load_config(output).config, verb=made.verb)
+    except ConfigError:  # a reward that needs more than its kind
+        output.unlink()
+        raise
+    said = [f"{num_rows:,} rows", *made.reasons, f"wrote {output}; next:"]
+    commands = (f"braid show {output} --for {made.verb} --check", f"braid {made.verb} {output}")
+    sys.stdout.write("\n".join([*said, *(f"  {command}" for command in commands)]) + "\n")
+    return OK
+
+
+def _step(text: str) -> int | str:
+    """The value of `export --step`."""
+    if text != "best" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a step nor `best`")
+    return text if text == "best" else int(text)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -409,6 +451,7 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
         "Show how each key of an RLinf, ROLL or SkyRL config, or one --key, is translated.",
     ),
     "convert": (_convert, "Convert an RLinf, ROLL or SkyRL config to a native one."),
+    "init": (_init, "Write a config for a model and a file of data, from what is in the file."),
     "export": (_export, "Export a checkpoint of a run in Hugging Face format."),
     "ls": (_list, "List the runs in a folder: status, rounds, reward, first and last evaluation."),
     "samples": (
@@ -454,11 +497,25 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         verb.add_argument("--json", action="store_true", help="print JSON")
     explain.add_argument("--key", metavar="KEY", help="explain one key in each config format that has it")
     convert.add_argument("--output", metavar="FILE", help="output file; standard output by default")
+    init = verbs.choices["init"]
+    init.add_argument("data", nargs="+", metavar="DATA", help=".jsonl, .json, .csv or .parquet files")
+    init.add_argument(
+        "--model",
+        required=True,
+        metavar="MODEL",
+        help="folder of a model, .gguf file, or its name on the hub",
+    )
+    init.add_argument(
+        "--reward", metavar="KIND", help="kind of the reward, or FILE.py:FUNCTION; guessed by default"
+    )
+    init.add_argument(
+        "--output", metavar="FILE", help="config to write; DATA's name with .yaml, here, by default"
+    )
     export.add_argument("run_dir", metavar="RUN", help="folder of a run")
     export.add_argument("--output", metavar="DIR", help="output folder; RUN/export by default")
     export.add_argument(
         "--step",
-        type=lambda text: text if text == "best" else int(text),
+        type=_step,
         metavar="N",
         help="step of the checkpoint, or `best` for that of the best evaluation; the newest by default",
     )

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 class _Source(Section):
     name: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]*$")
     """Name of the source in metrics; the name of the file, data set or generator when empty."""
+    skip: NonNegativeInt = 0
+    """Number of rows at the start that are left out, for example since data.eval has them."""
     limit: PositiveInt | None = None
-    """Maximum number of rows, taken from the start; null for all."""
+    """Maximum number of rows, taken from the start, after those that are left out; null for all."""
     prompt_key: str = "prompt"
     """Column of the prompt: plain text, a list of chat messages, or such a list as JSON text. `a.b` is field
     b of column a."""
@@ -60,6 +62,11 @@ class _Source(Section):
     target_key: str | None = None
     """Column of the probability that the preferred response is the better one, for reward models; 1 when
     null."""
+
+    @property
+    def end(self) -> int | None:
+        """Number of the row at which the source ends; None for the last."""
+        return None if self.limit is None else self.skip + self.limit
 
 
 class FileSource(_Source):

@@ -77,6 +77,21 @@ class Chained(Lazy[T]):
         return chain.from_iterable(self._parts)
 
 
+class Rest(Lazy[T]):
+    """The items of a sequence without the first `skip`."""
+
+    def __init__(self, items: Sequence[T], skip: int) -> None:
+        self._items, self._skip = items, skip
+        self.fingerprint = getattr(items, "fingerprint", "")
+
+    def __len__(self) -> int:
+        return max(0, len(self._items) - self._skip)
+
+    def item(self, index: int) -> T:
+        """The item at an index after the first `skip`."""
+        return self._items[self._skip + index]
+
+
 def _state(file: int) -> tuple[int, int, int, int]:
     """What changes with the content of an open file."""
     state = os.fstat(file)

@@ -28,7 +28,7 @@ from braid.generators import MissingGenerator, reasoning_gym
 from braid.json_text import json_type, parse_json
 
 from .columns import find
-from .rows import ARROW_BYTES, ARROW_ROWS, ArrowRows, Chained, DataRow, JsonRows, Spool, as_row
+from .rows import ARROW_BYTES, ARROW_ROWS, ArrowRows, Chained, DataRow, JsonRows, Rest, Spool, as_row
 
 logger = logging.getLogger(__name__)
 SLOW_S = 3.0
@@ -50,8 +50,8 @@ class SourceRows:
         return f"{rows} {self.config.model_dump_json()}" if rows else ""
 
     def where(self, index: int) -> str:
-        """A row in error messages."""
-        return f"{self.key} ({self.name}), row {index}"
+        """A row in error messages, counted from the start of the data."""
+        return f"{self.key} ({self.name}), row {self.config.skip + index}"
 
     def cell(self, index: int, key: str, path: str, *, or_else: str = "") -> Any:
         """Return a row's value at `path`, which key `key` of the source's section specifies. Raises DataError
@@ -86,6 +86,11 @@ def read_sources(sources: Sequence[Source], *, base_dir: Path, key: str) -> list
         rows = _rows_of(source, base_dir, at)
         if not len(rows):
             raise DataError(f"{at} ({name}): the dataset is empty; a source needs at least one row")
+        if source.skip:
+            if len(rows) <= source.skip:
+                why = f"the dataset has {len(rows)} rows, and skip={source.skip} leaves none"
+                raise DataError(f"{at} ({name}): {why}; lower {at}.skip")
+            rows = Rest(rows, source.skip)
         out.append(SourceRows(name, at, source, rows))
     return out
 
@@ -110,12 +115,12 @@ def _rows_of(source: Source, base_dir: Path, key: str) -> Sequence[DataRow]:
         case HubSource():
             return _hub_rows(source, base_dir, key)
         case ProceduralSource():
-            return list(islice(_procedural_rows(source, key), source.limit))
+            return list(islice(_procedural_rows(source, key), source.end))
 
 
 def _file_rows(source: FileSource, base_dir: Path, key: str) -> Sequence[DataRow]:
     paths = (source.path,) if isinstance(source.path, str) else source.path
-    parts, limit = [], source.limit
+    parts, limit = [], source.end
     readers = {**_READERS, ".parquet": partial(_parquet, spool=Spool())}
     for path in [file for pattern in paths for file in _matches(pattern, base_dir, f"{key}.path")]:
         reader = readers.get(path.suffix)
@@ -234,7 +239,7 @@ def _hub_rows(source: HubSource, base_dir: Path, key: str) -> Sequence[DataRow]:
     try:
         path = str(local) if isdir(local) else source.path
         rows: Any = datasets.load_dataset(path, source.subset, split=source.split)
-        return rows if source.limit is None else rows.select(range(min(source.limit, len(rows))))
+        return rows if source.end is None else rows.select(range(min(source.end, len(rows))))
     except Exception as error:  # of many types, all meaning that the data cannot be loaded
         raise DataError(
             f"{key}: cannot load dataset {source.path!r} (subset {source.subset}, split {source.split!r}): "
