@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,10 +21,13 @@ from tests.leftovers import LIMIT_S
 from braid.cluster.oom import KillCount
 from braid.cluster.ray import RayGroup, connect, disconnect
 from braid.cluster.reports import give_up
+from braid.cluster.status import status_on_signal
 from braid.cluster.workers import Joined, Place, wait_for_all
 from braid.config.cluster import ClusterConfig
 from braid.cores import PASSIVE, num_cores
 from braid.errors import EngineError, WorkerError
+
+from .test_status import status
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
@@ -185,6 +189,27 @@ def test_a_call_that_waits_beside_others_is_answered_first_if_it_finishes_first(
     failing = group.start_beside(1, Worker.fail)
     with pytest.raises(WorkerError, match=r"policy worker 1 of 2 failed while in fail\(\)"):
         group.wait_any([failing])
+
+
+def test_sigusr1_says_which_workers_are_waited_for_and_they_write_their_stacks(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    group = RayGroup("policy", 2, ClusterConfig()).make(Worker, tmp_path / "logs")
+    pids = group.call(Worker.pid)
+    waiting = [group.start_beside(rank, Worker.pass_gate) for rank in range(2)]
+    group.start_on(0, Worker.open_gate).wait()
+    assert waiting[0].wait() == [0]
+    with status_on_signal(lambda: "after round 3: update for 2.0 s"):
+        first, waits = status(caplog).splitlines()
+    assert first == "SIGUSR1: after round 3: update for 2.0 s"
+    assert re.fullmatch(
+        rf"  waits for policy 1 of 2 in pass_gate\(\) for \d+\.\d s \(pid {pids[1]} on .*\)", waits
+    )
+    os.kill(pids[1], signal.SIGUSR1)
+    group.start_on(1, Worker.open_gate).wait()
+    assert waiting[1].wait() == [1]
+    assert "in pass_gate\n" in (tmp_path / "logs/policy-1.log").read_text()
+    group.close()
 
 
 def test_a_failure_on_one_side_of_an_exchange_ends_the_wait_for_the_other() -> None:

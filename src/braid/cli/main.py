@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 import braid
 from braid.cluster.interrupts import NUMBERS, stop_signals
 from braid.cluster.last_resort import ENDS_WITHIN_S
+from braid.cluster.status import stacks_on_signal
 from braid.errors import (
     BraidError,
     ConfigError,
@@ -144,6 +145,7 @@ def _placed(error: ConfigError, args: argparse.Namespace) -> ConfigError:
 
 def _run(args: argparse.Namespace) -> int:
     """Train, fine-tune or evaluate."""
+    stacks_on_signal()
     loaded, plan = _load(args)
     from braid.trainer.cluster import launched
 

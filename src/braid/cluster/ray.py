@@ -43,6 +43,7 @@ from .machines import Machines, connect, family_of, interface_of, num_cluster_gp
 from .machines import leave as disconnect
 from .oom import KillCount
 from .reports import Report, log_to, reports
+from .status import open_calls, stacks_on_signal
 from .workers import Call, Factory, Joined, Pending, Place, Placement, R, T, W, WorkerGroup
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]
@@ -162,6 +163,7 @@ class _Host:
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{log.with_suffix('')}.nccl.")
         log_to(log)
         watchdog.start(ends_raylet=is_own)
+        stacks_on_signal()
         faulthandler.enable()  # a crash in native code leaves its signal and stack in the last log lines
         stderr = Path("/proc/self/fd/2")
         written = stderr.resolve() if stderr.exists() else None
@@ -201,7 +203,7 @@ def _value(arg: Any) -> Any:
     return arg
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class _Pending:
     """A running call of Ray actors: its references, by the order of `ranks`, and its deadline."""
 
@@ -214,6 +216,18 @@ class _Pending:
     def wait(self) -> list[Any]:
         """Wait for the values, by rank. Raises WorkerError."""
         return self.group._wait(self.refs, self.ranks, self.doing, self.deadline)
+
+    def waits_for(self) -> str | None:
+        """The ranks that have not returned, since when, and where they are; None once all have."""
+        rank_of = dict(zip(self.refs, self.ranks, strict=True))
+        _, left = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
+        if not left or self.group.is_closed:
+            return None
+        ranks = [rank_of[call] for call in left]
+        since_s = time.monotonic() - self.deadline + self.group._timeout_s
+        where = "; ".join(self.group._where(rank) for rank in ranks)
+        named = f"{self.group.role} {', '.join(map(str, ranks))} of {self.group.size}"
+        return f"{named} {self.doing} for {since_s:.1f} s ({where})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +361,9 @@ class RayGroup(WorkerGroup[W]):
             self._asked[rank] = shown
             run = self._hosts[rank].run.options(name=title, **options)
             calls.append(run.remote(name or _MAIN, call.method, call.kwargs, *args))
-        return _Pending(self, calls, call.ranks, f"in {shown}", time.monotonic() + self._timeout_s)
+        pending = _Pending(self, calls, call.ranks, f"in {shown}", time.monotonic() + self._timeout_s)
+        open_calls.add(pending)
+        return pending
 
     def wait_any(self, pending: Sequence[Pending[T]], within_s: float | None = None) -> Sequence[Pending[T]]:
         """Wait until one of the calls has finished or failed. Their deadline is the earliest of all."""

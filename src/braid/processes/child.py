@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import socket
@@ -84,6 +85,8 @@ def connect() -> tuple[Channel, list[str]]:
     its parent. Ctrl-C is the parent's business."""
     number, parent, *arguments = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes the stacks to standard error
     os.set_inheritable(int(number), False)
     end_with(int(parent))
     return Channel(socket.socket(fileno=int(number))), arguments

@@ -21,6 +21,7 @@ from braid.checkpoint.store import CheckpointStore
 from braid.cluster.environment import environment
 from braid.cluster.interrupts import StopSignals, stop_signals
 from braid.cluster.memory import keep_freed_memory, settled
+from braid.cluster.status import status_on_signal
 from braid.config.changes import Change, changes
 from braid.config.load import Loaded, load_config, to_yaml
 from braid.config.paths import with_absolute_paths
@@ -324,7 +325,7 @@ def _in_folder(
             )
         else:
             console.counted = _COUNTED[config.robot_logprob_level]
-        with _told(reporter, store):
+        with _told(reporter, store), status_on_signal(lambda: console.doing):
             yield _Attempts(spec, reporter, store, stop, cluster), begin
 
 

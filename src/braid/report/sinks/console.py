@@ -150,6 +150,17 @@ class Console:
         finally:
             self._phase = outer
 
+    @property
+    def doing(self) -> str:
+        """What the run does now, and since when."""
+        phase = self._phase
+        if phase is None:
+            return f"{self._label} is reported"
+        count = f" {phase.done}/{phase.total}" if phase.total else ""
+        return (
+            f"after {self._label}: {_words(phase.name)}{count} for {time.monotonic() - phase.start_s:.1f} s"
+        )
+
     def progress(self, name: str, done: int, total: int) -> None:
         """Show the progress of a long phase; in plain mode, print a line for each tenth."""
         if self._phase is not None:
