@@ -34,6 +34,7 @@ _TEMPLATES = {
     ),
 }  # fmt: skip
 _CHOICE, _JUDGE = "CrossThinkQARuleRewardWorker", "LLMJudgeRewardWorker"
+_IFEVAL = "GeneralRuleRewardWorker"
 _JUDGE_PROMPT = (
     "Task:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to judge:\n{response}\n\n"
     "Does the answer agree with the reference? Reply with YES or NO."
@@ -42,6 +43,7 @@ _PARTS: dict[str, dict[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
     "MultipleChoiceBoxedRuleRewardWorker": {"kind": "choice"},
     _CHOICE: {"kind": "choice"},
+    _IFEVAL: {"kind": "ifeval"},
     "CodeSandboxRewardWorker": {"kind": "code", "tests_key": "test_cases"},
     _JUDGE: {"kind": "judge", "prompt": _JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
 }
@@ -49,6 +51,7 @@ _PARTS: dict[str, dict[str, Any]] = {
 _WORKERS = {
     "math_rule": "MathRuleRewardWorker", "multiple_choice_boxed": "MultipleChoiceBoxedRuleRewardWorker",
     "crossthinkqa": _CHOICE, "code_sandbox": "CodeSandboxRewardWorker", "llm_judge": _JUDGE,
+    "ifeval": _IFEVAL,
 }  # fmt: skip
 """Domain -> its default reward worker."""
 _CHOICE_SCORES = {
@@ -143,6 +146,7 @@ def reward_parts(source: Source) -> list[dict[str, Any]]:
             part |= {"url": source[f"{at}.judge_api_url"], "model": source[f"{at}.judge_model_name"]}
         elif worker == _CHOICE:
             part["scores"] = _CHOICE_SCORES.get(source[f"{at}.reward_type"])
+        if worker in (_CHOICE, _IFEVAL):
             repeated = {"kind": "repetition", "name": f"{domain}_repetition", "ngram": 3, "weight": 0.5}
             out.append(repeated | tags)
     return out if facts.domains(source) else [{"kind": "math"}]
@@ -272,6 +276,7 @@ REWARDS = rows(
            _IS_SCORED, _PARTS_OF_ALL, note="reward part of this domain's rows"),
         to("tag_included", ".parts", "[text]", _SEVERAL, _IS_SCORED, _PARTS_OF_ALL),
         to("reward_type", ".parts", "text", _IS_SCORED,
+           unless(lambda s: _worker(s, _domain(s)) == _IFEVAL, "not read by ROLL's worker"),
            lambda v, s: v if _worker(s, _domain(s)) == _CHOICE else unsupported(
                "use a function: braid.reward.parts (kind function)"),
            refused(lambda v, _: v not in _CHOICE_SCORES and

@@ -96,10 +96,10 @@ ROLL: dict[str, tuple[Any, str]] = {
     "rewards.math_rule.tag_included": (["deepmath_103k", "aime"], APPLIED),
     "rewards.ifeval.worker_cls": (
         "roll.pipeline.rlvr.rewards.ifeval_rule_reward_worker.GeneralRuleRewardWorker",
-        MISSING,
+        APPLIED,
     ),
     "rewards.ifeval.reward_type": ("soft", NOTHING),
-    "rewards.ifeval.tag_included": (["ifeval"], NOTHING),
+    "rewards.ifeval.tag_included": (["ifeval"], APPLIED),
     "rewards.llm_judge.worker_cls": (
         "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker",
         NOTHING,
@@ -327,7 +327,7 @@ MATH_ALONE: dict[str, Any] = {
 """null removes a key."""
 _FSDP = {"fsdp_size": 4, "param_dtype": "bf16", "reduce_dtype": "float32", "offload_policy": False}
 _MOE = {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
-UNSCORED = {"rewards.ifeval.worker_cls", "rewards.llm_judge.judge_model_type"}
+UNSCORED = {"rewards.llm_judge.judge_model_type"}
 
 KINDS: dict[str, tuple[list[dict[str, Any]], Collection[str]]] = {
     "megatron": ([], UNSCORED),
@@ -524,7 +524,7 @@ def test_the_rows_of_roll_s_five_domains_stay_where_they_are(tmp_path: Path) -> 
         "braid.model.build={characters: ab}",
         f'braid.model.chat_template="{template}"',
     ]
-    unscored = ["rewards.ifeval", "rewards.llm_judge"]
+    unscored = ["rewards.llm_judge"]
     loaded = read_config(
         tmp_path / "roll.yaml", built, dialect="roll", allowed=unscored, backend="single", engine="native"
     ).loaded
@@ -532,5 +532,5 @@ def test_the_rows_of_roll_s_five_domains_stay_where_they_are(tmp_path: Path) -> 
     assert inputs is not None
     check_sources(loaded, inputs)
     prompts = inputs.train.prompts
-    drawn = Counter(prompts[i].source for i in prompt_sampler(loaded.config, len(prompts), prompts).take(80))
-    assert drawn == {"deepmath_103k": 40, "KodCode": 30, "crossthinkqa": 10}
+    drawn = Counter(prompts[i].source for i in prompt_sampler(loaded.config, len(prompts), prompts).take(90))
+    assert drawn == {"deepmath_103k": 40, "KodCode": 30, "crossthinkqa": 10, "ifeval": 10}

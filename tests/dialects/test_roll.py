@@ -25,7 +25,7 @@ from braid.errors import ConfigError
 from braid.plan import resolve
 from braid.plan.placement import format_numbers
 from braid.plan.placement import parse_devices as parse_native
-from braid.rewards.kinds import ChoiceReward, JudgeReward, RepetitionReward
+from braid.rewards.kinds import ChoiceReward, IfevalReward, JudgeReward, RepetitionReward
 from braid_dialects.devices import MAX_DEVICES, parse_devices
 from braid_dialects.load import Read, read_config
 
@@ -627,19 +627,31 @@ def test_crossthinkqa_is_a_choice_with_a_penalty_for_repetition(
     assert (math.name, math.sources) == ("math_rule", ("aime", "*"))
 
 
+def test_ifeval_is_an_instruction_and_a_penalty_for_repetition(tmp_path: Path) -> None:
+    rewards = {
+        "ifeval": {"tag_included": ["ifeval"], "reward_type": "soft"},
+        "math_rule": {"tag_included": ["aime"]},
+    }
+    instruction, repetition, _ = read(tmp_path, {"rewards": rewards}).loaded.config.reward.parts
+    assert isinstance(instruction, IfevalReward)
+    assert isinstance(repetition, RepetitionReward)
+    assert (instruction.name, instruction.sources) == ("ifeval", ("ifeval",))
+    assert (repetition.weight, repetition.ngram, repetition.sources) == (0.5, 3, ("ifeval",))
+
+
 def test_rows_of_domains_without_a_reward_or_a_share_are_dropped(tmp_path: Path) -> None:
     rewards = {
-        "ifeval": {
-            "worker_cls": "roll.pipeline.rlvr.rewards.ifeval_rule_reward_worker.GeneralRuleRewardWorker",
-            "tag_included": ["ifeval"],
+        "detection": {
+            "worker_cls": "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker",
+            "tag_included": ["detection"],
         },
         "multiple_choice_boxed": {"tag_included": ["mmlu"]},
         "math_rule": {"tag_included": ["aime"]},
     }
-    shares = {"actor_train": {"data_args": {"domain_interleave_probs": {"math_rule": 0.6, "ifeval": 0.4}}}}
-    result = read(tmp_path, {"rewards": rewards, **shares}, allowed=["rewards.ifeval"])
+    shares = {"actor_train": {"data_args": {"domain_interleave_probs": {"math_rule": 0.6, "detection": 0.4}}}}
+    result = read(tmp_path, {"rewards": rewards, **shares}, allowed=["rewards.detection"])
     mix = {entry.sources: entry.share for entry in result.loaded.config.data.mix}
-    assert mix == {("aime", "*"): 0.6, ("ifeval",): 0.0, ("mmlu",): 0.0}
+    assert mix == {("aime", "*"): 0.6, ("detection",): 0.0, ("mmlu",): 0.0}
     assert [part.name for part in result.loaded.config.reward.parts] == ["multiple_choice_boxed", "math_rule"]
 
 

@@ -7,6 +7,7 @@ from .choice import ChoiceReward
 from .code import CodeReward
 from .exact import ExactReward
 from .function import FunctionReward
+from .ifeval import IfevalReward
 from .judge import JudgeReward
 from .length import LengthReward
 from .math import MathReward
@@ -21,6 +22,7 @@ __all__ = [
     "CodeReward",
     "ExactReward",
     "FunctionReward",
+    "IfevalReward",
     "JudgeReward",
     "LengthReward",
     "MathReward",
@@ -39,6 +41,7 @@ REWARDS: Mapping[str, type[RewardPart]] = {
     "choice": ChoiceReward,
     "length": LengthReward,
     "repetition": RepetitionReward,
+    "ifeval": IfevalReward,
     "code": CodeReward,
     "model": ModelReward,
     "judge": JudgeReward,
