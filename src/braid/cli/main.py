@@ -409,7 +409,7 @@ def _read(args: argparse.Namespace) -> tuple[Loaded, Read | None]:
 
     path, dialect = file_of(Path(args.config)), args.dialect
     chosen = {"backend": args.backend, "engine": args.engine}
-    is_yaml = path.suffix != ".sh"
+    is_yaml = path.suffix not in (".sh", ".py")
     if dialect == "native" or (
         dialect is None and is_yaml and set(read_file(path).tree) <= set(RunConfig.model_fields)
     ):
