@@ -23,10 +23,11 @@ from .roll import ROLL
 from .skyrl import SKYRL
 from .table import Dialect, DialectName, Entry
 from .translate import NATIVE, Translation, overlap, translate
+from .trl import TRL
 from .verl import VERL
 
-DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (RLINF, ROLL, SKYRL, VERL)}
-Language = Literal["native", "rlinf", "roll", "skyrl", "verl"]
+DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (RLINF, ROLL, SKYRL, VERL, TRL)}
+Language = Literal["native", "rlinf", "roll", "skyrl", "verl", "trl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,8 @@ def read_foreign(path: Path, overrides: Sequence[str], dialect: Dialect) -> Writ
 def recognise(path: Path) -> Language:
     """Detect the language of a file: the one that knows most of its top-level keys. Raises ConfigError on a
     tie."""
+    if path.suffix == ".py":
+        return "trl"
     if path.suffix == ".sh":
         return "verl" if f"{VERL.telling[0]}." in text_of(path) else "skyrl"  # RLinf and ROLL launch files
     keys = set(read_file(path).tree)

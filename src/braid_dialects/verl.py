@@ -14,14 +14,25 @@ from typing import Any
 from . import verl_facts as facts
 from .conditions import BY_BACKEND, BY_ENGINE, needs, of_backend, of_engine, refused, unless
 from .conversions import (
-    algorithm, already, as_is, at_least_0, computed, folder_name, greedy_at_0, listed, null_as, only, opposite,
-    policy_loss, positive, unless_null, wandb_mode,
+    algorithm,
+    as_is,
+    at_least_0,
+    computed,
+    folder_name,
+    greedy_at_0,
+    listed,
+    null_as,
+    opposite,
+    policy_loss,
+    positive,
+    unless_null,
+    wandb_mode,
 )  # fmt: skip
 from .launcher import CONFIG_NAME, VERL_CONFIGS
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Dialect, Source, implied, no_effect, table, unsupported
 from .values import choice, list_of
-from .verl_facts import NO_CRITIC, NO_EVALUATION, NO_REFERENCE, ONE_PROCESS, SERVED, A, used
+from .verl_facts import NO_CRITIC, NO_EVALUATION, ONE_PROCESS, SERVED, A, used
 
 _ALGORITHM, _ROLLOUT, _LOSS = "algorithm", f"{A}.rollout", f"{A}.actor.policy_loss.loss_mode"
 
