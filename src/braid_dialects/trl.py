@@ -14,9 +14,10 @@ from typing import Any
 
 from . import trl_facts as facts
 from .conditions import needs, unless
-from .conversions import folder_name, listed, unless_null, wandb_mode
+from .conversions import folder_name, listed, part_of, unless_null, wandb_mode
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Dialect, Rule, Source, implied, no_effect, table, unsupported
+from .trl_facts import NO_EVALUATION
 from .trl_grpo import GRPO
 from .trl_offline import DPO, REWARD, SFT
 from .values import choice
@@ -204,7 +205,9 @@ _COMMON = rows(
     # data
     to("dataset_name", "{data}", "text", unless(lambda s: s["datasets"], "overridden by datasets"), _sources, note="a data set of the hub, or a .json, .jsonl, .csv or .parquet file"),
     to("datasets", "{data}", "list?", _mixture),
-    ignored("dataset_config dataset_train_split dataset_test_split", "part of the data set's source", "text?"),
+    to("dataset_config", "", "text?", unless_null(), part_of("dataset_name")),
+    to("dataset_train_split", "", "text", part_of("dataset_name"), default="train"),
+    to("dataset_test_split", "", "text", NO_EVALUATION, part_of("dataset_name"), default="test"),
     ignored("{dataset_streaming,streaming}", "rows are read as they are needed"),
     missing("test_split_size", "set the source of evaluation below braid"),
     missing("{train_dataset,eval_dataset}", "write the rows to a file, and set dataset_name to it, or the sources below braid"),
@@ -244,7 +247,7 @@ _COMMON = rows(
     # memory and speed
     to("bf16", "train.autocast", "bool?", lambda v, s: "fp16" if s["fp16"] else "none" if v is False else "auto", default=None,
        note="by default on: bf16 products on GPUs"),
-    ignored("fp16", "in the row of bf16", "bool"),
+    to("fp16", "train.autocast", "bool", lambda v, _: "fp16" if v else no_effect("see bf16")),
     to("gradient_checkpointing", "train.gradient_checkpointing", "bool", default=True),
     to("use_liger_kernel", "train.liger_kernels", "bool", default=False),
     to("torch_compile", "train.compile", "bool", default=False),
@@ -256,10 +259,10 @@ _COMMON = rows(
     missing("{deepspeed,fsdp_config,parallelism_config}.*", "use --backend fsdp2 or --backend deepspeed"),
     # evaluation and checkpoints
     to("eval_strategy", "eval.every_rounds eval.at_end", "no|steps|epoch", _cadence("eval_steps", "eval"), default="no"),
-    ignored("eval_steps", "in the row of eval_strategy", "positive?"),
+    to("eval_steps", "", "positive?", NO_EVALUATION, part_of("eval_strategy")),
     to("eval_on_start", "eval.before", "bool", default=False),
     to("save_strategy", "checkpoint.every_rounds checkpoint.at_end", "no|steps|epoch|best", _cadence("save_steps", "checkpoint"), default="steps"),
-    ignored("save_steps", "in the row of save_strategy", "positive"),
+    to("save_steps", "", "positive", part_of("save_strategy"), default=500),
     to("save_total_limit", "checkpoint.keep", "count?", default=None, note="null: all"),
     missing("load_best_model_at_end", "choose a checkpoint by its evaluation", default=False),
     missing("push_to_hub", "export with braid export, and upload the folder", default=False),

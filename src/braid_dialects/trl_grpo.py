@@ -6,7 +6,7 @@ from typing import Any
 
 from . import trl_facts as facts
 from .conditions import BY_ENGINE, needs, of_engine, refused, unless
-from .conversions import algorithm, policy_loss, unless_null
+from .conversions import algorithm, part_of, policy_loss, unless_null
 from .rows import ignored, missing, rows, to
 from .table import Became, Source, no_effect, unsupported
 from .values import choice
@@ -107,7 +107,7 @@ GRPO = rows(
     to("learning_rate", "train.optimizer.lr", "positive", default=1e-6),
     to("num_generations", "rollout.group_size", "integer >= 2", default=8),
     ignored("num_generations_eval", "see braid.eval.samples_per_prompt", "count?"),
-    ignored("steps_per_generation generation_batch_size", "in the row of per_device_train_batch_size", "count?"),
+    to("steps_per_generation generation_batch_size", "", "count?", unless_null("one step's completions"), part_of("per_device_train_batch_size")),
     to("num_iterations", "train.passes_per_round", "count", default=1),
     to("max_prompt_length", "data.max_prompt_tokens data.overlong", "count?", unless_null("no limit"),
        lambda v, _: Became({"data.max_prompt_tokens": v, "data.overlong": "truncate_left"}), note="of TRL before 1.0: cut at their beginning"),
@@ -142,7 +142,7 @@ GRPO = rows(
     missing("ref_model", "set braid.reference.path"),
     # rewards
     to("reward_funcs", "reward.parts", "text or list", _rewards, note="accuracy_reward compares with the column `solution`"),
-    ignored("reward_weights", "in the row of reward_funcs", "[number]?"),
+    to("reward_weights", "", "[number]?", unless_null("1 each"), part_of("reward_funcs")),
     to("reward_model_name_or_path", "reward.parts", "text?", unless_null("no reward model"),
        lambda v, _: Became({"reward.parts": [{"kind": "model", "path": v}]})),
     missing("reward_processing_classes", "use the reward model's own tokenizer"),
@@ -151,7 +151,9 @@ GRPO = rows(
     to("vllm_mode", "rollout.engine.servers", "server|colocate", _VLLM, _SERVED,
        lambda v, s: _servers(s["vllm_server_base_url"], s) if v == "server" else no_effect("engines share the devices"), default="colocate",
        note="default: colocate, before TRL 1.0 server"),
-    ignored("vllm_server_base_url vllm_server_host vllm_server_port", "in the row of vllm_mode"),
+    to("vllm_server_base_url", "", "text?", unless_null(), _VLLM, part_of("vllm_mode")),
+    to("vllm_server_host", "", "text", _VLLM, part_of("vllm_mode"), default="0.0.0.0"),
+    to("vllm_server_port", "", "count", _VLLM, part_of("vllm_mode"), default=8000),
     to("vllm_gpu_memory_utilization", "rollout.engine.memory_fraction", "fraction", _VLLM, _COLOCATED, _SERVED, default=0.3),
     to("vllm_tensor_parallel_size", "rollout.engine.tensor_parallel", "count", _VLLM, _COLOCATED, _SERVED, default=1),
     to("vllm_max_model_length", "rollout.engine.max_model_tokens", "count?", _VLLM, _SERVED, unless_null("the longest prompt and answer")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .conditions import needs, unless
-from .conversions import unless_null
+from .conversions import part_of, unless_null
 from .rows import always, ignored, missing, rows, to
 from .table import Became, Source, implied, unsupported
 
@@ -61,7 +61,7 @@ _PAIRS = rows(
 DPO = rows(_PAIRS,
     to("learning_rate", "prefer.optimizer.lr", "positive", default=1e-6),
     to("loss_type", "prefer.loss.kind", "text or [text]", _loss, default="sigmoid"),
-    ignored("loss_weights", "in the row of loss_type", "[number]?"),
+    to("loss_weights", "", "[number]?", unless_null("1 each"), part_of("loss_type")),
     to("beta", "prefer.loss.beta", "positive", _BETA, default=0.1),
     to("label_smoothing", "prefer.loss.label_smoothing", "number >= 0 and <= 0.5", _SMOOTHED, default=0.0),
     to("f_divergence_type", "prefer.loss.f_divergence", "text", unless(lambda s: _first(s) not in ("sigmoid", "sigmoid_norm"), "for sigmoid only"),
@@ -89,7 +89,7 @@ SFT = rows(
     ignored("packing_strategy eval_packing truncation_mode", "rows are packed whole"),
     always("shuffle_dataset", "the sampler shuffles in any case", "bool"),
     always("assistant_only_loss", "the assistant's turns are learned; with false TRL learns the others too", "bool"),
-    ignored("completion_only_loss", "decides the columns of dataset_name: with true prompt and completion, else messages", "bool?"),
+    to("completion_only_loss", "", "bool?", part_of("dataset_name"), note="true: columns prompt and completion, else messages"),
     missing("dataset_text_field", "write rows of messages, or of prompt and completion with completion_only_loss=true", default="text"),
     missing("loss_type", "use nll", lambda v, _: implied("the mean cross-entropy") if v in ("nll", "chunked_nll", None) else v),
     missing("eos_token", "set braid.model.eos_token_id"))

@@ -23,6 +23,7 @@ from .conversions import (
     listed,
     null_as,
     opposite,
+    part_of,
     policy_loss,
     positive,
     unless_null,
@@ -43,9 +44,9 @@ _ALGORITHM, _ROLLOUT, _LOSS = "algorithm", f"{A}.rollout", f"{A}.actor.policy_lo
 def _sources(value: str | list[str], source: Source) -> list[dict[str, Any]]:
     """One native source of all files, in verl's columns; none without files."""
     columns = {
-        "prompt_key": source["data.prompt_key"] or "prompt",
+        "prompt_key": source["data.prompt_key"],
         "answer_key": "reward_model.ground_truth",
-        "source_key": source["data.reward_fn_key"] or "data_source",
+        "source_key": source["data.reward_fn_key"],
     }
     if facts.reads_images(source):
         columns["images_key"] = source["data.image_key"] or "images"
@@ -261,7 +262,8 @@ _DATA = section("data")(
     to("train_files", "data.train", "text or [text]", _sources, default="~/data/rlhf/gsm8k/train.parquet",
        note="columns prompt, reward_model.ground_truth, data_source"),
     to("val_files", "data.eval", "text or [text]?", NO_EVALUATION, _sources, default="~/data/rlhf/gsm8k/test.parquet"),
-    ignored("{prompt_key,reward_fn_key}", "the columns are in data.train and data.eval", "text"),
+    to("prompt_key", "", "text", part_of("data.train_files"), default="prompt"),
+    to("reward_fn_key", "", "text", part_of("data.train_files"), default="data_source"),
     to("image_key", "model.vision.train", "text", unless(lambda s: not facts.reads_images(s), "there are no images"),
        lambda _, s: "none" if s[f"{A}.actor.freeze_vision_tower"] or s[f"{A}.model.lora_rank"] else "all",
        note="images are read by the key; the vision tower is trained too"),
