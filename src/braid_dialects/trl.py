@@ -146,7 +146,7 @@ def _cadence(key: str, section_: str) -> Any:
         match value:
             case "no":
                 return Became({f"{section_}.every_rounds": 0, f"{section_}.at_end": False})
-            case "steps" if (steps := source[key] or source["logging_steps"]) >= 1:
+            case "steps" if (steps := source[key] or source["logging_steps"] or 10) >= 1:
                 return Became({f"{section_}.every_rounds": facts.in_rounds(int(steps), source), f"{section_}.at_end": True})
             case "best" | "steps":
                 return unsupported(f"use steps, with {key} as a number of steps")
@@ -175,6 +175,7 @@ _DTYPES = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16",
     **dict.fromkeys(("auto", None), no_effect("weights are trained in fp32")),
 }  # fmt: skip
+_NO_WARMUP = unless(lambda s: s["lr_scheduler_type"] == "constant", "constant has no warmup; see constant_with_warmup")
 _PEFT = needs("use_peft")
 
 # One rule per line.
@@ -230,8 +231,8 @@ _COMMON = rows(
     # optimizer
     to("lr_scheduler_type", "{optimizer}.schedule.decay", _SCHEDULES, default="linear"),
     missing("lr_scheduler_kwargs lr_scheduler_kwargs.*", "use braid's schedules: train.optimizer.schedule in docs/config.md"),
-    to("warmup_steps", "{optimizer}.schedule.warmup_steps", "non-negative", _schedule, note="below 1: a share of all steps", default=0),
-    to("warmup_ratio", "{optimizer}.schedule.warmup_fraction", "share"),
+    to("warmup_steps", "{optimizer}.schedule.warmup_steps", "non-negative", _NO_WARMUP, _schedule, note="below 1: a share of all steps", default=0),
+    to("warmup_ratio", "{optimizer}.schedule.warmup_fraction", "share", _NO_WARMUP),
     to("weight_decay", "{optimizer}.weight_decay", "non-negative", default=0.0),
     section("", "{optimizer}")(
         to("adam_beta1", ".betas", "share", lambda v, s: [v, s["adam_beta2"]], default=0.9),

@@ -118,7 +118,7 @@ GRPO = rows(
     to("min_p", "rollout.sampling.*", "share?", lambda v, _: v or 0.0, default=None),
     to("chat_template_kwargs", "data.chat_template_kwargs", "{any}?", unless_null()),
     missing("generation_kwargs generation_kwargs.*", "use the keys of sampling, or braid.rollout.sampling"),
-    to("shuffle_dataset", "data.shuffle", "bool?", lambda v, _: v is not False, default=True),
+    to("shuffle_dataset", "data.shuffle", "bool", default=True),
     # loss
     to("loss_type", "algorithm.policy_loss.kind algorithm.aggregation", choice(*_LOSSES, "vespo"), _loss, default="dapo",
        note="dapo: a mean over the step's tokens; grpo: over answers of means; dr_grpo: sums over max_completion_length"),

@@ -348,7 +348,7 @@ _ALGORITHMS = section("algorithm", "algorithm")(
     to("lam", ".advantage.gae_lambda", "share", needs(".adv_estimator", "gae"), default=1.0),
     to("norm_adv_by_std_in_grpo", ".advantage.normalize_by_std", "bool", needs(".adv_estimator", "grpo"),
        unless(lambda s: s[f"{_ROLLOUT}.n"] == 1, "groups of one have no deviation"), default=True, note="false: Dr. GRPO"),
-    to("use_kl_in_reward", ".kl_in", "bool?",
+    to("use_kl_in_reward", ".kl_in", "bool",
        refused(lambda v, s: v and s[f"{A}.actor.use_kl_loss"] and "braid has one KL term; set this or "
                f"{A}.actor.use_kl_loss to false"), _kl_place, default=False, note="reward_t - kl_ctrl.kl_coef * KL_t"),
     to("kl_penalty", ".kl_estimator", "text", unless(lambda s: not facts.kl_in_reward(s), "KL is not in the reward"),
