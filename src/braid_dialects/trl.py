@@ -35,7 +35,9 @@ def _sources(value: str, source: Source) -> Became:
             one["subset"] = source["dataset_config"]
         if facts.is_file(value):
             if split == "dataset_test_split":
-                raise ValueError("a file has no split for evaluation; set braid." + at + ", or eval_strategy=no")
+                raise ValueError(
+                    "a file has no split for evaluation; set braid." + at + ", or eval_strategy=no"
+                )
             one = {"kind": "file", "path": value}
         made[at] = [one | facts.columns(source)]
     return Became(made)
@@ -50,7 +52,11 @@ def _mixture(value: list[dict[str, Any]] | None, source: Source) -> Any:
         if others := set(one) - {"path", "name", "split"}:
             return unsupported(f"{', '.join(sorted(others))}: set braid.{facts.data(source)[0]}")
         subset = {"subset": one["name"]} if one.get("name") else {}
-        kind = {"kind": "file"} if facts.is_file(one["path"]) else {"kind": "hub", "split": one.get("split", "train"), **subset}
+        kind = (
+            {"kind": "file"}
+            if facts.is_file(one["path"])
+            else {"kind": "hub", "split": one.get("split", "train"), **subset}
+        )
         made.append({"path": one["path"], **kind, **facts.columns(source)})
     return Became({facts.data(source)[0]: made})
 
@@ -90,7 +96,10 @@ def _processes(value: int, source: Source) -> Became:
     roles = {"grpo": "policy,rollout", "dpo": "policy,reference"}.get(facts.pipeline_of(source), "policy")
     if source["beta"] and facts.pipeline_of(source) == "grpo":
         roles = "policy,reference,rollout"
-    native: dict[str, Any] = {"cluster.placement": {roles: f"0-{value - 1}"}, "cluster.devices_per_node": value}
+    native: dict[str, Any] = {
+        "cluster.placement": {roles: f"0-{value - 1}"},
+        "cluster.devices_per_node": value,
+    }
     return Became(native | {"train.backend.kind": facts.backend(source)})
 
 
@@ -125,12 +134,20 @@ def _batch(_: Any, source: Source) -> Became:
     """Rows of an optimizer step; in GRPO completions, in whole groups."""
     pipeline = facts.pipeline_of(source)
     if pipeline != "grpo":
-        return Became({"sft.rows_per_step" if pipeline == "sft" else "prefer.pairs_per_step": facts.rows_per_step(source)})
+        return Became(
+            {
+                "sft.rows_per_step" if pipeline == "sft" else "prefer.pairs_per_step": facts.rows_per_step(
+                    source
+                )
+            }
+        )
     whole = facts.completions_per_round(source)
-    return Became({
-        "rollout.prompts_per_round": whole // source["num_generations"],
-        "train.steps_per_pass": whole // facts.rows_per_step(source),
-    })
+    return Became(
+        {
+            "rollout.prompts_per_round": whole // source["num_generations"],
+            "train.steps_per_pass": whole // facts.rows_per_step(source),
+        }
+    )
 
 
 def _per_device(value: int, source: Source) -> Became:
@@ -147,10 +164,18 @@ def _cadence(key: str, section_: str) -> Any:
             case "no":
                 return Became({f"{section_}.every_rounds": 0, f"{section_}.at_end": False})
             case "steps" if (steps := source[key] or source["logging_steps"] or 10) >= 1:
-                return Became({f"{section_}.every_rounds": facts.in_rounds(int(steps), source), f"{section_}.at_end": True})
+                return Became(
+                    {
+                        f"{section_}.every_rounds": facts.in_rounds(int(steps), source),
+                        f"{section_}.at_end": True,
+                    }
+                )
             case "best" | "steps":
                 return unsupported(f"use steps, with {key} as a number of steps")
-        return Became({f"{section_}.every_rounds": 0, f"{section_}.at_end": True}, note="at the end of training; for others set a number of steps")
+        return Became(
+            {f"{section_}.every_rounds": 0, f"{section_}.at_end": True},
+            note="at the end of training; for others set a number of steps",
+        )
 
     return convert
 
@@ -175,7 +200,9 @@ _DTYPES = {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16",
     **dict.fromkeys(("auto", None), no_effect("weights are trained in fp32")),
 }  # fmt: skip
-_NO_WARMUP = unless(lambda s: s["lr_scheduler_type"] == "constant", "constant has no warmup; see constant_with_warmup")
+_NO_WARMUP = unless(
+    lambda s: s["lr_scheduler_type"] == "constant", "constant has no warmup; see constant_with_warmup"
+)
 _PEFT = needs("use_peft")
 
 # One rule per line.
@@ -270,6 +297,9 @@ _COMMON = rows(
     missing("callbacks compute_metrics data_collator formatting_func processing_class preprocess_logits_for_metrics optimizers optimizer_cls_and_kwargs "
             "compute_loss_func quantization_config rollout_func environment_factory", "braid has no such hook in its config; see docs/api.md"),
     missing("tools", "use braid.env.kind=tools (docs/agents.md)"),
+    missing("teacher_model_name_or_path", "see docs/distillation.md"),
+    missing("reward_model_path", "use reward_model_name_or_path, of GRPO"),
+    missing("{peft_config,args}", "write the adapters as lora_r, lora_alpha and lora_target_modules, and the config's arguments out"),
     missing("missing_eos_penalty", "use braid.reward.truncated=zero, or a reward function"),
     ignored("logging_steps", "each round is reported", "non-negative"),
     ignored("logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter logging_dir log_level log_level_replica disable_tqdm "
@@ -300,7 +330,12 @@ def _base(source: Source) -> dict[str, Any]:
         out["train.backend.kind"] = source.backend
     match facts.pipeline_of(source):
         case "grpo":
-            out |= {"data.overlong": "error", "algorithm.kl_estimator": "k3", "algorithm.kl_clamp": "off", "algorithm.kl_in": "loss"}
+            out |= {
+                "data.overlong": "error",
+                "algorithm.kl_estimator": "k3",
+                "algorithm.kl_clamp": "off",
+                "algorithm.kl_in": "loss",
+            }
             out |= {"algorithm.advantage.kind": "grpo", "rollout.engine.kind": facts.engine(source)}
         case "sft":
             out |= {"sft.overlong": "truncate_right"}
@@ -334,7 +369,14 @@ _DIALECT = Dialect(
         "lora_task": "lora_task_type",
         "evaluation_strategy": "eval_strategy",
     },
-    telling=("model_name_or_path", "dataset_name", "datasets", "learning_rate", "per_device_train_batch_size", "num_train_epochs"),
+    telling=(
+        "model_name_or_path",
+        "dataset_name",
+        "datasets",
+        "learning_rate",
+        "per_device_train_batch_size",
+        "num_train_epochs",
+    ),
     versions=("0", "1"),
 )
 
@@ -344,7 +386,12 @@ def _of(name: str, own: list[Rule]) -> Dialect:
     return replace(_DIALECT, rules=table(rows(_COMMON, own)), version_from=f"{name} ")
 
 
-_OF = {"grpo": _of("grpo", GRPO), "dpo": _of("dpo", DPO), "sft": _of("sft", SFT), "reward": _of("reward", REWARD)}
+_OF = {
+    "grpo": _of("grpo", GRPO),
+    "dpo": _of("dpo", DPO),
+    "sft": _of("sft", SFT),
+    "reward": _of("reward", REWARD),
+}
 _OLD: Mapping[str, Mapping[str, Any]] = {
     "grpo": {"max_completion_length": 256, "vllm_mode": "server"},
     "reward": {"learning_rate": 5e-5},
@@ -358,7 +405,13 @@ def _of_file(_: Dialect, values: Mapping[str, Any], version: str | None) -> Dial
     """The dialect of the file's pipeline, in the version that is given or told by its arguments."""
     name = facts.pipeline(values)
     mark = next((key for key in _MARKS if key in values), None)
-    why = "set by --dialect" if version else f"told by {mark}" if mark else "the newest, no argument tells another"
+    why = (
+        "set by --dialect"
+        if version
+        else f"told by {mark}"
+        if mark
+        else "the newest, no argument tells another"
+    )
     version = version or ("0" if mark else "1")
     chosen, how = _OF[name], "named by its trainer" if "trainer" in values else "told by its arguments"
     rules = dict(chosen.rules)

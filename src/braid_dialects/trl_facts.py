@@ -62,9 +62,13 @@ def completions_per_round(source: Source) -> int:
         source["steps_per_generation"] or source["gradient_accumulation_steps"]
     )
     if whole % num:
-        raise ValueError(f"the {whole} completions of a generation batch are not a multiple of {num}; change one")
+        raise ValueError(
+            f"the {whole} completions of a generation batch are not a multiple of {num}; change one"
+        )
     if whole % step:
-        raise ValueError(f"a generation batch of {whole} completions is not a multiple of the {step} of a step")
+        raise ValueError(
+            f"a generation batch of {whole} completions is not a multiple of the {step} of a step"
+        )
     return whole
 
 

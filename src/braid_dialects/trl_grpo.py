@@ -11,26 +11,31 @@ from .rows import ignored, missing, rows, to
 from .table import Became, Source, no_effect, unsupported
 from .values import choice
 
-_SEQUENCES = unless(lambda s: s["loss_type"] == "luspo", "luspo always has ratios of sequences")
+_SEQUENCES = unless(
+    lambda s: s["loss_type"] in ("luspo", "vespo"),
+    lambda s: f"{s['loss_type']} always has ratios of sequences",
+)
 _LOSSES = {
     "dapo": ("ppo_clip", "token_mean"), "bnpo": ("ppo_clip", "token_mean"), "grpo": ("ppo_clip", "sequence_mean_token_mean"),
     "dr_grpo": ("ppo_clip", "token_sum_constant"), "luspo": ("ppo_clip", "sequence_mean_token_sum"),
-    "cispo": ("cispo", "token_mean"), "sapo": ("sapo", "sequence_mean_token_mean"),
+    "cispo": ("cispo", "token_mean"), "sapo": ("sapo", "sequence_mean_token_mean"), "vespo": ("vespo", "token_mean"),
 }  # fmt: skip
 """loss_type -> the kind of policy loss, and the aggregation."""
 _PARTS: dict[str, dict[str, Any]] = {
     "accuracy_reward": {"kind": "math", "name": "accuracy"},
-    "think_format_reward": {"kind": "pattern", "name": "think_format", "pattern": r"^<think>(?!.*<think>)(.*?)</think>.*$"},
+    "think_format_reward": {
+        "kind": "pattern",
+        "name": "think_format",
+        "pattern": r"^<think>(?!.*<think>)(.*?)</think>.*$",
+    },
 }
 """Rewards of trl.rewards -> reward parts."""
 
 
 def _loss(value: str, source: Source) -> Any:
-    if value == "vespo":
-        return unsupported("use dapo, grpo, dr_grpo, cispo or sapo, or braid.algorithm.recipe=vespo")
     kind, aggregation = _LOSSES[value]
     level = {"ratio_level": "sequence"} if value == "luspo" else {}
-    made = policy_loss(kind, **level).native | {"algorithm.aggregation": aggregation}
+    made: dict[str, Any] = {**policy_loss(kind, **level).native, "algorithm.aggregation": aggregation}
     if value == "dr_grpo":
         made["algorithm.aggregation_constant"] = float(source["max_completion_length"])
     note = "a mean over the tokens of the whole step; in TRL of a micro-batch" if value == "bnpo" else ""
@@ -43,7 +48,9 @@ def _bound(value: float | None, source: Source) -> Became | float:
     if source["loss_type"] != "cispo":
         return high
     if high < 1:
-        raise ValueError(f"cispo bounds the ratio itself, which {high} would always cut; set epsilon_high, for example 5.0")
+        raise ValueError(
+            f"cispo bounds the ratio itself, which {high} would always cut; set epsilon_high, for example 5.0"
+        )
     return Became({"algorithm.policy_loss.clip_high": high - 1.0, "algorithm.policy_loss.clip_low": 1.0})
 
 
@@ -53,7 +60,11 @@ def _scaled(value: str | bool, _: Source) -> Became:
         case True | "group" | "true" | "True":
             return algorithm("A = (r - mean) / std of the group", advantage={"normalize_by_std": True})
         case "batch":
-            return algorithm("A = (r - mean of the group) / std of the round", advantage={"normalize_by_std": False}, reward_std="batch")
+            return algorithm(
+                "A = (r - mean of the group) / std of the round",
+                advantage={"normalize_by_std": False},
+                reward_std="batch",
+            )
         case "mean":
             return unsupported("use braid.algorithm.advantage=maxrl")
     return algorithm("A = r - mean of the group", advantage={"normalize_by_std": False})
@@ -79,7 +90,9 @@ def _rewards(value: Any, source: Source) -> Any:
     names = value if isinstance(value, list) else [value]
     weights = source["reward_weights"] or [1.0] * len(names)
     if len(weights) != len(names):
-        raise ValueError(f"there are {len(names)} rewards, but {len(weights)} reward_weights; give one for each")
+        raise ValueError(
+            f"there are {len(names)} rewards, but {len(weights)} reward_weights; give one for each"
+        )
     parts = []
     for name, weight in zip(names, weights, strict=True):
         if name in _PARTS:
@@ -97,8 +110,12 @@ def _rewards(value: Any, source: Source) -> Any:
 
 _VLLM = needs("use_vllm")
 _SERVED = of_engine("vllm")
-_CLIPPED = unless(lambda s: s["loss_type"] in ("cispo", "sapo"), lambda s: f"{s['loss_type']} has no such bound")
-_HAS_BOUNDS = unless(lambda s: s["loss_type"] == "sapo", "sapo has no such bound")
+_CLIPPED = unless(
+    lambda s: s["loss_type"] in ("cispo", "sapo", "vespo"), lambda s: f"{s['loss_type']} has no such bound"
+)
+_HAS_BOUNDS = unless(
+    lambda s: s["loss_type"] in ("sapo", "vespo"), lambda s: f"{s['loss_type']} has no such bound"
+)
 _COLOCATED = unless(facts.is_served, "of the server's own")
 
 # One rule per line.
@@ -120,7 +137,7 @@ GRPO = rows(
     missing("generation_kwargs generation_kwargs.*", "use the keys of sampling, or braid.rollout.sampling"),
     to("shuffle_dataset", "data.shuffle", "bool", default=True),
     # loss
-    to("loss_type", "algorithm.policy_loss.kind algorithm.aggregation", choice(*_LOSSES, "vespo"), _loss, default="dapo",
+    to("loss_type", "algorithm.policy_loss.kind algorithm.aggregation", choice(*_LOSSES), _loss, default="dapo",
        note="dapo: a mean over the step's tokens; grpo: over answers of means; dr_grpo: sums over max_completion_length"),
     to("beta", "algorithm.kl_coef", "non-negative", default=0.0, note="k3 in the loss; 0: no reference"),
     to("epsilon", "algorithm.policy_loss.clip_low", "non-negative", _CLIPPED, default=0.2),
@@ -131,7 +148,7 @@ GRPO = rows(
     to("importance_sampling_level", "algorithm.policy_loss.ratio_level", "token|sequence", _SEQUENCES, default="token",
        note="sequence: the geometric mean of a sequence (GSPO)"),
     to("sapo_temperature_{pos,neg}", "algorithm.policy_loss.tau_{positive,negative}", "positive", needs("loss_type", "sapo")),
-    ignored("vespo_{k_pos,lambda_pos,k_neg,lambda_neg}", "for vespo only"),
+    to("vespo_{k_pos,lambda_pos,k_neg,lambda_neg}", "algorithm.policy_loss.{k_positive,lambda_positive,k_negative,lambda_negative}", "non-negative", needs("loss_type", "vespo")),
     to("scale_rewards", "algorithm.advantage.normalize_by_std", "bool or group|batch|none|mean", _scaled, default="group"),
     to("mask_truncated_completions", "algorithm.mask_truncated", "bool", default=False),
     missing("multi_objective_aggregation", "use sum_then_normalize", default="sum_then_normalize"),

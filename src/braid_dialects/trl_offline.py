@@ -28,7 +28,7 @@ def _first(source: Source) -> str:
     return next((name for name in _losses(source) if name != "sft"), "sft")
 
 
-def _loss(value: str | list[str], source: Source) -> Any:
+def _loss(_: str | list[str], source: Source) -> Any:
     """One loss, and with it the cross-entropy of the preferred responses (MPO)."""
     names = _losses(source)
     if unknown := [name for name in names if name not in _NAMES]:
@@ -47,7 +47,12 @@ def _loss(value: str | list[str], source: Source) -> Any:
 
 
 _DIVERGENCES = {"reverse_kl": "reverse_kl", "forward_kl": "forward_kl", "js_divergence": "js"}
-_SMOOTHED = unless(lambda s: _first(s) not in ("sigmoid", "sigmoid_norm", "robust", "exo_pair"), "the loss has no label_smoothing")
+_SMOOTHED = unless(
+    lambda s: (
+        _first(s) not in ("robust", "exo_pair", "aot", *(("sigmoid",) if s.dialect.version == "0" else ()))
+    ),
+    "the loss has no label_smoothing; TRL smooths robust, exo_pair and aot, before 1.0 sigmoid too",
+)
 
 # One rule per line.
 # fmt: off

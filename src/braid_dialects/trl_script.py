@@ -16,7 +16,24 @@ from braid.config.source import Written, text_of
 from braid.errors import ConfigError, Problem
 
 _PIPELINES = {"GRPO": "grpo", "DPO": "dpo", "SFT": "sft", "Reward": "reward"}
-_OTHERS = ("KTO", "RLOO", "PPO", "PPOv2", "OnlineDPO", "NashMD", "XPO", "CPO", "ORPO", "BCO", "PRM", "GKD", "GOLD", "AsyncGRPO", "MiniLLM", "Distillation")
+_OTHERS = (
+    "KTO",
+    "RLOO",
+    "PPO",
+    "PPOv2",
+    "OnlineDPO",
+    "NashMD",
+    "XPO",
+    "CPO",
+    "ORPO",
+    "BCO",
+    "PRM",
+    "GKD",
+    "GOLD",
+    "AsyncGRPO",
+    "MiniLLM",
+    "Distillation",
+)
 _ADAPTERS = {"r": "lora_r", "task_type": "lora_task_type", "bias": "lora_bias", "modules_to_save": "lora_modules_to_save", "use_rslora": "use_rslora",
              "use_dora": "use_dora"}  # fmt: skip
 """Arguments of peft's LoraConfig -> arguments of ModelConfig, where the name is not `lora_` and its own."""
@@ -59,6 +76,18 @@ def _name(call: ast.Call) -> str:
     return ""
 
 
+def _pairs(node: ast.Dict | ast.Call) -> Iterator[tuple[str, ast.expr]]:
+    """The names and values of a mapping, or of a call of dict."""
+    if isinstance(node, ast.Call):
+        pairs: list[tuple[Any, ast.expr]] = [(word.arg, word.value) for word in node.keywords]
+    else:
+        keys = (key.value if isinstance(key, ast.Constant) else None for key in node.keys)
+        pairs = list(zip(keys, node.values, strict=True))
+    if not all(isinstance(name, str) for name, _ in pairs):
+        raise _Computed
+    yield from pairs
+
+
 class _Script:
     """A script, and the values of its names."""
 
@@ -66,11 +95,15 @@ class _Script:
         self._file, self._trainer, self._written = path.name, trainer, Written()
         self._assigned: dict[str, ast.expr] = {}
         self._attributes: list[tuple[str, str, ast.expr]] = []
-        self._defined = {node.name for node in ast.walk(script) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        self._defined = {
+            node.name for node in ast.walk(script) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+        }
         times = Counter[str]()
         for node in ast.walk(script):
             match node:
-                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), value=ast.expr() as value):
+                case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(
+                    ast.Name(name), value=ast.expr() as value
+                ):
                     times[name] += 1
                     self._assigned[name] = value
                 case ast.Assign([ast.Tuple(names)], value):
@@ -124,7 +157,7 @@ class _Script:
             value = self._resolved(node)
         except _CommandLine:
             return
-        except _Computed:
+        except (_Computed, RecursionError):
             shown = " ".join(ast.unparse(node).split())
             shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
             self._problem(key, f"{shown} is not a literal; set it on the command line: {key}=VALUE", node)
@@ -138,7 +171,12 @@ class _Script:
     def _followed(self, node: ast.expr) -> ast.expr:
         """The expression that a name stands for."""
         seen = 0
-        while isinstance(node, ast.Name) and node.id in self._assigned and node.id not in self._repeated and seen < 20:
+        while (
+            isinstance(node, ast.Name)
+            and node.id in self._assigned
+            and node.id not in self._repeated
+            and seen < 20
+        ):
             node, seen = self._assigned[node.id], seen + 1
         return node
 
@@ -150,30 +188,37 @@ class _Script:
                 return value
             case ast.List(items) | ast.Tuple(items):
                 return [self._resolved(item) for item in items]
-            case ast.Dict(keys, values) if all(isinstance(key, ast.Constant) for key in keys):
-                pairs = zip(keys, values, strict=True)
-                return {str(key.value): self._resolved(value) for key, value in pairs if isinstance(key, ast.Constant)}
-            case ast.Call(ast.Name("dict"), [], words):
-                return {word.arg: self._resolved(word.value) for word in words if word.arg}
+            case ast.Dict() | ast.Call(ast.Name("dict"), []):
+                return {name: self._resolved(value) for name, value in _pairs(node)}
             case ast.Attribute(ast.Name("torch"), name):
                 return name
             case ast.UnaryOp(ast.USub(), operand):
                 return -self._number(operand)
-            case ast.BinOp(left, ast.Mult(), right):
-                return self._number(left) * self._number(right)
-            case ast.BinOp(left, ast.FloorDiv(), right) if self._number(right):
-                return self._number(left) // self._number(right)
-            case ast.BinOp(left, ast.Add(), right):
-                parts = [self._resolved(left), self._resolved(right)]
-                if all(isinstance(part, str) for part in parts):
-                    return "".join(parts)
-                return self._number(left) + self._number(right)
+            case ast.BinOp():
+                return self._calculated(node)
             case ast.JoinedStr(parts):
                 return "".join(
-                    str(self._resolved(part.value if isinstance(part, ast.FormattedValue) else part)) for part in parts
+                    str(self._resolved(part.value if isinstance(part, ast.FormattedValue) else part))
+                    for part in parts
                 )
         if any(isinstance(one, ast.Call) and _name(one) in _FROM_COMMAND_LINE for one in self._reached(node)):
             raise _CommandLine
+        raise _Computed
+
+    def _calculated(self, node: ast.BinOp) -> Any:
+        """A sum, product or quotient of numbers, or texts put together."""
+        if isinstance(node.op, ast.Add):
+            parts = [self._resolved(node.left), self._resolved(node.right)]
+            if all(isinstance(part, str) for part in parts):
+                return "".join(parts)
+        left, right = self._number(node.left), self._number(node.right)
+        match node.op:
+            case ast.Add():
+                return left + right
+            case ast.Mult():
+                return left * right
+            case ast.FloorDiv() if right:
+                return left // right
         raise _Computed
 
     def _number(self, node: ast.expr) -> Any:
@@ -195,7 +240,9 @@ class _Script:
         if isinstance(call, ast.Call) and _name(call).endswith("Config"):
             for word in call.keywords:
                 if word.arg is None:
-                    self._problem("args", f"**{ast.unparse(word.value)} is not a literal; write the arguments out", node)
+                    self._problem(
+                        "args", f"**{ast.unparse(word.value)} is not a literal; write the arguments out", node
+                    )
                 else:
                     self._value(word.arg, word.value)
             for name, value in zip(("output_dir",), call.args, strict=False):
@@ -213,7 +260,9 @@ class _Script:
             self._put("use_peft", True, node)
             for word in call.keywords:
                 name = word.arg or "peft_config"
-                self._value(_ADAPTERS.get(name, name if name.startswith("lora_") else f"lora_{name}"), word.value)
+                self._value(
+                    _ADAPTERS.get(name, name if name.startswith("lora_") else f"lora_{name}"), word.value
+                )
         elif not (isinstance(call, ast.Call) and _name(call) == "get_peft_config"):  # of the command line
             self._value("peft_config", node)
 
@@ -234,7 +283,11 @@ class _Script:
         is_train, split, call = key == "train_dataset", None, self._followed(node)
         if isinstance(call, ast.Constant) and call.value is None:
             return
-        if isinstance(call, ast.Subscript) and isinstance(call.slice, ast.Constant) and isinstance(call.slice.value, str):
+        if (
+            isinstance(call, ast.Subscript)
+            and isinstance(call.slice, ast.Constant)
+            and isinstance(call.slice.value, str)
+        ):
             split, call = call.slice, self._followed(call.value)
         if not (isinstance(call, ast.Call) and _name(call) == "load_dataset"):
             if any(isinstance(one, ast.Call) and _name(one) == "get_dataset" for one in self._reached(node)):
@@ -251,14 +304,16 @@ class _Script:
             if "name" in words:
                 self._value("dataset_config", words["name"])
         elif self._written.tree.get("dataset_name") != self._told(path):
-            self._problem(key, "is another data set; set braid.data.eval (or sft.eval_data, prefer.eval_data)", node)
+            self._problem(
+                key, "is another data set; set braid.data.eval (or sft.eval_data, prefer.eval_data)", node
+            )
         if split := split or words.get("split"):
             self._value("dataset_train_split" if is_train else "dataset_test_split", split)
 
     def _told(self, node: ast.expr) -> Any:
         try:
             return self._resolved(node)
-        except (_Computed, _CommandLine):
+        except (_Computed, _CommandLine, RecursionError):
             return None
 
     def _rewards(self, node: ast.expr) -> None:

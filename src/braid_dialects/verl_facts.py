@@ -117,6 +117,11 @@ def paths(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or ())
 
 
+def trackers(source: Source) -> list[str]:
+    """Native paths of the trackers in use."""
+    return [f"report.{name}" for name in ("wandb", "swanlab") if name in paths(source["trainer.logger"])]
+
+
 def is_dapo(source: Source) -> bool:
     """Whether answers are scored 1 or -1 by the rule of DAPO's data."""
     names = " ".join(paths(source["data.train_files"])).lower()

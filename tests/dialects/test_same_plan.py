@@ -180,7 +180,9 @@ def test_equal_settings_are_the_same_plan_and_config(read_same: ReadSame, name: 
 def test_equal_settings_are_the_same_weights_to_the_bit(read_same: ReadSame, tmp_path: Path) -> None:
     outcomes = {}
     for name in FILES:
-        loaded = read_same(name, model={"path": None, "build": TINY_MODEL}, run={"name": name, "seed": 7}).loaded
+        loaded = read_same(
+            name, model={"path": None, "build": TINY_MODEL}, run={"name": name, "seed": 7}
+        ).loaded
         outcome = commands.train(loaded)
         summary = json.loads((outcome.run_dir / "summary.json").read_text())
         assert summary["steps"] == 4  # two rounds of two steps

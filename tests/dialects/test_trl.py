@@ -46,14 +46,20 @@ def script(folder: Path, change: tuple[str, str], name: str = "grpo") -> Path:
 def test_a_script_of_grpo_keeps_the_meaning_of_its_sizes_and_defaults() -> None:
     """Eight completions of a process, twice accumulated, four times for a generation: 32 of four prompts."""
     made = read("grpo")
-    config, algorithm = made.loaded.config, made.loaded.config.algorithm
+    config: Any = made.loaded.config
+    algorithm = config.algorithm
     assert (made.language, made.title) == ("trl", "TRL 1")
     assert {entry.disposition for entry in made.ledger} <= {"applied", "unused", "implied", "no effect"}
     assert (config.rollout.prompts_per_round, config.rollout.group_size) == (4, 8)
     assert (config.train.steps_per_pass, config.train.passes_per_round) == (2, 2)
     assert (config.checkpoint.every_rounds, config.run.max_epochs, config.run.seed) == (2, 1, 7)
     assert (config.rollout.sampling.max_new_tokens, config.rollout.sampling.temperature) == (1024, 0.9)
-    assert (algorithm.kl_coef, algorithm.kl_in, algorithm.kl_estimator, algorithm.kl_clamp) == (0.001, "loss", "k3", "off")
+    assert (algorithm.kl_coef, algorithm.kl_in, algorithm.kl_estimator, algorithm.kl_clamp) == (
+        0.001,
+        "loss",
+        "k3",
+        "off",
+    )
     assert (algorithm.aggregation, algorithm.aggregation_constant) == ("token_sum_constant", 1024.0)
     assert (algorithm.policy_loss.clip_low, algorithm.policy_loss.clip_high) == (0.2, 0.28)
     assert (algorithm.advantage.normalize_by_std, algorithm.mask_truncated) == (False, True)
@@ -64,16 +70,23 @@ def test_a_script_of_grpo_keeps_the_meaning_of_its_sizes_and_defaults() -> None:
 
 
 def test_a_script_of_dpo_has_pairs_of_all_processes_and_two_losses() -> None:
-    config = read("dpo", "num_processes=4").loaded.config
+    config: Any = read("dpo", "num_processes=4").loaded.config
     assert config.prefer is not None
-    assert (config.prefer.pairs_per_step, config.prefer.loss.kind, config.prefer.sft_coef) == (64, "sigmoid", 0.1)
+    assert (config.prefer.pairs_per_step, config.prefer.loss.kind, config.prefer.sft_coef) == (
+        64,
+        "sigmoid",
+        0.1,
+    )
     assert (config.prefer.optimizer.lr, config.prefer.optimizer.schedule.decay) == (5e-7, "linear")
-    assert (config.prefer.data[0].split, config.prefer.eval_data[0].split) == ("train", "test")  # pyright: ignore[reportAttributeAccessIssue]
-    assert (config.train.backend.kind, dict(config.cluster.placement)) == ("fsdp2", {"policy,reference": "0-3"})
+    assert (config.prefer.data[0].split, config.prefer.eval_data[0].split) == ("train", "test")
+    assert (config.train.backend.kind, dict(config.cluster.placement)) == (
+        "fsdp2",
+        {"policy,reference": "0-3"},
+    )
 
 
 def test_a_script_of_sft_learns_conversations() -> None:
-    config = read("sft").loaded.config
+    config: Any = read("sft").loaded.config
     assert config.sft is not None
     assert (config.sft.rows_per_step, config.sft.max_tokens, config.sft.epochs) == (8, 2048, 1.0)
     assert config.sft.data[0].messages_key == "messages"
@@ -92,9 +105,11 @@ def test_a_script_of_sft_learns_conversations() -> None:
         ({"trainer": "dpo"}, "dpo"),
     ],
 )
-def test_the_arguments_of_a_file_tell_its_trainer(tmp_path: Path, arguments: dict[str, Any], pipeline: str) -> None:
+def test_the_arguments_of_a_file_tell_its_trainer(
+    tmp_path: Path, arguments: dict[str, Any], pipeline: str
+) -> None:
     made = of_file(tmp_path, **arguments)
-    config = made.loaded.config
+    config: Any = made.loaded.config
     assert made.version_from.startswith(f"{pipeline} ")
     kinds = {"grpo": config.data.train, "sft": config.sft, "dpo": config.prefer, "reward": config.prefer}
     assert kinds[pipeline]
@@ -117,25 +132,26 @@ def test_the_version_is_told_by_arguments_that_are_gone(tmp_path: Path) -> None:
         ("grpo", "ppo_clip", "sequence_mean_token_mean"),
         ("luspo", "ppo_clip", "sequence_mean_token_sum"),
         ("sapo", "sapo", "sequence_mean_token_mean"),
+        ("vespo", "vespo", "token_mean"),
     ],
 )
 def test_losses_of_grpo(loss: str, kind: str, aggregation: str) -> None:
-    algorithm = read("grpo", f"loss_type={loss}").loaded.config.algorithm
+    algorithm: Any = read("grpo", f"loss_type={loss}").loaded.config.algorithm
     assert (algorithm.policy_loss.kind, algorithm.aggregation) == (kind, aggregation)
 
 
 def test_cispo_bounds_the_ratio_itself() -> None:
-    loss = read("grpo", "loss_type=cispo", "epsilon_high=5.0").loaded.config.algorithm.policy_loss
+    loss: Any = read("grpo", "loss_type=cispo", "epsilon_high=5.0").loaded.config.algorithm.policy_loss
     assert (loss.kind, loss.clip_low, loss.clip_high) == ("cispo", 1.0, 4.0)
 
 
 def test_vllm_is_corrected_as_in_trl_and_others_are_not() -> None:
-    config = read("grpo", "use_vllm=true").loaded.config
-    (correction,) = config.algorithm.corrections or ()
+    config: Any = read("grpo", "use_vllm=true").loaded.config
+    (correction,) = config.algorithm.corrections
     assert (correction.level, correction.mode, correction.high) == ("sequence", "mask", 3.0)
-    assert (config.rollout.engine.kind, config.rollout.engine.memory_fraction) == ("vllm", 0.3)  # pyright: ignore[reportAttributeAccessIssue]
-    server = read("grpo", "use_vllm=true", "vllm_mode=server", "vllm_server_port=9000").loaded.config
-    assert server.rollout.engine.servers == ("http://0.0.0.0:9000",)  # pyright: ignore[reportAttributeAccessIssue]
+    assert (config.rollout.engine.kind, config.rollout.engine.memory_fraction) == ("vllm", 0.3)
+    server: Any = read("grpo", "use_vllm=true", "vllm_mode=server", "vllm_server_port=9000").loaded.config
+    assert server.rollout.engine.servers == ("http://0.0.0.0:9000",)
     assert read("grpo").loaded.config.algorithm.corrections == ()
 
 
@@ -148,12 +164,14 @@ def test_vllm_is_corrected_as_in_trl_and_others_are_not() -> None:
         (('split="train")', 'split="train").map(str)'), r"dataset_name: .* is computed by the script.*dataset_name=FILE"),
         (("GRPOTrainer(", "KTOTrainer("), r"config: braid has no KTOTrainer of TRL; it reads GRPOTrainer or DPOTrainer"),
         (("num_generations=NUM_GENERATIONS", "num_generations=5"), r"the 32 completions of a generation batch are not a multiple of 5"),
-        (('loss_type="dr_grpo"', 'loss_type="vespo"'), r"loss_type: 'vespo' is not supported"),
+        (("beta=0.001", "sync_ref_model=True"), r"sync_ref_model: true is not supported"),
         (("args=training_args,", "args=training_args, callbacks=[1],"), r"callbacks: .* is not supported"),
         (("def main():", "def main(:"), r"config: cannot read the script"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_refused_with_its_line(tmp_path: Path, change: tuple[str, str], message: str) -> None:
+def test_what_cannot_be_read_is_refused_with_its_line(
+    tmp_path: Path, change: tuple[str, str], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config(script(tmp_path, change))
 
@@ -190,7 +208,9 @@ def test_all_arguments_of_transformers_are_known(dialect: Any) -> None:
 ROWS: dict[str, list[dict[str, Any]]] = {
     "grpo": [{"prompt": a, "solution": "1"} for a in "abcdefgh"],
     "dpo": [{"prompt": a, "chosen": "a", "rejected": "b"} for a in "abcdefgh"],
-    "sft": [{"messages": [{"role": role, "content": a} for role in ("user", "assistant")]} for a in "abcdefgh"],
+    "sft": [
+        {"messages": [{"role": role, "content": a} for role in ("user", "assistant")]} for a in "abcdefgh"
+    ],
 }
 OWN = {
     "grpo": ["num_generations=2", "max_steps=8", "max_completion_length=8", "per_device_train_batch_size=4"],
@@ -207,9 +227,21 @@ def test_a_script_trains_two_rounds(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
     template = "{% for one in messages %}{{ one.content }}{% if one.role == 'assistant' %}{% generation %}{% endgeneration %}{% endif %}{% endfor %}"
-    (tmp_path / "plain.jinja").write_text(template if name == "sft" else "{% for one in messages %}{{ one.content }}{% endfor %}")
-    native = {"model.path": "null", "model.build": json.dumps(BUILD), "report.console": "none", "model.chat_template": "plain.jinja"}
-    overrides = ["dataset_name=rows.jsonl", "output_dir=out/run", *OWN[name], *(f"braid.{key}={value}" for key, value in native.items())]
+    (tmp_path / "plain.jinja").write_text(
+        template if name == "sft" else "{% for one in messages %}{{ one.content }}{% endfor %}"
+    )
+    native = {
+        "model.path": "null",
+        "model.build": json.dumps(BUILD),
+        "report.console": "none",
+        "model.chat_template": "plain.jinja",
+    }
+    overrides = [
+        "dataset_name=rows.jsonl",
+        "output_dir=out/run",
+        *OWN[name],
+        *(f"braid.{key}={value}" for key, value in native.items()),
+    ]
     chosen = ["--backend", "single", "--engine", "native"]
     assert main(["train", str(SCRIPTS / f"trl_{name}.py"), *overrides, *chosen]) == 0, capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "out/run/metrics.jsonl").read_text().splitlines()]

@@ -31,7 +31,7 @@ def read(name: str, *overrides: str, **chosen: Any) -> Read:
 
 def test_a_script_of_grpo_keeps_the_meaning_of_its_sizes_and_defaults() -> None:
     made = read("gsm8k")
-    config = made.loaded.config
+    config: Any = made.loaded.config
     assert (made.language, made.title) == ("verl", "verl 0.7")
     assert {entry.disposition for entry in made.ledger} <= {"applied", "unused", "implied", "no effect"}
     assert (config.rollout.prompts_per_round, config.rollout.group_size, config.train.steps_per_pass) == (
@@ -41,7 +41,7 @@ def test_a_script_of_grpo_keeps_the_meaning_of_its_sizes_and_defaults() -> None:
     )
     assert (config.train.micro_batch_rows, config.train.micro_batch_tokens) == (40, 40 * 1536)
     assert dict(config.cluster.placement) == {"policy,reference,rollout": "0-7"}
-    assert config.rollout.engine.replicas == 4  # pyright: ignore[reportAttributeAccessIssue]
+    assert config.rollout.engine.replicas == 4
     algorithm = config.algorithm
     assert (algorithm.advantage.kind, algorithm.kl_in, algorithm.kl_coef) == ("grpo", "loss", 0.001)
     assert (algorithm.kl_estimator, algorithm.kl_clamp, algorithm.aggregation) == ("k3", 10.0, "token_mean")
@@ -52,7 +52,7 @@ def test_a_script_of_grpo_keeps_the_meaning_of_its_sizes_and_defaults() -> None:
 
 
 def test_a_script_of_dapo_is_read_with_its_variables_arrays_and_sums() -> None:
-    config = read("dapo", "trainer.nnodes=2").loaded.config
+    config: Any = read("dapo", "trainer.nnodes=2").loaded.config
     assert (config.data.max_prompt_tokens, config.rollout.sampling.max_new_tokens) == (2048, 20_480)
     assert (config.train.micro_batch_tokens, config.train.sequence_parallel) == (22_528 // 8, 8)
     assert (config.cluster.num_nodes, config.train.steps_per_pass) == (2, 16)
@@ -100,10 +100,10 @@ def test_megatron_s_config_of_verl_chooses_the_backend(tmp_path: Path) -> None:
     assert start in script
     text = script.replace(start, f"{start} --config-path=config --config-name='ppo_megatron_trainer.yaml'")
     (tmp_path / "run.sh").write_text(text)
-    config = read_config(
+    config: Any = read_config(
         tmp_path / "run.sh", [f"{A}.actor.megatron.tensor_model_parallel_size=4"]
     ).loaded.config
-    assert (config.train.backend.kind, config.train.backend.tensor_parallel) == ("megatron", 4)  # pyright: ignore[reportAttributeAccessIssue]
+    assert (config.train.backend.kind, config.train.backend.tensor_parallel) == ("megatron", 4)
     (tmp_path / "run.sh").write_text(text.replace("ppo_megatron_trainer", "mine"))
     with pytest.raises(ConfigError, match="the script launches a config file"):
         read_config(tmp_path / "run.sh", dialect="verl")

@@ -2,7 +2,7 @@
 
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 model_id = "Qwen/Qwen2-0.5B-Instruct"

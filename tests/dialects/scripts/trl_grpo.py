@@ -40,7 +40,9 @@ def main():
         args=training_args,
         reward_funcs=[accuracy_reward, think_format_reward],
         train_dataset=dataset,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
+        peft_config=LoraConfig(
+            r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        ),
     )
     trainer.train()
 
