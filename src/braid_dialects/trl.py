@@ -381,9 +381,9 @@ _DIALECT = Dialect(
 )
 
 
-def _of(name: str, own: list[Rule]) -> Dialect:
+def _of(name: str, rules: list[Rule]) -> Dialect:
     """The dialect of a pipeline."""
-    return replace(_DIALECT, rules=table(rows(_COMMON, own)), version_from=f"{name} ")
+    return replace(_DIALECT, rules=table(rows(_COMMON, rules)), version_from=f"{name} ")
 
 
 _OF = {

@@ -37,6 +37,8 @@ _OTHERS = (
 _ADAPTERS = {"r": "lora_r", "task_type": "lora_task_type", "bias": "lora_bias", "modules_to_save": "lora_modules_to_save", "use_rslora": "use_rslora",
              "use_dora": "use_dora"}  # fmt: skip
 """Arguments of peft's LoraConfig -> arguments of ModelConfig, where the name is not `lora_` and its own."""
+_MAX_NAMES = 20
+"""Longest chain of names that stand for each other."""
 _FROM_COMMAND_LINE = ("parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
 
 
@@ -170,14 +172,10 @@ class _Script:
 
     def _followed(self, node: ast.expr) -> ast.expr:
         """The expression that a name stands for."""
-        seen = 0
-        while (
-            isinstance(node, ast.Name)
-            and node.id in self._assigned
-            and node.id not in self._repeated
-            and seen < 20
-        ):
-            node, seen = self._assigned[node.id], seen + 1
+        for _ in range(_MAX_NAMES):
+            if not isinstance(node, ast.Name) or node.id not in self._assigned or node.id in self._repeated:
+                break
+            node = self._assigned[node.id]
         return node
 
     def _resolved(self, node: ast.expr) -> Any:

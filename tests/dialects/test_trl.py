@@ -85,6 +85,18 @@ def test_a_script_of_dpo_has_pairs_of_all_processes_and_two_losses() -> None:
     )
 
 
+def test_a_script_of_a_reward_model_scores_pairs(tmp_path: Path) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "model = AutoModelForSequenceClassification.from_pretrained('a/b', num_labels=1)\n"
+        "trainer = RewardTrainer(model=model, args=RewardConfig('out', center_rewards_coefficient=0.01),\n"
+        "    train_dataset=load_dataset('c/d', split='train'))\n"
+    )
+    config: Any = read_config(path).loaded.config
+    assert (config.prefer.loss.kind, config.prefer.loss.center_coef) == ("bradley_terry", 0.01)
+    assert (config.prefer.optimizer.lr, config.prefer.pairs_per_step, config.model.path) == (1e-4, 8, "a/b")
+
+
 def test_a_script_of_sft_learns_conversations() -> None:
     config: Any = read("sft").loaded.config
     assert config.sft is not None

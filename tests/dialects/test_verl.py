@@ -124,7 +124,7 @@ TINY = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "own"), [
+@pytest.mark.parametrize(("name", "overrides"), [
     ("gsm8k", ["data.train_files=gsm8k.jsonl"]),
     ("dapo", ["reward_model.reward_kwargs.overlong_buffer_cfg.len=4", "algorithm.filter_groups.max_num_gen_batches=1"]),
 ])  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_script_trains_two_rounds(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     name: str,
-    own: list[str],
+    overrides: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [
@@ -149,6 +149,6 @@ def test_a_script_trains_two_rounds(
     (tmp_path / "plain.jinja").write_text("{% for one in messages %}{{ one.content }}{% endfor %}")
     chosen = ["--backend", "single", "--engine", "native"]
     script = str(SCRIPTS / f"verl_{name}.sh")
-    assert main(["train", script, *TINY, *own, *chosen]) == 0, capsys.readouterr().err
+    assert main(["train", script, *TINY, *overrides, *chosen]) == 0, capsys.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "out/run/metrics.jsonl").read_text().splitlines()]
     assert sum("policy/loss" in line for line in lines) == 2
