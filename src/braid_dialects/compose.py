@@ -25,6 +25,7 @@ from braid.errors import Problem, suggest
 
 from .launcher import read_launcher
 from .translate import NATIVE
+from .trl_script import read_script
 
 DEFAULTS = "defaults"
 SEARCHPATH = "hydra.searchpath"
@@ -40,7 +41,7 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
 
     Raises ConfigError when a file cannot be read; all other errors are in the result's `problems`.
     """
-    written = read_launcher(path) if path.suffix == ".sh" else read_file(path)
+    written = {".sh": read_launcher, ".py": read_script}.get(path.suffix, read_file)(path)
     chosen, values = dict[str, str | None](), []
     keys = {entry.choice for entry in _entries(written.tree.get(DEFAULTS), _Place(), []) if entry.option}
     for text in overrides:
@@ -54,6 +55,9 @@ def compose(path: Path, overrides: Sequence[str] = ()) -> Written:
         else:
             values.append(_FLOW.sub(r"\1: ", text) if option.startswith("{") else text)
     composed = _Presets(path, written, chosen).whole()
+    # What a script computes may be set.
+    changed = {text.partition("=")[0] for text in values} if path.suffix in (".sh", ".py") else set[str]()
+    composed.problems = [problem for problem in composed.problems if problem.key not in changed]
     for text in values:
         apply_override(composed, text, {f"{NATIVE}.{key}": kind for key, kind in KINDS.items()})
     return composed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .table import Became, Convert, Source, implied, no_effect, unsupported
@@ -29,6 +30,17 @@ def sets(*parts: Any) -> Convert:
 def as_is(value: Any, _: Source) -> Any:
     """The value itself."""
     return value
+
+
+def part_of(key: str) -> Convert:
+    """What the row of `key` becomes, whose value this key is a part of."""
+
+    def convert(_: Any, source: Source) -> Any:
+        if (value := source[key]) is None:
+            return no_effect(f"{key} is not set")
+        return source.dialect.rules[key].become(value, replace(source, at=key))
+
+    return convert
 
 
 def listed(value: Any, _: Source) -> list[Any]:

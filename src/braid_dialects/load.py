@@ -1,4 +1,4 @@
-"""Read a config in any of the four config languages: detect the language, then build the native config and
+"""Read a config in any of the config languages: detect the language, then build the native config and
 the ledger."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from braid.config.explain import show_value
 from braid.config.load import Loaded, in_keys_of_file, interpolate, load_config, validate
 from braid.config.schema import RunConfig
 from braid.config.secrets import distinct, hidden
-from braid.config.source import Written, parse_path, place, read_file
+from braid.config.source import Written, parse_path, place, read_file, text_of
 from braid.errors import ConfigError, Problem
 from braid.plan import default_verb, derive, unused_keys, why_unused
 
@@ -23,9 +23,11 @@ from .roll import ROLL
 from .skyrl import SKYRL
 from .table import Dialect, DialectName, Entry
 from .translate import NATIVE, Translation, overlap, translate
+from .trl import TRL
+from .verl import VERL
 
-DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (RLINF, ROLL, SKYRL)}
-Language = Literal["native", "rlinf", "roll", "skyrl"]
+DIALECTS: dict[str, Dialect] = {dialect.name: dialect for dialect in (RLINF, ROLL, SKYRL, VERL, TRL)}
+Language = Literal["native", "rlinf", "roll", "skyrl", "verl", "trl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +175,14 @@ def read_foreign(path: Path, overrides: Sequence[str], dialect: Dialect) -> Writ
 def recognise(path: Path) -> Language:
     """Detect the language of a file: the one that knows most of its top-level keys. Raises ConfigError on a
     tie."""
+    if path.suffix == ".py":
+        return "trl"
     if path.suffix == ".sh":
-        return "skyrl"  # RLinf and ROLL launch files
+        return "verl" if f"{VERL.telling[0]}." in text_of(path) else "skyrl"  # RLinf and ROLL launch files
     keys = set(read_file(path).tree)
-    marks = {"native": frozenset(RunConfig.model_fields)} | {name: d.marks for name, d in DIALECTS.items()}
+    marks = {"native": frozenset(RunConfig.model_fields)} | {
+        name: d.marks for name, d in DIALECTS.items() if not d.telling or keys.intersection(d.telling)
+    }
     most = max(len(keys & known) for known in marks.values())
     best = [name for name, known in marks.items() if len(keys & known) == most]
     if len(best) > 1 and "native" in best:

@@ -18,7 +18,7 @@ from braid.config.source import is_within
 from .values import Takes
 
 Disposition = Literal["applied", "unused", "implied", "no effect", "unsupported", "refused"]
-DialectName = Literal["rlinf", "roll", "skyrl"]
+DialectName = Literal["rlinf", "roll", "skyrl", "verl", "trl"]
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "ABSENT"})()
 """Marks a missing value where null is a valid value."""
@@ -127,6 +127,8 @@ class Dialect:
     a kind is refused with that name alone: its other keys have no meaning."""
     others: tuple[Dialect, ...] = ()
     """Dialects of the system's other pipelines, one of which `of_file` may choose."""
+    telling: tuple[str, ...] = ()
+    """Top-level keys without one of which no file is recognised as this dialect's; empty if any will do."""
     versions: tuple[str, ...] = ()
     version: str = ""
     version_from: str = ""

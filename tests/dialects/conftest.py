@@ -62,6 +62,10 @@ ALL_SEEDS = (
     Seed("roll-sft", "roll", ("roll-sft.yaml",)),
     Seed("skyrl-sft", "skyrl", ("skyrl-sft.yaml",)),
     Seed("rlinf-sft", "rlinf", ("rlinf-sft.yaml",)),
+    Seed("verl-gsm8k", "verl", ("verl-gsm8k.yaml",)),
+    Seed("trl-grpo", "trl", ("trl-grpo.yaml",)),
+    Seed("trl-dpo", "trl", ("trl-dpo.yaml",)),
+    Seed("trl-sft", "trl", ("trl-sft.yaml",)),
     Seed("skyrl-images", "skyrl", ("skyrl-004.yaml", "skyrl-images.yaml")),
 )  # fmt: skip
 TEXT_SEEDS = tuple(seed for seed in ALL_SEEDS if seed.is_text)

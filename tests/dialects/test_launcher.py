@@ -77,7 +77,7 @@ def test_the_environment_and_the_command_line_take_precedence(
     [
         (("CLIP=0.28", "if [ $X ]; then\n  CLIP=0.28\nfi"), r"eps_clip_high: \$CLIP depends on what the script does.* \[run\.sh:18\]"),
         (("CLIP=0.28", "CLIP=0.28\nCLIP=0.3"), r"eps_clip_high: \$CLIP depends on what the script does"),
-        (("CLIP=0.28", "CLIP=$((1 + 1))"), r"eps_clip_high: it depends on what the script does"),
+        (("CLIP=0.28", "CLIP=$(nproc)"), r"eps_clip_high: it depends on what the script does"),
         (("=$CLIP", "=$CLIPS"), r"eps_clip_high: .*environment variable CLIPS is not set"),
         (("-m skyrl_train", "--config-name=x -m skyrl_train"), r"config: the script launches a config file .* \[run\.sh:9\]"),
         (("eps_clip_high", "eps_clip_hi"), r"eps_clip_hi: unknown key of SkyRL, did you mean .* \[run\.sh:16\]"),

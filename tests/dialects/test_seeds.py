@@ -36,6 +36,8 @@ PROSE = {
         "critic.training_args.learning_rate", "critic.strategy_args.strategy_name", "reference.infer_batch_size",
         "reference.model_args.dtype",
     ),
+    "verl": ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "algorithm.filter_groups.enable"),
+    "trl": ("beta", "vllm_server_base_url"),
     "skyrl": ("trainer.policy.deepspeed_config.gradient_clipping", "generator.sampling_params.stop"),
 }  # fmt: skip
 """Keys that the pages name in prose and none of their files has."""

@@ -128,4 +128,4 @@ def test_an_unknown_version_is_refused_with_the_known_ones(
     for wrong in ("skyrl@0.9", "roll@0.1", "skirl"):
         assert main(["show", str(written(tmp_path, {})), "--dialect", wrong]) == 2
         err = capsys.readouterr().err
-        assert f"--dialect: '{wrong}' is not one of native, rlinf, roll, skyrl, skyrl@0.0, " in err
+        assert f"--dialect: '{wrong}' is not one of native, rlinf, roll, skyrl, verl, trl, skyrl@0.0, " in err

@@ -46,8 +46,8 @@ OK, FAILED, USAGE, MISSED, INTERRUPTED = 0, 1, 2, 3, 130
 _HELP = """\
 braid trains language models, agents and policies with reinforcement learning.
 A run is described by one YAML file; key=value on the command line overrides any key of it.
-RLinf, ROLL and SkyRL configs run unchanged, with overrides in their own keys; braid.KEY=VALUE sets a
-native key.
+Configs and scripts of RLinf, ROLL, SkyRL, verl and TRL run unchanged, with overrides in their own keys;
+braid.KEY=VALUE sets a native key.
 
 usage: braid COMMAND CONFIG.yaml [key=value ...]
 
@@ -409,7 +409,7 @@ def _read(args: argparse.Namespace) -> tuple[Loaded, Read | None]:
 
     path, dialect = file_of(Path(args.config)), args.dialect
     chosen = {"backend": args.backend, "engine": args.engine}
-    is_yaml = path.suffix != ".sh"
+    is_yaml = path.suffix not in (".sh", ".py")
     if dialect == "native" or (
         dialect is None and is_yaml and set(read_file(path).tree) <= set(RunConfig.model_fields)
     ):
@@ -450,9 +450,9 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     ),
     "explain": (
         _explain,
-        "Show how each key of an RLinf, ROLL or SkyRL config, or one --key, is translated.",
+        "Show how each key of a config of RLinf, ROLL, SkyRL, verl or TRL, or one --key, is translated.",
     ),
-    "convert": (_convert, "Convert an RLinf, ROLL or SkyRL config to a native one."),
+    "convert": (_convert, "Convert a config of RLinf, ROLL, SkyRL, verl or TRL to a native one."),
     "init": (_init, "Write a config for a model and a file of data, from what is in the file."),
     "export": (_export, "Export a checkpoint of a run in Hugging Face format."),
     "ls": (_list, "List the runs in a folder: status, rounds, reward, first and last evaluation."),
@@ -559,15 +559,14 @@ def _add_config(verb: argparse.ArgumentParser, *, is_optional: bool) -> None:
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="overrides in the keys of the config, for example run.seed=1 data.train.0.size=5; with an "
-        "RLinf, ROLL or SkyRL config, braid.KEY=VALUE sets a native key, for example "
+        help="overrides in the keys of the config, for example run.seed=1 data.train.0.size=5; with a "
+        "config of RLinf, ROLL, SkyRL, verl or TRL, braid.KEY=VALUE sets a native key, for example "
         "braid.run.max_rounds=2",
     )
     verb.add_argument(
         "--dialect",
-        metavar="{native,rlinf,roll,skyrl,skyrl@VERSION}",
-        help="format of the config, and for SkyRL the version whose defaults apply; detected from its keys "
-        "by default",
+        metavar="{native,rlinf,roll,skyrl,verl,trl,skyrl@VERSION,...}",
+        help="format of the config, and the version whose defaults apply; detected from its keys by default",
     )
     verb.add_argument("--backend", metavar="NAME", help="override the training backend; single: one process")
     verb.add_argument("--engine", metavar="NAME", help="override the rollout engine; native: braid's own")
