@@ -376,8 +376,8 @@ def test_texts_of_a_model_are_data_and_never_html(server: Server) -> None:
     assert json.loads(body)["num"] == 1
     status, body, headers = ask(server, f"api/{quote(HOSTILE, safe='')}")
     assert (status, headers["Content-Type"]) == (404, "application/json; charset=utf-8")
-    own = "".join(PAGE.joinpath(f"app/{name}").read_text() for name in SCRIPTS)
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|Function\(", own)
+    scripts = "".join(PAGE.joinpath(f"app/{name}").read_text() for name in SCRIPTS)
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|Function\(", scripts)
 
 
 def test_the_command_serves_until_it_is_interrupted(run: Path) -> None:

@@ -385,7 +385,6 @@ def _view(args: argparse.Namespace) -> int:
         raise ConfigError(message) from None
     sys.stdout.write(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} at {server.url}\nCtrl-C ends it\n")
     sys.stdout.flush()
-    threading.Thread(target=answers.refresh, daemon=True).start()
     try:
         server.serve_forever()
     except KeyboardInterrupt:

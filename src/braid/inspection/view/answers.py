@@ -21,6 +21,8 @@ from .tokens import turns_of
 
 MOST_LISTED = 1000
 """Trajectories in one answer."""
+INDEXING_S = 0.4
+"""Seconds of reading files into the index in one answer."""
 MOST_DRAWN = 200
 """Trajectories in a timeline."""
 FILES = {
@@ -113,13 +115,14 @@ class Answers:
         return kept[1]
 
     def rounds(self, values: _Values) -> dict[str, Any]:
-        """The rounds and evaluations with samples, the sources of prompts, and the videos."""
+        """The rounds and evaluations with samples, the sources of prompts, and the videos. `left` counts files
+        that are not in the index yet: each time this is asked, it reads some of them."""
         number = self._number(values)
         values.done()
         index, videos = self._indexes[number], self._folders[number] / FILES["video"][0]
-        index.refresh()
+        left = index.refresh(within_s=INDEXING_S)
         names = sorted(path.name for path in videos.glob("*") if path.suffix in FILES["video"][1])
-        return {"rounds": index.rounds(), "sources": index.sources(), "videos": names}
+        return {"rounds": index.rounds(), "left": left, "sources": index.sources(), "videos": names}
 
     def matching(self, values: _Values) -> dict[str, Any]:
         """Trajectories that match a Filter, without their texts."""

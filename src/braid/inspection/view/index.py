@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -98,27 +100,25 @@ class Index:
         with self._lock:
             self._database.close()
 
-    def refresh(self, only: tuple[Stage, int] | None = None) -> None:
-        """Bring the index up to date with `samples/`, or with the file of one (stage, round) alone."""
+    def refresh(self, only: tuple[Stage, int] | None = None, *, within_s: float = math.inf) -> int:
+        """Bring the index up to date with `samples/`, or with the file of one (stage, round) alone, and return
+        how many files are left after about `within_s` seconds. The last rounds come first."""
+        end = time.monotonic() + within_s
         with self._refreshing if only is None else nullcontext():  # a second one would read the same files
-            self._refresh(only)
-
-    def _refresh(self, only: tuple[Stage, int] | None) -> None:
-        files = self._files()
-        with self._lock:
-            known = {
-                (stage, number): (size, mtime)
-                for stage, number, size, mtime in self._database.execute(
-                    "SELECT stage, round, size, mtime FROM files"
-                )
-            }
-        stale = [
-            key
-            for key in known.keys() | files.keys()
-            if only in (None, key) and known.get(key) != files.get(key, (None,))[1:]
-        ]
-        for key in stale:
-            self._read(key, *files.get(key, (None, 0, 0)))
+            files = self._files()
+            with self._lock:
+                rows = self._database.execute("SELECT stage, round, size, mtime FROM files")
+                known = {(stage, number): (size, mtime) for stage, number, size, mtime in rows}
+            stale = [
+                key
+                for key in sorted(known.keys() | files.keys(), key=lambda key: -key[1])
+                if only in (None, key) and known.get(key) != files.get(key, (None,))[1:]
+            ]
+            for i, key in enumerate(stale):
+                if time.monotonic() > end:
+                    return len(stale) - i
+                self._read(key, *files.get(key, (None, 0, 0)))
+        return 0
 
     def rounds(self) -> list[dict[str, Any]]:
         """Each file of samples: stage, round, its number of trajectories, of invalid and truncated ones and
@@ -180,7 +180,7 @@ class Index:
             return [dict(zip(names, row, strict=True)) for row in cursor]
 
     def _containing(self, rows: list[dict[str, Any]], text: str) -> Iterator[dict[str, Any]]:
-        """Those of `rows` whose trajectories have the text."""
+        """Filter `rows` by a text that their trajectories have, in any case."""
         needle = text.lower()
         raw = json.dumps(text, ensure_ascii=False)[1:-1].lower().encode()
         files: dict[tuple[str, int], Any] = {}
@@ -227,13 +227,13 @@ class Index:
         start, group, previous = 0, -1, (None, -1)
         for number, line in enumerate(lines):
             try:
-                record = parse_json(line)
+                record = json.loads(line)
                 this = record["uid"], record["sample"]
                 if this[0] != previous[0] or this[1] <= previous[1]:
                     group += 1
                 rows.append((*key, number, start, len(line), group, *_columns(record)))
                 previous = this
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 num_unreadable += 1
                 logger.warning("line %d of %s is not a trajectory: %s", number + 1, path, error)
             start += len(line)

@@ -36,6 +36,7 @@ def write_report(run: Path, file: Path, *, num_bytes: int = BYTES) -> Path:
 
 def _embedded(answers: Answers, num_bytes: int) -> dict[str, Any]:
     """Question with its values, as base.js writes it, -> answer."""
+    answers.refresh()
     stored = answers("rounds", {"run": "0"})
     embedded = {
         "runs": answers("runs", {}),
@@ -117,7 +118,7 @@ def _page(embedded: dict[str, Any], name: str) -> str:
     )
     data = to_json(embedded).replace("<", "\\u003c")
     title = re.sub(r"[^\w. -]", "_", name)
-    first, second, own = scripts
+    charts, elements, page = scripts
     return (
         '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -125,16 +126,18 @@ def _page(embedded: dict[str, Any], name: str) -> str:
         f'<meta name="color-scheme" content="light dark">\n<title>{title}</title>\n'
         f"<style>{style}</style>\n<body>\n"
         f'<script type="application/json" id="answers">{data}</script>\n'
-        f'<script>{first}</script>\n<script>{second}</script>\n<script type="module">{own}</script>\n'
+        f'<script>{charts}</script>\n<script>{elements}</script>\n<script type="module">{page}</script>\n'
         "</body>\n</html>\n"
     )
 
 
 def joined_scripts() -> str:
-    """The page's modules as one, in the order of their imports, without these. Every import is a line of its
-    own, and no two modules name a thing alike at their top level."""
+    """The page's modules as one, in the order of their imports, without these: no two modules name a thing
+    alike at their top level."""
     texts = (PAGE.joinpath(f"app/{name}").read_text("utf-8") for name in SCRIPTS)
-    return "\n".join(re.sub(r"^import .*\n|^export (?=\w)", "", text, flags=re.MULTILINE) for text in texts)
+    return "\n".join(
+        re.sub(r"^import [^;]*;\n|^export (?=\w)", "", text, flags=re.MULTILINE) for text in texts
+    )
 
 
 def _hash(text: str) -> str:

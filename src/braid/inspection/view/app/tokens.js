@@ -1,7 +1,10 @@
 // A turn's output, with its tokens coloured by a number.
 import { html, number, signed } from "./base.js";
 
-const minus = (one, other) => (one && other ? one.map((value, i) => (value === null || other[i] === null ? null : value - other[i])) : null);
+const minus = (one, other) =>
+  one && other
+    ? one.map((value, i) => (value === null || other[i] === null ? null : value - other[i]))
+    : null;
 
 /** What tokens can be coloured by: label, and the values of a turn's `numbers` (null if it has none). */
 export const MODES = {
@@ -21,10 +24,14 @@ export const modesOf = (turns) =>
 
 /** [lowest, highest] value of a mode over all turns. */
 export function rangeOf(turns, mode) {
-  let low = Infinity, high = -Infinity;
+  let low = Infinity,
+    high = -Infinity;
   for (const turn of turns) {
     for (const value of MODES[mode]?.[1](turn.numbers) ?? []) {
-      if (value !== null) { low = Math.min(low, value); high = Math.max(high, value); }
+      if (value !== null) {
+        low = Math.min(low, value);
+        high = Math.max(high, value);
+      }
     }
   }
   return low > high ? null : [low, high];
@@ -33,13 +40,21 @@ export function rangeOf(turns, mode) {
 /** Blue above 0 and orange below, by the largest absolute value; versions by their distance from the oldest. */
 function shade(value, [low, high], mode) {
   if (value === null || value === undefined) return "";
-  const part = mode === "version" ? (high > low ? (value - low) / (high - low) : 0) : value / Math.max(Math.abs(low), Math.abs(high), 1e-12);
+  const part =
+    mode === "version"
+      ? high > low
+        ? (value - low) / (high - low)
+        : 0
+      : value / Math.max(Math.abs(low), Math.abs(high), 1e-12);
   const percent = Math.round(Math.min(1, Math.abs(part)) * 45);
-  return percent ? `background:color-mix(in srgb,var(--${part < 0 ? "minus" : "plus"}) ${percent}%,transparent)` : "";
+  return percent
+    ? `background:color-mix(in srgb,var(--${part < 0 ? "minus" : "plus"}) ${percent}%,transparent)`
+    : "";
 }
 
 function describe(turn, i) {
-  const n = turn.numbers, ratio = n.old_logprobs && n.logprob && Math.exp(n.old_logprobs[i] - n.logprob[i]);
+  const n = turn.numbers,
+    ratio = n.old_logprobs && n.logprob && Math.exp(n.old_logprobs[i] - n.logprob[i]);
   const parts = [
     `${JSON.stringify(turn.tokens[i])}  id ${turn.ids[i]}`,
     n.logprob && `p ${number(Math.exp(n.logprob[i]))}, log-prob ${number(n.logprob[i])}`,
@@ -58,8 +73,13 @@ function describe(turn, i) {
 export function Output({ turn, mode, range, onToken }) {
   const values = range && MODES[mode]?.[1](turn.numbers);
   if (!turn.tokens || !values) return html`<div class="text policy">${turn.output}</div>`;
-  const over = (event) => { const i = event.target.dataset?.i; onToken?.(i === undefined ? "" : describe(turn, Number(i))); };
+  const over = (event) => {
+    const i = event.target.dataset?.i;
+    onToken?.(i === undefined ? "" : describe(turn, Number(i)));
+  };
   return html`<div class="text policy" onMouseOver=${over} onMouseLeave=${() => onToken?.("")}>
-    ${turn.tokens.map((text, i) => html`<span data-i=${i} style=${shade(values[i], range, mode)}>${text}</span>`)}
+    ${turn.tokens.map(
+      (text, i) => html`<span data-i=${i} style=${shade(values[i], range, mode)}>${text}</span>`,
+    )}
   </div>`;
 }
