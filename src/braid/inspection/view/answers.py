@@ -115,8 +115,8 @@ class Answers:
         return kept[1]
 
     def rounds(self, values: _Values) -> dict[str, Any]:
-        """The rounds and evaluations with samples, the sources of prompts, and the videos. `left` counts files
-        that are not in the index yet: each time this is asked, it reads some of them."""
+        """The rounds and evaluations with samples, the sources of prompts, and the videos. `left` counts the
+        files that are not in the index yet: each time this is asked, it reads some of them."""
         number = self._number(values)
         values.done()
         index, videos = self._indexes[number], self._folders[number] / FILES["video"][0]

@@ -101,8 +101,8 @@ class Index:
             self._database.close()
 
     def refresh(self, only: tuple[Stage, int] | None = None, *, within_s: float = math.inf) -> int:
-        """Bring the index up to date with `samples/`, or with the file of one (stage, round) alone, and return
-        how many files are left after about `within_s` seconds. The last rounds come first."""
+        """Bring the index up to date with `samples/`, or with the file of one (stage, round) alone, and
+        return how many files are left after about `within_s` seconds. The last rounds come first."""
         end = time.monotonic() + within_s
         with self._refreshing if only is None else nullcontext():  # a second one would read the same files
             files = self._files()

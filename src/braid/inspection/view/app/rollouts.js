@@ -274,8 +274,8 @@ export function Rollouts({ run, place, go, stored, changed, keys }) {
           value=${filter.text ?? ""}
           onChange=${set("text")}
         />
-        ${input("min_reward", "reward from")}${input("max_reward", "reward to")}
-        ${input("min_length", "length from")}${input("max_length", "length to")}
+        ${input("min_reward", "reward ≥")}${input("max_reward", "reward ≤")}
+        ${input("min_length", "tokens ≥")}${input("max_length", "tokens ≤")}
         <select aria-label="status" value=${filter.status ?? ""} onChange=${set("status")}>
           <option value="">any status</option>
           ${["finished", "truncated", "invalid"].map((one) => html`<option>${one}</option>`)}
@@ -287,7 +287,7 @@ export function Rollouts({ run, place, go, stored, changed, keys }) {
         <select aria-label="order" value=${filter.order} onChange=${set("order")}>
           ${Object.entries(ORDERS).map(([one, text]) => html`<option value=${one}>${text}</option>`)}
         </select>
-        ${input("uid", "prompt (uid)")}
+        ${input("uid", "uid")}
         ${!isReport &&
         html`<label class="wide dim"
           ><input type="checkbox" checked=${Boolean(filter.all)} onChange=${set("all")} />in all
@@ -313,7 +313,7 @@ export function Rollouts({ run, place, go, stored, changed, keys }) {
                 >${one.length}</span
               >
             </div>
-            <div class="what">${one.answer || one.prompt}</div>
+            <div class="what">${one.answer || "(no text)"}</div>
           </div>`,
       )}
       ${list?.has_more &&
