@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from tests.trainer.conftest import BASE
 
 from braid.cli.main import OK, USAGE, main
-from braid.config.load import load_config
 from braid.inspection.folder import Run, find_runs
 from braid.report.run_dir import RunDir
-from braid.trainer import commands
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs of two rounds, of different seeds."""
-    folder = tmp_path_factory.mktemp("look")
-    (folder / "letters.jsonl").write_text(
-        "".join(f'{{"prompt": "{letter}", "answer": "{letter}"}}\n' for letter in "abcd")
-    )
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(BASE))
-    (folder / "rewards.py").write_text("")
-    for seed in (1, 2):
-        overrides = [
-            f"run.seed={seed}",
-            f"run.name=seed{seed}",
-            "run.max_rounds=2",
-            "report.samples_every_rounds=1",
-        ]
-        commands.train(load_config(folder / "tiny.yaml", overrides))
-    return folder / "runs"
+def runs(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the two runs, which these tests add to."""
+    return shutil.copytree(trained, tmp_path_factory.mktemp("look") / "runs")
 
 
 Capture = pytest.CaptureFixture[str]

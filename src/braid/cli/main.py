@@ -210,9 +210,16 @@ def _export(args: argparse.Namespace) -> int:
     if not (run_dir / "config.yaml").is_file():
         what = "has no config.yaml, so it is not a run" if run_dir.is_dir() else "is not a folder"
         raise ConfigError(f"{run_dir} {what}; pass the folder of a run, such as runs/quickstart")
+    output = None if args.output is None else Path(args.output)
+    if args.report is not None:
+        if output is not None or args.step is not None:
+            raise ConfigError("--report is about the whole run; it takes no --output and no --step")
+        from braid.inspection.view.report import write_report
+
+        sys.stdout.write(f"{write_report(run_dir, Path(args.report))}\n")
+        return OK
     from braid.trainer import commands
 
-    output = None if args.output is None else Path(args.output)
     sys.stdout.write(f"{commands.export(run_dir, output=output, step=args.step)}\n")
     return OK
 
@@ -360,6 +367,33 @@ def _diagnose(args: argparse.Namespace) -> int:
     return OK
 
 
+def _view(args: argparse.Namespace) -> int:
+    """Serve the page until Ctrl-C or SIGTERM."""
+    from braid.inspection.folder import find_runs, open_run
+    from braid.inspection.view.answers import Answers
+    from braid.inspection.view.server import Server
+
+    runs = [run for folder in args.run_dirs for run in find_runs(Path(folder))]
+    if not runs:
+        open_run(Path(args.run_dirs[0]))
+        raise ConfigError(f"there is no run in {' '.join(args.run_dirs)}; pass the folder of a run")
+    answers = Answers([run.path for run in runs])
+    try:
+        server = Server(answers, args.port)
+    except (OSError, OverflowError) as error:
+        message = f"--port {args.port}: {error}; choose another, or leave it out to take a free one"
+        raise ConfigError(message) from None
+    sys.stdout.write(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} at {server.url}\nCtrl-C ends it\n")
+    sys.stdout.flush()
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        return OK
+    finally:
+        server.server_close()
+    return OK
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from braid.cli.doctor import examine, print_report
 
@@ -454,7 +488,10 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     ),
     "convert": (_convert, "Convert a config of RLinf, ROLL, SkyRL, verl or TRL to a native one."),
     "init": (_init, "Write a config for a model and a file of data, from what is in the file."),
-    "export": (_export, "Export a checkpoint of a run in Hugging Face format."),
+    "export": (
+        _export,
+        "Export a checkpoint in Hugging Face format; --report: the run as one HTML file.",
+    ),
     "ls": (_list, "List the runs in a folder: status, rounds, reward, first and last evaluation."),
     "samples": (
         _samples,
@@ -464,6 +501,10 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "diagnose": (
         _diagnose,
         "Say what is wrong with a run, since when, the likeliest causes, and the key to change.",
+    ),
+    "view": (
+        _view,
+        "Show runs as a page in the browser: curves, trajectories and their tokens, evaluations, configs.",
     ),
     "doctor": (
         _doctor,
@@ -520,6 +561,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         type=_step,
         metavar="N",
         help="step of the checkpoint, or `best` for that of the best evaluation; the newest by default",
+    )
+    export.add_argument(
+        "--report", metavar="FILE.html", help="write the page of braid view as one file instead of a model"
     )
     _add_looks(verbs.choices)
     doctor = verbs.choices["doctor"]
@@ -582,6 +626,15 @@ def _add_config(verb: argparse.ArgumentParser, *, is_optional: bool) -> None:
 def _add_looks(verbs: Mapping[str, argparse.ArgumentParser]) -> None:
     """Add the arguments of the verbs that look at runs."""
     listing, samples, compare, diagnose = (verbs[name] for name in ("ls", "samples", "compare", "diagnose"))
+    view = verbs["view"]
+    view.add_argument(
+        "run_dirs",
+        metavar="RUN",
+        nargs="*",
+        default=["runs"],
+        help="runs, or folders with runs; runs by default",
+    )
+    view.add_argument("--port", type=int, metavar="N", default=0, help="port; a free one by default")
     listing.add_argument("folders", metavar="FOLDER", nargs="*", default=["runs"], help="runs by default")
     for verb in (samples, diagnose):
         verb.add_argument("run_dir", metavar="RUN", help="folder of a run")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,10 @@ def write_samples(
         rows_of.setdefault(row.trajectory, []).append(row)
     trajectories = [t for group in groups for t in group.trajectories]
     text_of: Decode = decode or (lambda _: "")
+    token_text = cache(lambda token: text_of([token]))  # a round has few distinct tokens
     images: dict[str, Image] = {}
     lines = (
-        to_json(_storable(_record(trajectory, rows_of.get(place, ()), text_of), images)) + "\n"
+        to_json(_storable(_record(trajectory, rows_of.get(place, ()), text_of, token_text), images)) + "\n"
         for place, trajectory in enumerate(trajectories)
     )
     write_atomically(path, lines)
@@ -119,7 +121,9 @@ def read_samples(path: Path) -> Iterator[Sample]:
             yield _sample(json.loads(line), path.parent)
 
 
-def _record(trajectory: Trajectory, rows: Sequence[Row], text_of: Decode) -> dict[str, Any]:
+def _record(
+    trajectory: Trajectory, rows: Sequence[Row], text_of: Decode, token_text: Callable[[int], str]
+) -> dict[str, Any]:
     prompt, steps = trajectory.prompt, trajectory.env_steps
     training: dict[str, list[float]] = {}
     for row in rows:
@@ -141,7 +145,11 @@ def _record(trajectory: Trajectory, rows: Sequence[Row], text_of: Decode) -> dic
             **({"images": prompt.images} if prompt.images else {}),
         },
         "turns": [
-            {"context_text": text_of(turn.context_ids), "output_text": text_of(turn.output_ids)}
+            {
+                "context_text": text_of(turn.context_ids),
+                "output_text": text_of(turn.output_ids),
+                "token_texts": [token_text(token) for token in turn.output_ids],
+            }
             | {
                 f.name: getattr(turn, f.name)
                 for f in fields(Turn)
@@ -191,6 +199,7 @@ def _only_segment(num_turns: int) -> dict[str, Any]:
 
 
 def _turn(record: dict[str, Any], folder: Path) -> Turn:
+    record.pop("token_texts", None)  # files of earlier versions have none
     turn = Turn(**record)
     turn.images = _placed(turn.images, folder)
     turn.logprobs = _numbers(turn.logprobs)
