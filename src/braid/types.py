@@ -34,7 +34,9 @@ CorrectionMode = Literal["truncate", "mask", "mask_sequence"]
 CorrectionMeasure = Literal["ratio", "difference"]
 CorrectionTokens = Literal["all", "kept"]
 KlEstimator = Literal["k1", "k2", "k3", "abs", "full", "full_forward", "full_jensen_shannon"]
-Divergence = Literal["kl", "forward_kl", "jensen_shannon"]
+Divergence = Literal[
+    "kl", "forward_kl", "jensen_shannon", "skewed_kl", "skewed_forward_kl", "adaptive_kl", "mixed_kl"
+]
 KlPlace = Literal["loss", "reward", "advantage"]
 Aggregation = Literal[
     "token_mean",
