@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from braid.types import Divergence
-
-Rest = Literal["tail", "renormalize", "drop"]
-"""What becomes of tokens beyond the k compared ones."""
+from braid.types import Divergence, KlRest
 
 
 def divergence(
@@ -67,7 +63,7 @@ def divergence(
 
 
 def over_top_k(
-    student: Float[Tensor, "... K"], teacher: Float[Tensor, "... K"], rest: Rest
+    student: Float[Tensor, "... K"], teacher: Float[Tensor, "... K"], rest: KlRest
 ) -> tuple[Float[Tensor, "... _"], Float[Tensor, "... _"]]:
     """Student's and teacher's log-probs of the events to compare, from those of K chosen tokens under the
     whole vocabulary.
