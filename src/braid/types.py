@@ -33,8 +33,11 @@ CorrectionLevel = Literal["token", "turn", "sequence", "turn_geometric", "geomet
 CorrectionMode = Literal["truncate", "mask", "mask_sequence"]
 CorrectionMeasure = Literal["ratio", "difference"]
 CorrectionTokens = Literal["all", "kept"]
+KlRest = Literal["tail", "renormalize", "drop"]
 KlEstimator = Literal["k1", "k2", "k3", "abs", "full", "full_forward", "full_jensen_shannon"]
-Divergence = Literal["kl", "forward_kl", "jensen_shannon"]
+TiledDivergence = Literal["kl", "forward_kl", "jensen_shannon"]
+"""Those that models.logprobs computes over a vocabulary."""
+Divergence = TiledDivergence | Literal["skewed_kl", "skewed_forward_kl", "adaptive_kl", "mixed_kl"]
 KlPlace = Literal["loss", "reward", "advantage"]
 Aggregation = Literal[
     "token_mean",

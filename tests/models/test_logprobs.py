@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from braid.algorithms.distillation import divergence as divergence_of
 from braid.models import logprobs as logprobs_module
-from braid.models.logprobs import DIVERGENCES, Head, TiledLogits, token_logprobs
-from braid.types import Divergence
+from braid.models.logprobs import DIVERGENCES, Head, TiledLogits, token_logprobs, top_k
+from braid.types import TiledDivergence
 
 N, D, V = 13, 6, 700
 HEADS = {
@@ -54,21 +55,15 @@ def _at_once(
     targets: Tensor,
     temperature: float,
     reference: tuple[Tensor, Head],
-    divergence: Divergence = "kl",
+    kind: TiledDivergence = "kl",
+    mixture: float = 0.5,
 ) -> tuple[Tensor, Tensor, Tensor]:
     logp, logq = (
         (_logits(layer, states) / temperature).log_softmax(-1)
         for states, layer in ((hidden, head), (reference[0], reference[1]))
     )
     logq = logq.detach()
-    match divergence:
-        case "kl":
-            kl = (logp.exp() * (logp - logq)).sum(-1)
-        case "forward_kl":
-            kl = (logq.exp() * (logq - logp)).sum(-1)
-        case "jensen_shannon":
-            logm = ((logp.exp() + logq.exp()) / 2).log()
-            kl = (logp.exp() * (logp - logm) + logq.exp() * (logq - logm)).sum(-1) / 2
+    kl = divergence_of(logp, logq, kind=kind, weight=mixture)
     return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), kl
 
 
@@ -90,9 +85,12 @@ def _loss(*outputs: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("chunk_bytes", [1, 200 * 8, 300 * 8 * N, 2**26])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("divergence", sorted(DIVERGENCES))
+@pytest.mark.parametrize(
+    ("divergence", "mixture"),
+    [*((name, 0.5) for name in sorted(DIVERGENCES)), *(("jensen_shannon", w) for w in (0.0, 0.3, 1.0))],
+)
 def test_tiles_give_the_numbers_and_gradients_of_all_logits_at_once(
-    kind: str, chunk_bytes: int, with_bias: bool, divergence: Divergence
+    kind: str, chunk_bytes: int, with_bias: bool, divergence: TiledDivergence, mixture: float
 ) -> None:
     v = 50 if chunk_bytes == 1 else V  # a tile of a single logit
     hidden, weight, bias, targets = _tensors(v=v)
@@ -107,13 +105,40 @@ def test_tiles_give_the_numbers_and_gradients_of_all_logits_at_once(
         with_entropy=True,
         reference=TiledLogits(*reference, 0.6),
         divergence=divergence,
+        mixture=mixture,
         chunk_bytes=chunk_bytes,
     )
-    plain = _at_once(head, hidden, targets, 0.6, reference, divergence)
+    plain = _at_once(head, hidden, targets, 0.6, reference, divergence, mixture)
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(
         torch.autograd.grad(_loss(*ours), inputs), torch.autograd.grad(_loss(*plain), inputs)
     )
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 200 * 8, 300 * 8 * N, 2**26])
+def test_several_targets_of_a_state_share_its_distribution(chunk_bytes: int) -> None:
+    hidden, weight, bias, _ = _tensors(v=50)
+    head = Head(weight, bias, softcap=3.0)
+    targets = torch.stack(
+        [torch.randperm(50, generator=torch.Generator().manual_seed(n))[:4] for n in range(N)]
+    )
+    scale = torch.linspace(-1.0, 2.0, 4 * N, dtype=torch.float64).view(N, 4)
+    ours, *_ = token_logprobs(hidden, head, targets, temperature=0.6, chunk_bytes=chunk_bytes)
+    plain = (_logits(head, hidden) / 0.6).log_softmax(-1).gather(1, targets)
+    torch.testing.assert_close(ours, plain)
+    inputs = [hidden, weight, bias]
+    torch.testing.assert_close(
+        torch.autograd.grad((ours * scale).sum(), inputs), torch.autograd.grad((plain * scale).sum(), inputs)
+    )
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2**26])
+def test_the_likeliest_tokens_are_those_of_all_logits(chunk_bytes: int) -> None:
+    hidden, weight, bias, _ = _tensors()
+    tokens, logprobs = top_k(hidden, Head(weight, bias), 5, temperature=0.6, chunk_bytes=chunk_bytes)
+    expected = ((hidden @ weight.T + bias) / 0.6).log_softmax(-1).topk(5)
+    assert tokens.equal(expected.indices)
+    torch.testing.assert_close(logprobs, expected.values.detach())
 
 
 @pytest.mark.parametrize(
@@ -131,7 +156,7 @@ def test_tiles_give_the_numbers_and_gradients_of_all_logits_at_once(
     ],
 )
 def test_divergences_equal_hand_computed_values(
-    divergence: Divergence, temperature: float, expected: float
+    divergence: TiledDivergence, temperature: float, expected: float
 ) -> None:
     mine, other = (torch.tensor([counts], dtype=torch.float64).log() for counts in ([1, 2, 1], [2, 1, 1]))
     head, target = Head(torch.eye(3, dtype=torch.float64)), torch.zeros(1, dtype=torch.long)

@@ -21,11 +21,30 @@ STUDENT = (
     "algorithm.kl_coef=1",
     "algorithm.kl_clamp=off",
 )
+_IN_LOSS = ("algorithm.kl_in=loss",)
 FORMS = {
     "sampled token": ("reward/kl", "algorithm.kl_in=advantage", "algorithm.kl_estimator=k1"),
     **{
         name: ("policy/kl", "algorithm.kl_in=loss", f"algorithm.kl_estimator={name}")
         for name in ("full", "full_forward", "full_jensen_shannon")
+    },
+    "mixture": (
+        "policy/kl",
+        *_IN_LOSS,
+        "algorithm.kl_estimator=full_jensen_shannon",
+        "algorithm.kl_mixture=0.1",
+    ),
+    **{
+        f"top 4, {rest}": (
+            "policy/kl",
+            *_IN_LOSS,
+            f"algorithm.kl_estimator={name}",
+            "algorithm.kl_top_k=4",
+            f"algorithm.kl_rest={rest}",
+            "algorithm.kl_ratio_clip=2",
+            "train.steps_per_pass=2",
+        )
+        for rest, name in (("tail", "full_forward"), ("renormalize", "full"), ("drop", "full_jensen_shannon"))
     },
 }
 

@@ -17,10 +17,11 @@ from braid.types import (
     CorrectionMode,
     CorrectionTokens,
     DecisionLevel,
-    Divergence,
     KlEstimator,
     KlPlace,
+    KlRest,
     RewardStatistics,
+    TiledDivergence,
     TurnWeighting,
 )
 
@@ -98,6 +99,10 @@ class Recipe:
     policy_loss_coef: float = 1.0
     kl_coef: float = 0.0
     kl_estimator: KlEstimator = "k3"
+    kl_mixture: float = 0.5
+    kl_top_k: int | None = None
+    kl_rest: KlRest = "tail"
+    kl_ratio_clip: float | None = None
     kl_in: KlPlace = "loss"
     kl_clamp: float | None = 10.0
     kl_target: float | None = None
@@ -124,17 +129,22 @@ class Recipe:
         return self.kl_coef > 0 and self.kl_in != "loss"
 
     @property
-    def full_kl_in(self) -> KlPlace | None:
-        """Where a divergence over the whole vocabulary is used, if it is."""
-        return self.kl_in if self.kl_coef > 0 and self.kl_estimator in FULL_DIVERGENCES else None
+    def compares_distributions(self) -> bool:
+        """Whether the KL is a divergence of distributions, and not of the log-probs of sampled tokens."""
+        return self.kl_coef > 0 and self.kl_estimator in FULL_DIVERGENCES
 
     @property
-    def divergence(self) -> Divergence:
-        """The divergence over the whole vocabulary, where `full_kl_in` says."""
+    def full_kl_in(self) -> KlPlace | None:
+        """Where a divergence over the whole vocabulary is used, if it is."""
+        return self.kl_in if self.compares_distributions and self.kl_top_k is None else None
+
+    @property
+    def divergence(self) -> TiledDivergence:
+        """The divergence, where `compares_distributions`."""
         return FULL_DIVERGENCES[self.kl_estimator]
 
 
-FULL_DIVERGENCES: Mapping[str, Divergence] = {
+FULL_DIVERGENCES: Mapping[str, TiledDivergence] = {
     "full": "kl",
     "full_forward": "forward_kl",
     "full_jensen_shannon": "jensen_shannon",

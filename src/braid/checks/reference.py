@@ -116,4 +116,5 @@ def why_no_reference(check: Check) -> str:
     """Why rows have no log-probs of a reference; empty if they have."""
     if not check.plan.needs_reference:
         return "algorithm.kl_coef is 0: there is no reference"
-    return "algorithm.kl_estimator=full" if check.plan.recipe.full_kl_in else ""
+    recipe = check.plan.recipe
+    return f"algorithm.kl_estimator={recipe.kl_estimator}" if recipe.compares_distributions else ""

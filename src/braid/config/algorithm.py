@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from braid.algorithms.advantages import ADVANTAGES, Advantage
 from braid.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
@@ -20,6 +20,7 @@ from braid.types import (
     DecisionLevel,
     KlEstimator,
     KlPlace,
+    KlRest,
     RewardStatistics,
     TurnWeighting,
 )
@@ -143,8 +144,20 @@ class AlgorithmConfig(Section):
     kl_estimator: KlEstimator | None = None
     """Estimator of the KL divergence: from the log-probs of sampled tokens, or the exact sum over the
     vocabulary at each position, which needs the reference in the policy's processes (not with Megatron): full
-    is KL(policy | reference), full_forward KL(reference | policy), full_jensen_shannon half the sum of both's
-    KL to their mean."""
+    is KL(policy | reference), full_forward KL(reference | policy), full_jensen_shannon the mean of both's KL
+    to their mixture, with the weights of kl_mixture."""
+    kl_mixture: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """full_jensen_shannon: weight of the reference in the mixture, and of its KL (beta of GKD); 0 is
+    full_forward, 1 is full."""
+    kl_top_k: PositiveInt | None = None
+    """Compare distributions over the reference's k likeliest tokens only, whose log-probs it computes before
+    the update: it may then run in other processes than the policy. null: over the whole vocabulary."""
+    kl_rest: KlRest = "tail"
+    """What becomes of the tokens beyond kl_top_k. tail: they are one event more; renormalize: both
+    distributions are divided by their sums over the k tokens; drop: nothing."""
+    kl_ratio_clip: PositiveFloat | Literal["off"] | None = None
+    """Multiply each token's KL in the loss by the policy's ratio to that before the update, at most this and
+    without a gradient (SDPO); off for no factor."""
     kl_in: KlPlace | None = None
     """Whether the KL penalty is added to the loss, or subtracted from each token's reward, from which
     advantages are computed, or from each token's advantage: then it is not credited to earlier tokens, nor
@@ -189,7 +202,7 @@ class AlgorithmConfig(Section):
                 "algorithm.corrections",
             )
         if plan.old_logprobs == "current":
-            yield f"{old_logprobs} all ratios are 1", "algorithm.early_stop_ratio"
+            yield f"{old_logprobs} all ratios are 1", "algorithm.{early_stop_ratio,kl_ratio_clip}"
         has_chunks = config.env.is_simulator and config.model.num_action_chunks > 1
         if not (has_chunks and plan.learns_values):
             yield "only values of chunks of several actions depend on it", "algorithm.reward_level"
@@ -204,10 +217,28 @@ class AlgorithmConfig(Section):
         if recipe.entropy_coef == 0:
             yield "algorithm.entropy_coef is 0", "algorithm.entropy_level"
         if recipe.kl_coef == 0:
-            keys = "algorithm.{kl_estimator,kl_in,kl_clamp,kl_target,kl_horizon}"
+            names = (
+                "kl_estimator,kl_mixture,kl_top_k,kl_rest,kl_ratio_clip,kl_in,kl_clamp,kl_target,kl_horizon"
+            )
+            keys = f"algorithm.{{{names}}}"
             yield "algorithm.kl_coef is 0", keys
+        else:
+            yield from _unused_kl(recipe)
         if recipe.kl_target is None:
             yield "algorithm.kl_target is off", "algorithm.kl_horizon"
+
+
+def _unused_kl(recipe: Recipe) -> Unused:
+    """Keys of a KL term that its estimator or place does not read."""
+    estimator = f"algorithm.kl_estimator is {recipe.kl_estimator}"
+    if recipe.kl_estimator != "full_jensen_shannon":
+        yield f"{estimator}, which has no mixture", "algorithm.kl_mixture"
+    if not recipe.compares_distributions:
+        yield f"{estimator}, which reads sampled tokens alone", "algorithm.{kl_top_k,kl_rest}"
+    elif recipe.kl_top_k is None:
+        yield "the whole vocabulary is compared (algorithm.kl_top_k is null)", "algorithm.kl_rest"
+    if recipe.kl_in != "loss":
+        yield f"the KL is not in the loss (algorithm.kl_in is {recipe.kl_in})", "algorithm.kl_ratio_clip"
 
 
 def _unused_statistics(recipe: Recipe) -> Unused:

@@ -28,6 +28,9 @@ Output = Literal[
     "kl",
     "forward_kl",
     "jensen_shannon",
+    "top_tokens",
+    "top_logprobs",
+    "logprobs_of_top",
     "logits",
     "values",
     "value_deviation",
@@ -64,10 +67,12 @@ class TrainableModel(ABC):
         gradient, except that "values" of a simulator also covers the final observation.
 
         "value_deviation" is the unit in which the value head predicts (ValueHead.deviation), the same at
-        every position. "kl", "forward_kl" and "jensen_shannon" are divergences over the whole vocabulary from
-        CausalLM.reference, of which a call computes at most one. "logits" is not a
-        tensor but TiledLogits, those that predict the policy's tokens. "experts" [T, L, K] are the experts
-        that L layers chose for each token, and "routed" is routing.Routed, over all tokens of all rows."""
+        every position. "kl", "forward_kl" and "jensen_shannon" are divergences over the whole vocabulary
+        from CausalLM.reference, of which a call computes at most one. "top_tokens" and "top_logprobs" [T,
+        K] are the CausalLM.top_k likeliest tokens and their log-probs, and "logprobs_of_top" [T, K] the
+        log-probs of the tokens in the field top_tokens. "logits" is not a tensor but TiledLogits, those
+        that predict the policy's tokens. "experts" [T, L, K] are the experts that L layers chose for each
+        token, and "routed" is routing.Routed, over all tokens of all rows."""
 
     @abstractmethod
     def flops(self, lengths: Sequence[int], num_outputs: int) -> Flops:

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from braid.errors import ModelError
-from braid.types import UNKNOWN_EXPERT, Divergence
+from braid.types import UNKNOWN_EXPERT, TiledDivergence
 
 from . import attention, stateful
 from .attention import AttentionContext
@@ -26,7 +26,7 @@ from .experts import use_grouped_experts
 from .flops import POSITIONWISE, RECURRENT, Flops, flops_of
 from .indexed import LAYER_TYPE, use_indexers
 from .kernels import AttentionKind, packed_attention
-from .logprobs import DEFAULT_CHUNK_BYTES, DIVERGENCES, Head, TiledLogits, token_logprobs
+from .logprobs import DEFAULT_CHUNK_BYTES, DIVERGENCES, Head, TiledLogits, token_logprobs, top_k
 from .lora import has_adapters, merged_weights, named_adapters
 from .routing import ROUTING, Routing, find_routers, routed
 from .transfer import to_device
@@ -43,12 +43,15 @@ class CausalLM(TrainableModel):
     `model` is the Hugging Face module, whose weights the native engine shares; `config` is its text config.
     `has_states`: some layers carry a state along a sequence (models.stateful).
     Log-probs and entropies are those of softmax(logits / temperature). `reference` computes the logits from
-    which divergences are measured; None if there is no reference in this process. `routers` are those of a
-    mixture of experts; with `replays_experts` it chooses the experts of the batch's input "experts".
+    which divergences are measured, jensen_shannon with the weight `mixture`; None if there is no reference
+    in this process. `top_k` is the number of likeliest tokens that a reference computes. `routers` are those
+    of a mixture of experts; with `replays_experts` it chooses the experts of the batch's input "experts".
     """
 
     reference: Callable[[PackedBatch], TiledLogits] | None = None
     replays_experts = False
+    mixture = 0.5
+    top_k = 1
     _excluded: Tensor | None = None
 
     def __init__(
@@ -141,28 +144,45 @@ class CausalLM(TrainableModel):
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Any]:
         """`logprobs`, `entropy` and one of `DIVERGENCES` [T] in float32, or `logits` alone (see
         TrainableModel), and what routers chose."""
-        divergence = cast("Divergence | None", next(iter(outputs & DIVERGENCES), None))
+        divergence = cast("TiledDivergence | None", next(iter(outputs & DIVERGENCES), None))
         reference = None if divergence is None else self._logits_of_reference(batch)
         with routed(routing := self._routing(batch, outputs)):
             states, written = states_before(self.backbone, batch, self.attention, self.vision)
         if "logits" in outputs:
             return {"logits": TiledLogits(states, self._lasting_head(), self.temperature)}
         chosen = {} if routing is None else self._chosen(routing, batch, outputs)
+        if {"top_tokens", "top_logprobs"} & outputs:
+            if self.top_k > self.vocab_size:
+                raise ModelError(
+                    f"algorithm.kl_top_k={self.top_k}, but the reference's vocabulary has {self.vocab_size} "
+                    "tokens; lower it, or set it to null"
+                )
+            top = top_k(
+                states, self.head, self.top_k, temperature=self.temperature, chunk_bytes=self.chunk_bytes
+            )
+            both = dict(zip(("top_tokens", "top_logprobs"), top, strict=True))
+            chosen |= {name: spread(values, written, batch) for name, values in both.items()}
         outputs -= chosen.keys()
         if not outputs:
             return chosen
+        targets = batch.inputs["input_ids"].index_select(0, written)
+        if "logprobs_of_top" in outputs:
+            targets = torch.cat((targets[:, None], self._known(batch.fields["top_tokens"][written])), 1)
         logprobs, entropy, distance = token_logprobs(
             states,
             self.head,
-            batch.inputs["input_ids"].index_select(0, written),
+            targets,
             temperature=self.temperature,
             with_entropy="entropy" in outputs,
             reference=reference,
             divergence=divergence or "kl",
+            mixture=self.mixture,
             chunk_bytes=self.chunk_bytes,
             compiles=self.compiles,
         )
         computed: dict[Output, Tensor | None] = {"logprobs": logprobs, "entropy": entropy}
+        if "logprobs_of_top" in outputs:
+            computed |= {"logprobs": logprobs[:, 0], "logprobs_of_top": logprobs[:, 1:]}
         if divergence is not None:
             computed[divergence] = distance
         # sorted: sequence-parallel ranks must join the outputs in the same order
@@ -204,6 +224,16 @@ class CausalLM(TrainableModel):
                 "k2 or k3"
             )
         return logits
+
+    def _known(self, tokens: Tensor) -> Tensor:
+        """The tokens as indices. Raises ModelError if one is beyond the vocabulary."""
+        if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
+            raise ModelError(
+                f"algorithm.kl_top_k: token {largest} is one of the reference's likeliest, but the policy's "
+                f"vocabulary has {self.vocab_size} tokens; set reference.path to a model with the policy's "
+                "tokenizer"
+            )
+        return tokens.long()
 
     def _lasting_head(self) -> Head:
         """The head for use after the forward pass: a copy if a wrapper frees gathered weights after it."""
@@ -336,10 +366,10 @@ def written_positions(batch: PackedBatch) -> tuple[Tensor, Tensor]:
 
 
 def spread(values: Tensor | None, written: Tensor, batch: PackedBatch) -> Tensor:
-    """Scatter `values` [N] to the `written` positions of a zero tensor [T]; joined over sequence-parallel
-    ranks."""
+    """Scatter `values` [N, ...] to the `written` positions of a zero tensor [T, ...]; joined over
+    sequence-parallel ranks."""
     assert values is not None, "the output was not requested"
-    line = values.new_zeros(batch.num_positions).index_copy(0, written, values)
+    line = values.new_zeros((batch.num_positions, *values.shape[1:])).index_copy(0, written, values)
     return line if batch.sequence is None else batch.sequence.join(line)
 
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from braid.types import Divergence
+from braid.types import TiledDivergence
 
 from .compiling import compiled
 from .linear import compute_dtype, linear, uses_onednn
 
-DIVERGENCES: frozenset[Divergence] = frozenset({"kl", "forward_kl", "jensen_shannon"})
+DIVERGENCES: frozenset[TiledDivergence] = frozenset({"kl", "forward_kl", "jensen_shannon"})
 DEFAULT_CHUNK_BYTES = 64 * 2**20
 _MIN_COLUMNS = 256
 """Minimum tile width: narrower tiles make matrix products slow, so tokens are split first."""
@@ -103,28 +103,54 @@ def token_logprobs(  # noqa: PLR0913
     temperature: float = 1.0,
     with_entropy: bool = False,
     reference: TiledLogits | None = None,
-    divergence: Divergence = "kl",
+    divergence: TiledDivergence = "kl",
+    mixture: float = 0.5,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     compiles: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-prob [N] of each of `targets` [N] under softmax(logits / temperature), and optionally the entropy
-    [N] of that distribution p, and its `divergence` [N] from the `reference` q. All are in nats, float32
-    (float64 for float64 hidden states) and differentiable.
+    """Log-prob of each of `targets` [N] or [N, M] under softmax(logits / temperature), in their shape, and
+    optionally the entropy [N] of that distribution p, and its `divergence` [N] from the `reference` q, one of
+    `DIVERGENCES`. All are in nats, float32 (float64 for float64 hidden states) and differentiable. With w =
+    `mixture`:
 
         kl              KL(p | q) = sum_x p (log p - log q)
         forward_kl      KL(q | p) = sum_x q (log q - log p)
-        jensen_shannon  KL(p | m) / 2 + KL(q | m) / 2        m = (p + q) / 2
+        jensen_shannon  w KL(q | m) + (1 - w) KL(p | m)      m = w q + (1 - w) p; see algorithms.distillation
 
     `hidden` is [N, D]. No [tokens, vocabulary] tensor exceeds `chunk_bytes` (or one element, if that is
     larger). With logits z of p and r of q, and entropy H, the gradients are d log p_t / dz_j = [j = t] - p_j,
     dH / dz_j = -p_j (log p_j + H), dKL(p | q) / dz_j = p_j (z_j - r_j - E_p[z - r]), dKL(q | p) / dz_j =
-    p_j - q_j and dJS / dz_j = p_j (log(p_j / m_j) - E_p[log(p / m)]) / 2. Logits that fit
+    p_j - q_j and dJS / dz_j = (1 - w) p_j (log(p_j / m_j) - E_p[log(p / m)]). Logits that fit
     `chunk_bytes` all together are kept for the backward pass; otherwise, and always for the reference, each
     tile is recomputed there. With `compiles`, torch.compile fuses the elementwise work on each tile.
     """
-    assert reference is None or head.group is None, "a divergence needs the whole vocabulary on every rank"
-    rule = _Rule(head, temperature, with_entropy, chunk_bytes, compiles, reference, divergence)
+    assert head.group is None or (reference is None and targets.dim() == 1), (
+        "a rank has part of the vocabulary"
+    )
+    if divergence == "jensen_shannon" and mixture in (0.0, 1.0):
+        divergence = "kl" if mixture else "forward_kl"
+    rule = _Rule(head, temperature, with_entropy, chunk_bytes, compiles, reference, divergence, mixture)
     return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets - head.first, rule)
+
+
+@torch.no_grad()
+def top_k(
+    hidden: Tensor, head: Head, k: int, *, temperature: float = 1.0, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens [N, k] under softmax(logits / temperature) and their log-probs, in the types of
+    token_logprobs, from the likeliest. Logits exist for as many of the N states at a time as fit
+    `chunk_bytes`, and for at least one."""
+    assert head.group is None, "the k likeliest tokens need the whole vocabulary on every rank"
+    states = hidden.to(compute_dtype(hidden))
+    num_states = max(1, chunk_bytes // (len(head.weight) * max(4, states.dtype.itemsize)))
+    tokens, logprobs = [], []
+    with torch.autocast(hidden.device.type, enabled=False):
+        for part in states.split(num_states):
+            logits = head.tile(part, head.weight, slice(None), temperature)
+            values, indices = logits.topk(k, dim=-1)
+            tokens.append(indices)
+            logprobs.append(values - logits.logsumexp(-1, keepdim=True))
+    return torch.cat(tokens), torch.cat(logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +161,8 @@ class _Rule:
     chunk_bytes: int
     compiles: bool
     reference: TiledLogits | None
-    divergence: Divergence
+    divergence: TiledDivergence
+    mixture: float
 
     def grad_raw(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Convert the gradient of a tile's logits to that of hidden @ weight.T + bias, in place."""
@@ -175,7 +202,8 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.dtype = compute_dtype(hidden)
         exact = torch.float64 if ctx.dtype == torch.float64 else torch.float32
         states = hidden.to(ctx.dtype)
-        target_logits, log_total = (hidden.new_zeros(len(targets), dtype=exact) for _ in range(2))
+        target_logits = hidden.new_zeros(targets.shape, dtype=exact)
+        log_total = hidden.new_zeros(len(targets), dtype=exact)
         entropy = torch.zeros_like(log_total) if rule.with_entropy else None
         kl, gap, ref_total = (
             None if rule.reference is None else torch.zeros_like(log_total) for _ in range(3)
@@ -207,15 +235,17 @@ class _TokenLogprobs(torch.autograd.Function):
                         logits = head.tile(states[tokens], weight[columns], columns, rule.temperature)
                     logp = logits - log_total[tokens].unsqueeze(1)
                     logq = rule.reference.tile(tokens, columns).sub_(ref_total[tokens].unsqueeze(1))
-                    gap[tokens] += torch.linalg.vecdot(logp.exp(), _above_mixture(logp, logq))
-                    kl[tokens] += torch.linalg.vecdot(logq.exp(), _above_mixture(logq, logp))
-                kl[tokens] = (kl[tokens] + gap[tokens]) / 2
+                    w = rule.mixture
+                    gap[tokens] += torch.linalg.vecdot(logp.exp(), _above_mixture(logp, logq, 1 - w))
+                    kl[tokens] += torch.linalg.vecdot(logq.exp(), _above_mixture(logq, logp, w))
+                kl[tokens] = rule.mixture * kl[tokens] + (1 - rule.mixture) * gap[tokens]
         if head.group is not None:
             target_logits, log_total, entropy = _over_ranks(target_logits, log_total, entropy, head.group)
         ctx.rule, ctx.hidden_dtype = rule, hidden.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(states, weight, targets, log_total, entropy, gap, ref_total, *kept)
-        return target_logits - log_total, entropy, kl
+        totals = log_total if targets.dim() == 1 else log_total.unsqueeze(1)
+        return target_logits - totals, entropy, kl
 
     @staticmethod
     @once_differentiable
@@ -232,7 +262,10 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_weight = _weight_gradient(weight, accumulates) if wants_weight else None
         grad_bias = log_total.new_zeros(len(weight)) if wants_bias else None
         if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(log_total)
+            grad_targets = _matrix(log_total.new_zeros(targets.shape))
+        else:
+            grad_targets = _matrix(grad_logprobs)
+        grad_logprobs = grad_targets.sum(1)  # of the log-total, which all targets of a state share
         all_tokens, all_columns = rule.tiles(states, len(weight), log_total.itemsize)
         # On CPUs oneDNN would copy a transposed first factor in each product.
         copies = wants_weight and states.device.type == "cpu"
@@ -252,9 +285,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 if grad_kl is not None and rule.reference is not None:
                     ref_logits = rule.reference.tile(tokens, columns)
                     totals = (log_total[tokens], ref_total[tokens], gap[tokens])
-                    grad += _grad_divergence(rule.divergence, logits, ref_logits, *totals, grad_kl[tokens])
+                    grad += _grad_divergence(rule, logits, ref_logits, *totals, grad_kl[tokens])
                 inside, column = _place(targets[tokens], columns)
-                grad.scatter_add_(1, column, torch.where(inside, grad_logprobs[tokens], 0.0).unsqueeze(1))
+                grad.scatter_add_(1, column, torch.where(inside, grad_targets[tokens], 0.0))
                 grad = rule.grad_raw(grad, logits)
                 if grad_bias is not None:
                     grad_bias[columns] += grad.sum(0)
@@ -310,7 +343,7 @@ class _RunningSoftmax:
     def __init__(self, targets: Tensor, dtype: torch.dtype, rule: _Rule) -> None:
         self._targets = targets
         self._fold = compiled(_fold) if rule.compiles else _fold
-        self._largest = torch.full_like(targets, torch.finfo(dtype).min, dtype=dtype)
+        self._largest = targets.new_full((len(targets),), torch.finfo(dtype).min, dtype=dtype)
         self._total = torch.zeros_like(self._largest)
         self._moment = torch.zeros_like(self._largest) if rule.with_entropy else None
         self._gap = torch.zeros_like(self._largest)
@@ -318,11 +351,12 @@ class _RunningSoftmax:
         self._is_forward = rule.divergence == "forward_kl"
         if rule.reference is not None:
             self._ref = _RunningSoftmax(targets, dtype, replace(rule, with_entropy=False, reference=None))
-        self.target = torch.zeros_like(self._largest)
+        self.target = torch.zeros_like(targets, dtype=dtype)
 
     def add(self, logits: Tensor, columns: slice, ref_logits: Tensor | None = None) -> None:
         inside, column = _place(self._targets, columns)
-        self.target = torch.where(inside, logits.gather(1, column).squeeze(1), self.target)
+        chosen = torch.where(inside, logits.gather(1, column), self.target.view_as(column))
+        self.target = chosen.view_as(self.target)
         self._largest, self._total, self._moment, self._gap = self._fold(
             logits, ref_logits, self._largest, self._total, self._moment, self._gap
         )
@@ -389,7 +423,7 @@ def _grad_logits(
 
 
 def _grad_divergence(
-    divergence: Divergence,
+    rule: _Rule,
     logits: Tensor,
     ref_logits: Tensor,
     log_total: Tensor,
@@ -400,28 +434,35 @@ def _grad_divergence(
     """Gradient of a tile's logits for divergences with gradient `grad`, by the formulas of token_logprobs;
     `gap` is the mean that they subtract. Overwrites `ref_logits`."""
     logp = logits - log_total.unsqueeze(1)
-    if divergence == "kl":
+    if rule.divergence == "kl":
         difference = (logits - ref_logits).sub_(gap.unsqueeze(1)).mul_(grad.unsqueeze(1))
         return logp.exp_().mul_(difference)
     logq = ref_logits.sub_(ref_total.unsqueeze(1))
-    if divergence == "forward_kl":
+    if rule.divergence == "forward_kl":
         moved = logp.exp_().sub_(logq.exp_())
     else:
-        above = _above_mixture(logp, logq).sub_(gap.unsqueeze(1))
-        moved = logp.exp_().mul_(above).div_(2)
+        above = _above_mixture(logp, logq, 1 - rule.mixture).sub_(gap.unsqueeze(1))
+        moved = logp.exp_().mul_(above).mul_(1 - rule.mixture)
     return moved.mul_(grad.unsqueeze(1))
 
 
-def _above_mixture(logp: Tensor, logq: Tensor) -> Tensor:
-    """log p - log m, with m = (p + q) / 2."""
-    return math.log(2.0) - torch.nn.functional.softplus(logq - logp)
+def _above_mixture(logp: Tensor, logq: Tensor, share: float) -> Tensor:
+    """log p - log m, with m = share p + (1 - share) q."""
+    odds = math.log1p(-share) - math.log(share)
+    return -math.log(share) - torch.nn.functional.softplus(logq - logp + odds)
 
 
 def _place(targets: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """(is_inside [N], column [N, 1]) of each target in the slice; the column of targets outside is
-    arbitrary."""
+    """(is_inside [N, M], column [N, M]) of each target in the slice, M of 1 for targets [N]; the column of
+    targets outside is arbitrary."""
+    targets = _matrix(targets)
     inside = (targets >= columns.start) & (targets < columns.stop)
-    return inside, (targets - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1)
+    return inside, (targets - columns.start).clamp(0, columns.stop - columns.start - 1)
+
+
+def _matrix(values: Tensor) -> Tensor:
+    """[N] -> [N, 1]; [N, M] as it is."""
+    return values.unsqueeze(1) if values.dim() == 1 else values
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:

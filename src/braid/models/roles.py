@@ -45,6 +45,7 @@ def make_policy(config: RunConfig, device: torch.device, *, rank: int | None = N
         longest=longest_row(config),
         images=config.data.image,
     )
+    lm.mixture, lm.top_k = config.algorithm.kl_mixture, config.algorithm.kl_top_k or 1
     check_engine(lm, config.rollout)
     lm.set_gradient_checkpointing(train.gradient_checkpointing)
     if train.router_replay != "none":
@@ -118,6 +119,7 @@ def make_reference(
     else:
         reference = _load_folder(config, "reference", config.reference.path, device, rank)
     reference.module.requires_grad_(False)
+    reference.top_k = config.algorithm.kl_top_k or 1
     return reference
 
 

@@ -224,8 +224,16 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         yield "algorithm.aggregation_constant", why
 
 
-def _full_kl(_: RunConfig, plan: Plan) -> Iterator[Finding]:
+def _full_kl(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     policy, reference = (plan.layout.role(role) for role in ("policy", "reference"))
+    if plan.recipe.compares_distributions and plan.recipe.kl_top_k is not None:
+        if plan.recipe.kl_in != "loss":
+            why = f"the KL over the reference's likeliest tokens is a loss, but kl_in is {plan.recipe.kl_in}"
+            yield "algorithm.kl_top_k", f"{why}; set algorithm.kl_in=loss, or kl_top_k=null"
+        for key, train in (("train", config.train), ("reference.train", config.reference.train)):
+            if train is not None and not train.backend.reads_routers:
+                why = f"{key}.backend={train.backend.kind} does not compute the likeliest tokens"
+                yield "algorithm.kl_top_k", f"{why}; set it to single, fsdp, fsdp2 or deepspeed"
     if plan.recipe.full_kl_in and policy and reference and not reference.shares_processes(policy):
         here, there = (f"{side.kind} on {format_numbers(side.devices)}" for side in (policy, reference))
         yield (

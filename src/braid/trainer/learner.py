@@ -126,7 +126,11 @@ class Learner:
             buffer.every.write_policy_versions()
         if plan.recipe.full_kl_in in ("reward", "advantage"):
             asked.append((models.policy, {plan.recipe.divergence: "kl"}))
-        elif models.reference is not None and plan.recipe.full_kl_in is None:
+        elif models.reference is not None and plan.recipe.compares_distributions:
+            if plan.recipe.kl_top_k is not None:
+                top: dict[Output, str] = {"top_tokens": "top_tokens", "top_logprobs": "top_logprobs"}
+                asked.append((models.reference, top))
+        elif models.reference is not None:
             asked.append((models.reference, {"logprobs": "ref_logprobs"}))
         if plan.learns_values:
             asked.append((models.critic or models.policy, {"values": "values"}))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from braid.algorithms.aggregate import aggregate
 from braid.algorithms.corrections import correction_factor, proximal_logprobs, sampling_weight
+from braid.algorithms.distillation import bounded_ratio, divergence, over_top_k
 from braid.algorithms.kl import clamped, kl_estimate
 from braid.algorithms.recipes import Recipe
 from braid.algorithms.segments import Segments, first_positions, segments
@@ -37,7 +38,8 @@ def policy_loss(
     The KL term is in the loss only with kl_in: loss. `kl_coef` overrides the recipe's, since it may change
     from round to round. Fields read: `advantages`; `old_logprobs` (default: interpolated from
     `policy_versions`, where `version` is being trained; without these the current log-probs, detached);
-    `ref_logprobs`, required for KL in the loss unless it is full (the model's output `Recipe.divergence`);
+    `ref_logprobs`, required for KL in the loss unless it is full (the model's output `Recipe.divergence`) or,
+    with kl_top_k, computed from `top_tokens` and `top_logprobs` of the reference;
     `behavior_logprobs`, required for corrections and for the metrics of the mismatch between engine and
     trainer (measured at the old log-probs, so 0 if those are the engine's); and the fields of step_fields.py
     that the recipe needs.
@@ -60,6 +62,7 @@ def policy_loss(
         "logprobs",
         "entropy",
         *((recipe.divergence,) if recipe.full_kl_in == "loss" else ()),
+        *(("logprobs_of_top",) if recipe.compares_distributions and recipe.kl_top_k else ()),
     ]
     compute = partial(_policy_loss, recipe, coef, version, is_checked)
     whole = _reads_sequences(recipe)
@@ -144,6 +147,8 @@ def _policy_loss(
     if (kl := _kl(recipe, outputs, fields)) is not None:
         means["kl"] = kl.detach()
         if recipe.kl_in == "loss":
+            if recipe.kl_ratio_clip is not None:
+                kl = kl * bounded_ratio(logprobs, old, recipe.kl_ratio_clip)
             per_token = per_token + kl_coef * kl
     else:
         assert kl_coef == 0 or recipe.kl_in != "loss", "KL in the loss needs ref_logprobs"
@@ -176,6 +181,10 @@ def _policy_loss(
 def _kl(recipe: Recipe, outputs: dict[str, Tensor], fields: dict[str, Tensor]) -> Tensor | None:
     if recipe.full_kl_in == "loss":
         return clamped(outputs[recipe.divergence], recipe.kl_clamp)
+    if "top_logprobs" in fields:
+        both = over_top_k(outputs["logprobs_of_top"], fields["top_logprobs"], recipe.kl_rest)
+        kl = divergence(*both, kind=recipe.divergence, weight=recipe.kl_mixture)
+        return clamped(kl, recipe.kl_clamp)
     if "ref_logprobs" not in fields:
         return None
     ref, estimator = fields["ref_logprobs"], recipe.kl_estimator

@@ -182,8 +182,11 @@ def unpack_choices(choices: Tensor, batch: PackedBatch) -> list[NDArray[Any]]:
 
 
 def unpack(flat: Tensor, batch: PackedBatch) -> list[NDArray[np.float32]]:
-    """[T] -> one array [length] for each row; 0 where a row shares its positions with an earlier one."""
+    """[T, ...] -> one array [length, ...] for each row; 0 at positions shared with an earlier row."""
     parts = [part.numpy() for part in flat.detach().float().cpu().split(list(batch.stored))]
     if not batch.shared:
         return parts
-    return [np.pad(part, (num, 0)) for part, (_, num) in zip(parts, batch.shared, strict=True)]
+    return [
+        np.pad(part, ((num, 0), *[(0, 0)] * (part.ndim - 1)))
+        for part, (_, num) in zip(parts, batch.shared, strict=True)
+    ]

@@ -122,7 +122,9 @@ class SingleBackend:
         with torch.no_grad():
             for number, (batch, flat) in enumerate(self._outputs(batches, outputs)):
                 for name in outputs if number < len(cuts) else ():
-                    arrays = (unpack_choices if name == "experts" else unpack)(flat[name], batch)
+                    arrays = (unpack_choices if name in ("experts", "top_tokens") else unpack)(
+                        flat[name], batch
+                    )
                     for index, array in zip(cuts[number], arrays, strict=True):
                         results[index][name] = array
         if config.count_flops:
