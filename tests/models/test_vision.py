@@ -100,6 +100,27 @@ def test_packed_rows_with_images_are_those_of_the_plain_model(family: str, recom
     assert any(grad is not None and grad.abs().sum() > 0 for grad in tower)
 
 
+def test_an_image_goes_through_the_tower_once_per_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows have it, in shared prompts or in others."""
+    lm = CausalLM(model_of("qwen3_vl"))
+    lm.vision = vision_of("qwen3_vl")
+    backbone: Any = lm.backbone
+    encode, encoded = type(backbone).get_image_features, list[int]()
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        encoded.append(len(kwargs["image_grid_thw"]))
+        return encode(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(backbone), "get_image_features", counted)
+    conversations = [lm.vision.expand(*one) for one in _conversations(lm.vision)]
+    rows = [_row(ids, placed, 1) for ids, placed in conversations]
+    assert sum(len(row.images) for row in rows) == 6, "four different ones"
+    lm.forward(pack(rows, lm.device), frozenset({"logprobs"}))["logprobs"].sum().backward()
+    assert encoded == [4], "once, and not again in the backward pass"
+    lm.forward(pack(rows[:1], lm.device), frozenset({"logprobs"}))
+    assert encoded == [4], "nothing to read in rows of text"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_image_that_no_row_has_gives_the_weights_that_one_reaches_a_gradient_of_0(family: str) -> None:
     model, vision = model_of(family), vision_of(family)
