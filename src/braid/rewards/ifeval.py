@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from braid.data.columns import parse_json
 from braid.errors import RewardError, suggest
+from braid.json_text import parse_json
 from braid.types import Prompt, Trajectory
 
 Quantifier = str
@@ -26,7 +26,7 @@ def instructions_of(prompt: Prompt) -> list[Callable[[str], bool]]:
     """The instructions of a row, as functions of the answer. Raises RewardError for a row without one, or
     with one that is unknown or lacks arguments."""
     reference = prompt.fields.get("answer")
-    instructions = parse_json(reference) if isinstance(reference, str) else reference
+    instructions = _parsed(reference)
     instructions = [instructions] if isinstance(instructions, Mapping) else instructions
     if not isinstance(instructions, list) or not instructions:
         raise RewardError(
@@ -36,8 +36,16 @@ def instructions_of(prompt: Prompt) -> list[Callable[[str], bool]]:
     return [_check_of(instruction) for instruction in instructions]
 
 
+def _parsed(value: Any) -> Any:
+    """The value of JSON text, None if it is no JSON; any other value as it is."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
+
+
 def _check_of(instruction: Any) -> Callable[[str], bool]:
-    instruction = parse_json(instruction) if isinstance(instruction, str) else instruction
+    instruction = _parsed(instruction)
     name = instruction.get("func_name") if isinstance(instruction, Mapping) else None
     if name not in FUNCTIONS:
         near = suggest(str(name), FUNCTIONS) or f"; known are {', '.join(FUNCTIONS)}"
