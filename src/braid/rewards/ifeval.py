@@ -47,7 +47,7 @@ def _parsed(value: Any) -> Any:
 def _check_of(instruction: Any) -> Callable[[str], bool]:
     instruction = _parsed(instruction)
     name = instruction.get("func_name") if isinstance(instruction, Mapping) else None
-    if name not in FUNCTIONS:
+    if not isinstance(name, str) or name not in FUNCTIONS:
         near = suggest(str(name), FUNCTIONS) or f"; known are {', '.join(FUNCTIONS)}"
         raise RewardError(f"no function for instructions is called {name!r}{near}")
     function = FUNCTIONS[name]
