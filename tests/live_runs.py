@@ -165,6 +165,13 @@ RUNS |= {
     ]
     for loss, advantage in LOSSES.items()
 }
+RUNS["distillation"] = [
+    "algorithm={recipe: grpo, kl_coef: 0.1, kl_estimator: full_jensen_shannon, kl_mixture: 0.3, kl_top_k: 2, "
+    "kl_ratio_clip: 2.0, old_logprobs: recompute}",
+    "run.max_rounds=1",
+    "eval={before: false, at_end: false}",
+    "checkpoint.at_end=false",
+]
 BROKEN: dict[str, list[str]] = {
     "skipped steps": [
         "algorithm={recipe: ppo, policy_loss_coef: 1e300, value_loss_coef: 1e300}", "critic.train={}", "run.max_rounds=1",
