@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +133,20 @@ def wandb_mode() -> tuple[str, str]:
     if os.environ.get("WANDB_API_KEY"):
         return "online", "online, because WANDB_API_KEY is set"
     return "offline", "offline, because WANDB_API_KEY is not set; upload later with `wandb sync`"
+
+
+def trackers(names: Collection[str], *, others: Collection[str] = ()) -> Became:
+    """The trackers with these names; braid has all that `others` write."""
+    unknown = sorted({*names} - {"tensorboard", "wandb", "swanlab", *others})
+    if unknown:
+        return unsupported(f"{', '.join(unknown)}: use tensorboard, wandb or swanlab, or read metrics.jsonl")
+    native: dict[str, Any] = {"report.tensorboard": "tensorboard" in names}
+    if "swanlab" in names:
+        native["report.swanlab.mode"] = "cloud"
+    if "wandb" not in names:
+        return Became(native)
+    mode, why = wandb_mode()
+    return Became(native | {"report.wandb.mode": mode}, note=why)
 
 
 def presets(value: Any, _: Source) -> Became:

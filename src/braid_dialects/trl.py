@@ -1,7 +1,7 @@
 """The arguments of TRL: scripts with a trainer's config, and the files of `trl grpo|dpo|sft|reward --config`.
 
-Each trainer has a table of its own: what transformers' TrainingArguments, ModelConfig and ScriptArguments have in
-common is here. The number of processes, which TRL leaves to accelerate, is the key `num_processes`.
+Each trainer has its own table; what they share, the fields of transformers' TrainingArguments and of TRL's ModelConfig
+and ScriptArguments, is here. The number of processes, which TRL leaves to accelerate, is the key `num_processes`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from . import trl_facts as facts
 from .conditions import needs, unless
-from .conversions import folder_name, listed, part_of, unless_null, wandb_mode
+from .conversions import folder_name, listed, part_of, trackers, unless_null
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Dialect, Rule, Source, implied, no_effect, table, unsupported
 from .trl_facts import NO_EVALUATION
@@ -77,16 +77,7 @@ def _trackers(source: Source) -> list[str]:
 
 
 def _report(_: Any, source: Source) -> Became:
-    names = [name for name in _trackers(source) if name != "none"]
-    if others := sorted(set(names) - set(_TRACKERS)):
-        return unsupported(f"{', '.join(others)}: use tensorboard, wandb or swanlab, or read metrics.jsonl")
-    native: dict[str, Any] = {"report.tensorboard": "tensorboard" in names}
-    if "swanlab" in names:
-        native["report.swanlab.mode"] = "cloud"
-    if "wandb" not in names:
-        return Became(native)
-    mode, why = wandb_mode()
-    return Became(native | {"report.wandb.mode": mode}, note=why)
+    return trackers([name for name in _trackers(source) if name != "none"])
 
 
 def _processes(value: int, source: Source) -> Became:

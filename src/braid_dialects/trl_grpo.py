@@ -101,7 +101,7 @@ def _rewards(value: Any, source: Source) -> Any:
             part = {"kind": "model", "path": name}
         else:
             return unsupported(
-                f"{name} takes lists of completions; write a function of a text in a file of its own, and set "
+                f"{name} takes lists of completions; write a function that takes one text, in a separate file, and set "
                 "braid.reward.parts=[{kind: function, path: FILE.py:NAME}] (docs/rewards.md; with group: true of lists)"
             )
         parts.append(part | ({"weight": float(weight)} if weight != 1 else {}))

@@ -22,7 +22,7 @@ def role_of(source: Source) -> str:
 
 
 def strategy(source: Source) -> str:
-    """The training backend of the file: Megatron's has a config of its own in verl."""
+    """The training backend that the file names, or Megatron if verl's config for it is chosen."""
     by_config = "megatron" in (source["config_name"] or "") or source["model_engine"] == "megatron"
     return source[f"{A}.actor.strategy"] or ("megatron" if by_config else "fsdp")
 

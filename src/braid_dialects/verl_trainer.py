@@ -13,8 +13,8 @@ from .conversions import (
     computed,
     folder_name,
     positive,
+    trackers,
     unless_null,
-    wandb_mode,
 )
 from .launcher import CONFIG_NAME, VERL_CONFIGS
 from .rows import always, ignored, missing, rows, section, to
@@ -33,16 +33,7 @@ def _placed(_: Any, source: Source) -> Became:
 
 
 def _loggers(value: str | list[str], _: Source) -> Became:
-    names = facts.paths(value)
-    if others := sorted({*names} - {"console", "wandb", "tensorboard", "swanlab", "file"}):
-        return unsupported(f"{', '.join(others)}: use tensorboard, wandb or swanlab, or read metrics.jsonl")
-    native: dict[str, Any] = {"report.tensorboard": "tensorboard" in names}
-    if "swanlab" in names:
-        native["report.swanlab.mode"] = "cloud"
-    if "wandb" not in names:
-        return Became(native)
-    mode, why = wandb_mode()
-    return Became(native | {"report.wandb.mode": mode}, note=why)
+    return trackers(facts.paths(value), others=("console", "file"))
 
 
 def _resume(value: str, source: Source) -> Any:

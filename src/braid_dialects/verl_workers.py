@@ -38,7 +38,7 @@ def _of_all_gpus(value: int, source: Source) -> int:
 
 
 def _is_dynamic(source: Source) -> bool:
-    """Whether micro-batches of the role are limited in tokens: as the actor's are, unless it says so."""
+    """Whether the role's micro-batches are limited by tokens; if the role does not say, as the actor's are."""
     flag = ".log_prob_use_dynamic_bsz" if ".log_prob_" in source.at else ".use_dynamic_bsz"
     value = source[flag]
     return source[f"{A}.actor.use_dynamic_bsz"] if value is None else value
