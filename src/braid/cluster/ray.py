@@ -35,7 +35,7 @@ from ray.exceptions import (  # noqa: TID251
 from braid.config.cluster import ClusterConfig
 from braid.cores import num_cores
 from braid.errors import BraidError, ConfigError, EngineError, Problem, WorkerError
-from braid.processes import is_running, kill
+from braid.processes import is_running, kill, stacks_on_signal
 
 from . import watchdog
 from .environment import THREADS
@@ -43,7 +43,7 @@ from .machines import Machines, connect, family_of, interface_of, num_cluster_gp
 from .machines import leave as disconnect
 from .oom import KillCount
 from .reports import Report, log_to, reports
-from .status import open_calls, stacks_on_signal
+from .status import open_calls
 from .workers import Call, Factory, Joined, Pending, Place, Placement, R, T, W, WorkerGroup
 
 __all__ = ["Machines", "RayGroup", "connect", "disconnect", "num_cluster_gpus"]

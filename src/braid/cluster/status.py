@@ -6,12 +6,13 @@ import faulthandler
 import logging
 import queue
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Protocol
 from weakref import WeakSet
+
+from braid.processes import stacks_on_signal
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +29,6 @@ class OpenCall(Protocol):
 
 open_calls: WeakSet[OpenCall] = WeakSet()
 """The calls that the run holds."""
-
-
-def stacks_on_signal(*, chain: bool = False) -> None:
-    """From now on SIGUSR1 writes the stacks of this process's threads to its standard error, whatever they
-    do. With `chain` the handler that there is follows."""
-    if _NUMBER is not None and sys.__stderr__ is not None:
-        faulthandler.register(_NUMBER, sys.__stderr__, all_threads=True, chain=chain)
 
 
 @contextmanager

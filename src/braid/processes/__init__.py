@@ -34,6 +34,7 @@ from .system import (
     is_running,
     kill,
     kill_group,
+    stacks_on_signal,
     with_variable,
 )
 
@@ -53,5 +54,6 @@ __all__ = [
     "is_running",
     "kill",
     "kill_group",
+    "stacks_on_signal",
     "with_variable",
 ]

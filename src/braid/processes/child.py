@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import socket
@@ -15,7 +14,7 @@ from types import MappingProxyType
 from typing import IO
 
 from .channel import Channel
-from .system import end, end_with, handle_of, has_ended, how_it_ended
+from .system import end, end_with, handle_of, has_ended, how_it_ended, stacks_on_signal
 
 START_LIMIT_S = 120.0
 """Time limit for a new process to import its module and to do its first job."""
@@ -85,8 +84,7 @@ def connect() -> tuple[Channel, list[str]]:
     its parent. Ctrl-C is the parent's business."""
     number, parent, *arguments = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # writes the stacks to standard error
+    stacks_on_signal()
     os.set_inheritable(int(number), False)
     end_with(int(parent))
     return Channel(socket.socket(fileno=int(number))), arguments

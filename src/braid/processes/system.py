@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import faulthandler
 import os
 import select
 import shutil
@@ -27,6 +28,13 @@ _LIMIT_S = 5.0
 """Time for killed processes to disappear."""
 _TICK_S = 0.5
 """Interval at which a process without a handle of its parent looks whether it has ended."""
+
+
+def stacks_on_signal(*, chain: bool = False) -> None:
+    """From now on SIGUSR1 writes the stacks of this process's threads to its standard error, whatever they
+    do. With `chain` the handler that there is follows."""
+    if hasattr(signal, "SIGUSR1") and sys.__stderr__ is not None:
+        faulthandler.register(signal.SIGUSR1, sys.__stderr__, all_threads=True, chain=chain)
 
 
 def children(pid: int) -> list[int]:
