@@ -231,7 +231,7 @@ def _full_kl(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             why = f"the KL over the reference's likeliest tokens is a loss, but kl_in is {plan.recipe.kl_in}"
             yield "algorithm.kl_top_k", f"{why}; set algorithm.kl_in=loss, or kl_top_k=null"
         for key, train in (("train", config.train), ("reference.train", config.reference.train)):
-            if train is not None and not train.backend.reads_routers:
+            if train is not None and not train.backend.trains_causal_lm:
                 why = f"{key}.backend={train.backend.kind} does not compute the likeliest tokens"
                 yield "algorithm.kl_top_k", f"{why}; set it to single, fsdp, fsdp2 or deepspeed"
     if plan.recipe.full_kl_in and policy and reference and not reference.shares_processes(policy):
@@ -259,7 +259,7 @@ def _routers(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         default = "none" if key.endswith("replay") else "0"
         if config.env.is_simulator or (plan.model_size is not None and not plan.model_size.num_experts):
             yield key, f"the model has no routed experts, so it does nothing; set it to {default}"
-        elif not train.backend.reads_routers:
+        elif not train.backend.trains_causal_lm:
             instead = "single, fsdp, fsdp2 or deepspeed"
             why = f"train.backend={train.backend.kind} has routers of its own"
             yield key, f"{why}; set it to {default}, or train.backend to {instead}"

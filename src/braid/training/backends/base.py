@@ -60,8 +60,9 @@ class Backend(Kind):
     """Whether it trains models other than language models."""
     trains_reward_models: ClassVar[bool] = True
     """Whether it trains a reward model of pairs (prefer.loss)."""
-    reads_routers: ClassVar[bool] = True
-    """Whether it trains CausalLM itself, whose routers replay choices of experts and have a balance loss."""
+    trains_causal_lm: ClassVar[bool] = True
+    """Whether language models are CausalLM itself, whose routers replay choices of experts and have a balance
+    loss, and which computes the likeliest tokens."""
     reads_images: ClassVar[bool] = True
     """Whether it trains language models with their vision tower (model.vision)."""
     gathers_weights: ClassVar[bool] = False

@@ -101,7 +101,7 @@ class Megatron(Backend):
     instead_of_sequence_parallel = "{}.backend.context_parallel"
     trains_robots = False
     trains_reward_models = False
-    reads_routers = False
+    trains_causal_lm = False
     reads_images = False
     frees_gradients = False
     unused_while = (
