@@ -53,7 +53,21 @@ class Draft:
     reward: Mapping[str, str]
 
 
-def read_rows(paths: Sequence[str]) -> tuple[int, list[DataRow]]:
+def config_for(paths: Sequence[str], model: str, reward: str | None, output: Path) -> tuple[str, Draft, int]:
+    """The YAML of a config for `model` and the data in `paths`, to be written to `output`; what it was
+    written from; and the number of rows. `reward` is the kind of a reward part, or FILE.py:FUNCTION, if the
+    user has chosen. Raises DataError and ConfigError."""
+    num_rows, rows = _read_rows(paths)
+    draft = _draft(rows, reward)
+    key = draft.columns.get("prompt_key")
+    length = _prompt_tokens(rows, key, model) if draft.verb == "train" and key else None
+    folder = output.absolute().parent
+    paths = [os.path.relpath(Path(path).expanduser().absolute(), folder) for path in paths]
+    text = _config_text(draft, name=output.stem, paths=paths, num_rows=num_rows, model=model, length=length)
+    return text, draft, num_rows
+
+
+def _read_rows(paths: Sequence[str]) -> tuple[int, list[DataRow]]:
     """The number of rows in the files, and the first of them. Raises DataError."""
     files = tuple(os.path.abspath(Path(path).expanduser()) for path in paths)
     try:
@@ -63,9 +77,9 @@ def read_rows(paths: Sequence[str]) -> tuple[int, list[DataRow]]:
     return len(source.rows), list(islice(source.rows, _ROWS_READ))
 
 
-def draft(rows: Sequence[DataRow], reward: str | None) -> Draft:
-    """Decide what the rows are for. `reward` is the kind of a reward part, or FILE.py:FUNCTION, if the user
-    has chosen. Raises DataError if the rows lack what a run needs, and ConfigError for an unknown reward."""
+def _draft(rows: Sequence[DataRow], reward: str | None) -> Draft:
+    """Decide what the rows are for. Raises DataError if they lack what a run needs, and ConfigError for an
+    unknown reward."""
     if {"chosen", "rejected"} <= rows[0].keys():
         if reward is not None:
             message = f"pairs of chosen and rejected responses need no reward; leave out {reward}"
@@ -149,7 +163,7 @@ _KINDS: tuple[tuple[str, Callable[[str], bool], str], ...] = (
 )
 
 
-def prompt_tokens(rows: Sequence[DataRow], key: str, model: str) -> tuple[int, str]:
+def _prompt_tokens(rows: Sequence[DataRow], key: str, model: str) -> tuple[int, str]:
     """Tokens of the longest prompt, with room for a chat template, and how they were found."""
     texts = [_text(_cell(row, key)) for row in rows]
     num = "all" if len(rows) < _ROWS_READ else f"the first {_ROWS_READ:,}"
@@ -174,7 +188,7 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def config_text(
+def _config_text(
     draft: Draft,
     *,
     name: str,

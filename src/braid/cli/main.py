@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, NoReturn
 import braid
 from braid.cluster.interrupts import NUMBERS, stop_signals
 from braid.cluster.last_resort import ENDS_WITHIN_S
-from braid.cluster.status import stacks_on_signal
 from braid.errors import (
     BraidError,
     ConfigError,
@@ -34,6 +33,7 @@ from braid.errors import (
     WorkerError,
     suggest,
 )
+from braid.processes import stacks_on_signal
 from braid.report.streams import forgiven
 
 if TYPE_CHECKING:
@@ -166,35 +166,23 @@ def _run(args: argparse.Namespace) -> int:
 
 def _init(args: argparse.Namespace) -> int:
     """Write a config, and say why it is as it is and what to run next."""
-    from braid.cli.init import config_text, draft, prompt_tokens, read_rows
+    from braid.cli.init import config_for
     from braid.config.load import load_config
     from braid.plan import resolve
 
     output = Path(args.output or f"{Path(args.data[0]).stem}.yaml")
     if output.exists():
         raise ConfigError([Problem("--output", f"{output} exists; choose another name, or remove it")])
-    num_rows, rows = read_rows(args.data)
-    made = draft(rows, args.reward)
-    key = made.columns.get("prompt_key")
-    length = prompt_tokens(rows, key, args.model) if made.verb == "train" and key else None
-    paths = [
-        os.path.relpath(Path(path).expanduser().absolute(), output.absolute().parent) for path in args.data
-    ]
-    text = config_text(
-        made, name=output.stem, paths=paths, num_rows=num_rows, model=args.model, length=length
-    )
+    text, draft, num_rows = config_for(args.data, args.model, args.reward, output)
+    _write(output, text)
     try:
-        output.write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {output}: {error.strerror}; choose another --output") from error
-    try:
-        resolve(load_config(output).config, verb=made.verb)
+        resolve(load_config(output).config, verb=draft.verb)
     except ConfigError:  # a reward that needs more than its kind
         output.unlink()
         raise
-    said = [f"{num_rows:,} rows", *made.reasons, f"wrote {output}; next:"]
-    commands = (f"braid show {output} --for {made.verb} --check", f"braid {made.verb} {output}")
-    sys.stdout.write("\n".join([*said, *(f"  {command}" for command in commands)]) + "\n")
+    show, run = f"braid show {output} --for {draft.verb} --check", f"braid {draft.verb} {output}"
+    lines = [f"{num_rows:,} rows", *draft.reasons, f"wrote {output}; next:", f"  {show}", f"  {run}\n"]
+    sys.stdout.write("\n".join(lines))
     return OK
 
 
@@ -313,11 +301,15 @@ def _convert(args: argparse.Namespace) -> int:
     if output is None:
         sys.stdout.write(text)
         return OK
+    _write(output, text)
+    return OK
+
+
+def _write(output: Path, text: str) -> None:
     try:
         output.write_text(text, "utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {output}: {error.strerror}; choose another --output") from error
-    return OK
 
 
 def _list(args: argparse.Namespace) -> int:

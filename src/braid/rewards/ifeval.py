@@ -13,8 +13,6 @@ from braid.errors import RewardError, suggest
 from braid.json_text import parse_json
 from braid.types import Prompt, Trajectory
 
-Quantifier = str
-
 
 def follows(trajectory: Trajectory) -> float:
     """1 if the answer follows all instructions of its row, else 0. Raises RewardError as `instructions_of`,
@@ -67,7 +65,7 @@ def _check_of(instruction: Any) -> Callable[[str], bool]:
     return is_followed
 
 
-def _compares(count: int, quantifier: Quantifier, number: int, tolerance: float) -> bool:
+def _compares(count: int, quantifier: str, number: int, tolerance: float) -> bool:
     match quantifier:
         case "at least":
             return count >= number
@@ -78,10 +76,6 @@ def _compares(count: int, quantifier: Quantifier, number: int, tolerance: float)
     raise ValueError(f"quantifier {quantifier!r} is none of at least, at most, around")
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\b\w+\b", text)
-
-
 def verify_keywords(text: str, keyword_list: list[str]) -> bool:
     """All keywords occur, in any case, also within words."""
     return all(keyword.lower() in text.lower() for keyword in keyword_list)
@@ -89,7 +83,7 @@ def verify_keywords(text: str, keyword_list: list[str]) -> bool:
 
 def verify_keyword_frequency(text: str, word: str, N: int) -> bool:
     """The word occurs N times, in any case."""
-    return [each.lower() for each in _words(text)].count(word.lower()) == int(N)
+    return re.findall(r"\b\w+\b", text.lower()).count(word.lower()) == int(N)
 
 
 def validate_forbidden_words(text: str, forbidden_words: list[str]) -> bool:
@@ -126,13 +120,13 @@ def verify_paragraph_count(text: str, N: int) -> bool:
     return all(inner) and sum(map(bool, parts)) == int(N)
 
 
-def validate_word_constraint(text: str, N: int, quantifier: Quantifier) -> bool:
+def validate_word_constraint(text: str, N: int, quantifier: str) -> bool:
     """A number of words; around: within a tenth."""
     number = int(N)
     return _compares(len(text.split()), quantifier, number, max(round(number * 0.1), 1))
 
 
-def verify_sentence_constraint(text: str, N: int, quantifier: Quantifier) -> bool:
+def verify_sentence_constraint(text: str, N: int, quantifier: str) -> bool:
     """A number of sentences; around: one more or fewer."""
     sentences = [part for part in re.split(r"(?<![A-Z][a-z]\.)(?<=[.!?])\s+", text.strip()) if part]
     return _compares(len(sentences), quantifier, int(N), 1)
@@ -216,7 +210,7 @@ def validate_lowercase(text: str) -> bool:
     return text == text.lower()
 
 
-def validate_frequency_capital_words(text: str, N: int, quantifier: Quantifier) -> bool:
+def validate_frequency_capital_words(text: str, N: int, quantifier: str) -> bool:
     """A number of words in capital letters; around: exactly."""
     return _compares(len(re.findall(r"\b[A-Z]+\b", text)), quantifier, int(N), 0)
 
