@@ -53,7 +53,9 @@ def test_the_schema_lets_any_number_be_an_interpolation() -> None:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_name_the_schema_and_resolve_without_warnings(path: Path) -> None:
-    assert "# yaml-language-server: $schema=../docs/schema.json" in path.read_text("utf-8")
+    text = path.read_text("utf-8")
+    assert "# yaml-language-server: $schema=../docs/schema.json" in text
     loaded = load_config(path)
     verb = default_verb(loaded.config)
+    assert f"braid {verb} examples/{path.name}" in text
     assert resolve(loaded.config, verb=verb, origin_of=loaded.origin).warnings == ()

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import time
 from collections.abc import Mapping
 from multiprocessing.context import ForkServerProcess
@@ -116,8 +117,14 @@ def num_lines(run: Path) -> int:
     return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
-def wait_for(moment: str, run: Path, process: ForkServerProcess, rng: random.Random) -> None:
-    """Until a random moment of the kind named, at most a few rounds on, or the end of the process."""
+def seconds_per_round(run: Path) -> float:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return statistics.median(line["time/round_s"] for line in lines if "time/round_s" in line)
+
+
+def wait_for(moment: str, run: Path, process: ForkServerProcess, rng: random.Random, longest: float) -> None:
+    """Until a random moment of the kind named, at most two rounds on, or the end of the process. `longest` is
+    that of a round, in seconds."""
     enough = num_lines(run) + rng.randrange(2)
     while process.is_alive() and num_lines(run) < enough:
         time.sleep(0.005)
@@ -127,7 +134,7 @@ def wait_for(moment: str, run: Path, process: ForkServerProcess, rng: random.Ran
                 time.sleep(rng.uniform(0, 0.01))
                 return
     else:
-        time.sleep(rng.uniform(0, 0.2))
+        time.sleep(rng.uniform(0, longest))
 
 
 @pytest.mark.slow
@@ -236,12 +243,13 @@ def _check_killed(tmp_path: Path, config: Mapping[str, Any], num_kills: int) -> 
     assert whole.exitcode == 0
 
     rng = random.Random(7)
+    longest = seconds_per_round(unbroken / "runs" / "tiny")
     run = broken / "runs" / "tiny"
     kills = {"moment": 0, "write": 0}
     while sum(kills.values()) < num_kills:
         process = start(broken, "run.resume=latest", config=config)
         kind = "write" if sum(kills.values()) % 2 else "moment"
-        wait_for(kind, run, process, rng)
+        wait_for(kind, run, process, rng, longest)
         process.kill()
         process.join()
         if process.exitcode == 0:

@@ -122,7 +122,7 @@ def default_verb(config: RunConfig) -> Verb:
     preferences, or supervised fine-tuning alone."""
     if config.run.eval_only:
         return "eval"
-    if config.data.train:
+    if config.has_rollouts:
         return "train"
     return "prefer" if config.prefer else "sft" if config.sft else "train"
 
