@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler
 
 Unused = Iterator[tuple[str, str]]
 """(reason, keys): config keys that have no effect in a run. Keys are patterns separated by spaces: `{a,b}`
@@ -19,7 +19,6 @@ class Section(BaseModel):
         frozen=True,
         extra="forbid",
         validate_default=True,
-        use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
 
@@ -28,6 +27,18 @@ class Section(BaseModel):
     unused_while: ClassVar[tuple[tuple[str, Any, str], ...]] = ()
     """(key, value, keys): those of its keys, separated by spaces, that have no effect while `key` has this
     value."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: Any, handler: GetJsonSchemaHandler, /
+    ) -> dict[str, Any]:
+        """With the descriptions that braid.config.shape.describe has set."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, field in cls.model_fields.items():
+            if field.description and name in properties:
+                properties[name]["description"] = field.description
+        return schema
 
     def unused_settings(self) -> Unused:
         """Keys of this section that have no effect by `unused_while`."""

@@ -11,7 +11,7 @@ from braid.config.json_schema import schema, schema_text
 from braid.config.load import load_config
 from braid.config.reference import reference_text
 from braid.config.schema import RunConfig
-from braid.config.shape import fields_of, sections_of
+from braid.config.shape import describe, fields_of, sections_of
 from braid.plan import default_verb, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +27,7 @@ def test_the_schema_file_is_current() -> None:
 
 
 def test_every_key_has_a_description() -> None:
+    describe(RunConfig)
     assert [path for path, field in fields_of(RunConfig) if not field.description] == []
 
 

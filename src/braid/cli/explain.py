@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from braid.config.schema import RunConfig
-from braid.config.shape import allowed, fields_of
+from braid.config.shape import allowed, describe, fields_of
 from braid.errors import ConfigError, Problem, suggest
 from braid_dialects.load import DIALECTS
 from braid_dialects.table import ABSENT, Dialect, Entry, Rule
@@ -65,6 +65,7 @@ def print_key(key: str, console: Console | None = None) -> None:
     """Print what a key does in braid's own format and in each dialect that has it. Raises ConfigError if it
     is unknown everywhere."""
     console = console or Console(highlight=False)
+    describe(RunConfig)
     is_known = False
     for dialect in _tables():
         rule = dialect.rule_of(key)

@@ -18,7 +18,7 @@ from .habits import HABITS
 from .kinds import OWN_FORM, kinds_of
 from .moved import MOVED
 from .schema import RunConfig
-from .shape import allowed, fields_of, is_list, kind_of, sections_of
+from .shape import allowed, describe, fields_of, is_list, kind_of, sections_of
 from .source import child, is_within, leaves, path_text
 
 _ABSENT = object()
@@ -104,6 +104,7 @@ def _message(detail: ErrorDetails, spot: _Spot, field: FieldInfo) -> str:
     if kind == "value_error":
         return str(detail["ctx"]["error"])  # pyright: ignore[reportTypedDictNotRequiredAccess]
     if spot.value is _ABSENT:
+        describe(spot.section)
         return f"missing required key: {_first_sentence(field.description or '')}"
     kinds = f"one of {', '.join(str(kind_of(section)) for section in sections)}"
     if kind == "union_tag_not_found":

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from .schema import RunConfig
+from .shape import describe
 
 
 def schema() -> dict[str, Any]:
@@ -13,6 +14,7 @@ def schema() -> dict[str, Any]:
 
     Every value may also be an interpolation, so each property also accepts text of the form `${...}`.
     """
+    describe(RunConfig)
     schema = RunConfig.model_json_schema(mode="validation")
     for definition in (schema, *schema.get("$defs", {}).values()):
         for name, value in definition.get("properties", {}).items():

@@ -11,7 +11,7 @@ from braid.sections import Section
 from .explain import show_value
 from .load import plain_data
 from .schema import RunConfig
-from .shape import allowed, is_list, kind_of, sections_of
+from .shape import allowed, describe, is_list, kind_of, sections_of
 
 _HEAD = """\
 # Config reference
@@ -35,6 +35,7 @@ editors, start a config file with `# yaml-language-server: $schema=../docs/schem
 
 def reference_text() -> str:
     """The page as Markdown."""
+    describe(RunConfig)
     return "\n".join([_HEAD, *_sections(RunConfig, ""), ""])
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import TypeAdapter
@@ -54,6 +58,25 @@ def fields_of(section: type[Section], prefix: str = "") -> tuple[tuple[str, Fiel
         for member in sections_of(field):
             fields += fields_of(member, f"{prefix}{name}{'[]' if is_list(field) else ''}.")
     return tuple(fields)
+
+
+@cache
+def describe(section: type[Section]) -> None:
+    """Set the descriptions of all fields below `section`, from the docstrings below them. They are read from
+    the source, which takes longer than to import all sections: only where descriptions are shown."""
+    texts: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        if issubclass(base, Section):
+            (body,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+            assert isinstance(body, ast.ClassDef)
+            for statement, following in pairwise(body.body):
+                match statement, following:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                        texts[name] = inspect.cleandoc(text)
+    for name, field in section.model_fields.items():
+        field.description = texts.get(name)
+        for member in sections_of(field):
+            describe(member)
 
 
 def allowed(field: FieldInfo, item: int | None = None) -> str:
