@@ -108,7 +108,9 @@ def test_a_small_file_is_trained_on_as_a_whole_with_a_reward_of_ones_own(
     assert "reward: mine.py:score, as asked" in capsys.readouterr().out
 
 
-def test_the_config_trains_a_model_whose_tokenizer_tells_the_length(tmp_path: Path) -> None:
+def test_the_config_trains_a_model_whose_tokenizer_and_size_tell_lengths_and_learning_rate(
+    tmp_path: Path,
+) -> None:
     Path("data").mkdir()
     write("data/sums.jsonl", {"question": "1+1=", "answer": "2"})
     build = BuildSpec(
@@ -118,6 +120,7 @@ def test_the_config_trains_a_model_whose_tokenizer_tells_the_length(tmp_path: Pa
         num_heads=2,
         num_kv_heads=2,
         head_dim=8,
+        max_positions=160,
         characters="12+=",
     )
     config = ModelConfig(build=build)
@@ -129,6 +132,8 @@ def test_the_config_trains_a_model_whose_tokenizer_tells_the_length(tmp_path: Pa
         "max_prompt_tokens: 128      # the longest of all prompts has 4, the rest is for the chat template"
         in text
     )
+    assert text.count("max_new_tokens: 32}") == 2
+    assert "lr: 1.0e-4}" in text
     small = ["rollout.prompts_per_round=2", "rollout.group_size=2", "rollout.sampling.max_new_tokens=2"]
     small += ["eval.sampling.max_new_tokens=2", "run.max_rounds=1", "report.console=none"]
     assert main(["train", "sums.yaml", *small]) == 0

@@ -18,6 +18,7 @@ from braid.data.columns import find
 from braid.data.rows import DataRow
 from braid.data.sources import read_sources
 from braid.errors import ConfigError, DataError, ModelError, Problem, suggest
+from braid.plan.sizes import ModelSize, size_of_folder
 from braid.rewards.kinds import REWARDS
 from braid.types import text_of
 
@@ -216,13 +217,19 @@ def _config_text(
         f"\nrun:\n  name: {_scalar(name)}\n{_LENGTH if draft.verb == 'train' else ''}",
         f"\nmodel:\n  path: {_scalar(model)}\n",
     ]
-    evaluation = f"\neval:\n  every_rounds: {_EVERY[draft.verb]}\n" + _METRICS[draft.verb]
+    size = size_of_folder(model)
+    room = _MOST_NEW_TOKENS
+    if length is not None and size is not None and size.max_positions is not None:
+        room = max(1, min(room, size.max_positions - length[0]))
+    metrics = _METRICS[draft.verb].format(room=room)
+    evaluation = f"\neval:\n  every_rounds: {_EVERY[draft.verb]}\n{metrics}"
     if draft.verb == "train":
         assert length is not None
         lines += [f"\ndata:\n  train:\n    - {{{source}{skip}}}\n", f"  eval:\n{held}" if held_out else ""]
         lines += [f"  max_prompt_tokens: {length[0]}      # {length[1]}\n"]
         part = ", ".join(f"{key}: {_scalar(value)}" for key, value in draft.reward.items())
-        lines += [f"\nreward:\n  parts:\n    - {{{part}}}\n", _TRAIN]
+        lines += [f"\nreward:\n  parts:\n    - {{{part}}}\n"]
+        lines += [_TRAIN.format(room=room, rate=_learning_rate(size))]
     else:
         lines += [
             f"\n{draft.verb}:\n  data:\n    - {{{source}{skip}}}\n",
@@ -231,6 +238,12 @@ def _config_text(
         lines += [_IMITATION if draft.verb == "sft" else _PREFERENCE]
     lines += [evaluation + "\ncheckpoint:\n  keep_best: true\n"] if held_out else []
     return "".join(lines)
+
+
+def _learning_rate(size: ModelSize | None) -> str:
+    """That of reinforcement learning of all weights of a model; of one of unknown size, the lowest."""
+    rates = ((1e7, "1.0e-4"), (1e9, "1.0e-5"))
+    return next((rate for limit, rate in rates if size is not None and size.parameters < limit), "1.0e-6")
 
 
 def _scalar(value: str | None) -> str:
@@ -244,21 +257,21 @@ def _scalar(value: str | None) -> str:
 _LENGTH = "  max_rounds: 200\n"
 _EVERY = {"train": 10, "sft": 50, "prefer": 50}
 _METRICS = {
-    "train": f"  sampling: {{greedy: true, max_new_tokens: {_MOST_NEW_TOKENS}}}\n",
+    "train": "  sampling: {{greedy: true, max_new_tokens: {room}}}\n",
     "sft": "  target: {metric: loss}       # by which the best checkpoint is chosen\n",
     "prefer": "  target: {metric: accuracy}   # by which the best checkpoint is chosen\n",
 }
-_TRAIN = f"""
+_TRAIN = """
 rollout:
   prompts_per_round: 32
   group_size: 8                # answers to each prompt, compared with one another
-  sampling: {{max_new_tokens: {_MOST_NEW_TOKENS}}}
+  sampling: {{max_new_tokens: {room}}}
 
 algorithm:
   recipe: grpo
 
 train:
-  optimizer: {{lr: 1.0e-6}}      # about 1e-5 below 1B parameters, 1e-4 with adapters (model.lora)
+  optimizer: {{lr: {rate}}}      # 1e-6 from 1B parameters, 1e-5 below, 1e-4 with adapters (model.lora)
 """
 _IMITATION = """\
   epochs: 1
