@@ -258,8 +258,8 @@ _LENGTH = "  max_rounds: 200\n"
 _EVERY = {"train": 10, "sft": 50, "prefer": 50}
 _METRICS = {
     "train": "  sampling: {{greedy: true, max_new_tokens: {room}}}\n",
-    "sft": "  target: {metric: loss}       # by which the best checkpoint is chosen\n",
-    "prefer": "  target: {metric: accuracy}   # by which the best checkpoint is chosen\n",
+    "sft": "  target: {{metric: loss}}       # by which the best checkpoint is chosen\n",
+    "prefer": "  target: {{metric: accuracy}}   # by which the best checkpoint is chosen\n",
 }
 _TRAIN = """
 rollout:
