@@ -26,7 +26,9 @@ class Averaged(Fsdp2):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("workers")
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "deepspeed"])
+@pytest.mark.parametrize(
+    "backend", ["fsdp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("fsdp", "deepspeed"))]
+)
 def test_a_run_on_two_ranks_is_silent(load_tiny: LoadTiny, backend: str) -> None:
     run = commands.train(load_tiny(WORKERS, f"train.backend={backend}", "train.micro_batch_tokens=16"))
     assert checks_of(run.run_dir)["tripped"] == []

@@ -87,7 +87,7 @@ def read(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num_files", [2_000, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_files", [600, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_mutated_files_load_or_raise_a_config_error(num_files: int, tmp_path: Path) -> None:
     draw, path = random.Random(0), tmp_path / "file.yaml"
     for number in range(num_files):

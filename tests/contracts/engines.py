@@ -166,11 +166,13 @@ ENGINES: dict[str, Callable[[CausalLM, Path], AbstractContextManager[RolloutEngi
 def engine_params() -> list[Any]:
     """Each kind of engine as a parameter of tests; those that take long to start stay in one process of
     pytest."""
-    slow = [pytest.mark.slow, WITH_VLLM]
-    return [
-        pytest.param(name, marks=[*slow, pytest.mark.xdist_group(name)] if name.startswith("vllm") else [])
+    marks = {
+        name: [pytest.mark.slow, WITH_VLLM, pytest.mark.xdist_group(name)]
         for name in ENGINES
-    ]
+        if name.startswith("vllm")
+    }
+    marks["vllm_server"].append(pytest.mark.nightly)
+    return [pytest.param(name, marks=marks.get(name, [])) for name in ENGINES]
 
 
 def write_folder(lm: CausalLM, folder: Path) -> Path:

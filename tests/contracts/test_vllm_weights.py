@@ -56,6 +56,7 @@ def _sync(engine: RolloutEngine, version: int, weights: Iterator[tuple[str, Tens
     asyncio.run(engine.set_weights(version, "drain", load))
 
 
+@pytest.mark.nightly
 def test_adapters_of_experts_are_merged_into_what_vllm_samples_from(
     mixture: CausalLM, tmp_path: Path
 ) -> None:

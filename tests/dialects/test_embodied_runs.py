@@ -94,6 +94,7 @@ def _check_run(read: Read) -> None:
     assert set(evals) >= {"first", "last"}, evals
 
 
+@pytest.mark.nightly
 @needs("metaworld")
 def test_two_rounds_of_pi0_on_many_tasks(
     examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -294,6 +294,7 @@ def test_roll_s_rlvr_file_runs_on_deepspeed_beside_vllm(home: Path, monkeypatch:
     assert placed == {"policy": ranks, "critic": ranks, "rollout": ("vllm", [2])}
 
 
+@pytest.mark.nightly
 @WITH_VLLM
 @pytest.mark.xdist_group("workers")
 def test_skyrl_s_file_runs_on_fsdp2_collocated_with_its_reference_and_vllm(

@@ -191,11 +191,16 @@ def test_a_killed_driver_leaves_no_process(unbroken: Unbroken) -> None:
 
 
 @pytest.mark.timeout(3000)
+@pytest.mark.parametrize("kills", [_KILLS[1:2], pytest.param(_KILLS, marks=pytest.mark.nightly)], ids=len)
 def test_a_run_that_is_interrupted_and_whose_workers_are_killed_names_each_and_goes_on_to_the_same_bits(
-    unbroken: Unbroken, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    unbroken: Unbroken,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kills: list[tuple[str, int, str]],
 ) -> None:
     """Ctrl-C reaches the driver and its workers while a round runs, which is given up. The rounds after it
-    lose a worker of each kind."""
+    lose a worker of each kind in `kills`."""
     monkeypatch.setattr(commands, "_LONGEST_PAUSE_S", 0.1)
     path = run_config(tmp_path, run={"stop_within_s": 1e-3, "max_rounds": 1000})
     with driven(path, 1) as (driver, started):
@@ -205,18 +210,19 @@ def test_a_run_that_is_interrupted_and_whose_workers_are_killed_names_each_and_g
         assert "to resume: braid train" in said
         await_end(started)
 
-    _Signals(signal.SIGKILL, *_KILLS).attach(monkeypatch)
+    _Signals(signal.SIGKILL, *kills).attach(monkeypatch)
     with caplog.at_level(logging.WARNING):
         commands.train(
-            load_config(run_config(tmp_path, run={"max_restarts": len(_KILLS), "resume": "latest"}))
+            load_config(run_config(tmp_path, run={"max_restarts": len(kills), "resume": "latest"}))
         )
     failures = [record.getMessage() for record in caplog.records if "the run failed" in record.getMessage()]
-    for (phase, _, role), text in zip(_KILLS, failures, strict=True):
+    for (phase, _, role), text in zip(kills, failures, strict=True):
         assert re.search(rf"WorkerError: {role} worker \d of \d died while ({_WHERE}): ", text), (phase, text)
 
     assert_equal(weights(tmp_path), unbroken.weights[-1])
 
 
+@pytest.mark.nightly
 @WITH_VLLM
 @pytest.mark.timeout(3000)
 def test_an_engine_killed_while_idle_ends_the_run_and_is_named(

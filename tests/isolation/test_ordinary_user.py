@@ -45,7 +45,7 @@ _RIGHTS = ("data/test_checked.py", "checkpoint/test_store.py", "report/test_run_
             "-m",
             "not slow",
         ],
-        ["rewards/test_attacks.py"],
+        ["rewards/test_attacks.py", "--at-most", "2"],
     ],
     ids=lambda files: files[0],
 )

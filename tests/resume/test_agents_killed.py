@@ -125,7 +125,7 @@ def _samples(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "where", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "thread")) for name in ENVS]
+    "where", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "program")) for name in ENVS]
 )
 def test_a_run_killed_in_the_middle_of_episodes_equals_the_uninterrupted_run(
     tmp_path: Path, where: str

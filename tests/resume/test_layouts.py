@@ -271,6 +271,7 @@ def _assert_one_process_goes_on(
     _assert_close(dict(resumed.named_weights()), course.fourth)
 
 
+@pytest.mark.nightly
 def test_megatron_and_other_layouts_resume_from_each_other(tmp_path: Path) -> None:
     """One process -> FSDP2 -> Megatron -> FSDP2 and one process, each with a step of its own."""
     course = _course(None, "even")

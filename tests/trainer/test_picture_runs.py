@@ -85,6 +85,7 @@ def test_images_go_with_what_else_a_run_may_have(config: Path, overrides: list[s
     assert rounds_of(run_dir)[-1]["policy/logprob_mismatch_kl"] < bound
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.xdist_group("vllm")
 @WITH_VLLM

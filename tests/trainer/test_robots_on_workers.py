@@ -112,6 +112,7 @@ def test_simulators_on_devices_of_their_own_match_one_process(
     assert len(list((tmp_path / "apart" / "logs").glob("env-*.log"))) == 2
 
 
+@pytest.mark.nightly
 def test_a_worker_of_simulators_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
     placement = json.dumps({"policy,critic": "0", "rollout": "1", "env": "2"})
     (first := tmp_path / "first").touch()

@@ -243,6 +243,7 @@ def test_supervised_fine_tuning_on_ranks_matches_one_process_which_can_resume_it
         torch.testing.assert_close(mine[name], tensor, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.nightly
 def test_passes_over_examples_on_ranks_match_one_process_which_can_resume_them(tmp_path: Path) -> None:
     """Steps of 4, 4 and 1 of nine examples: in the last one a rank has none."""
     source = {**_TASK, "response_key": "answer"}
@@ -277,7 +278,7 @@ PREFERENCES: dict[str, Settings] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.nightly] * (name == "adapters")) for name in PREFERENCES]
+    "case", [pytest.param(name, marks=[pytest.mark.nightly] * (name != "policy")) for name in PREFERENCES]
 )
 def test_preferences_learned_on_ranks_match_one_process_which_can_resume_them(
     tmp_path: Path, case: str
@@ -336,6 +337,7 @@ def test_critics_and_references_without_adapters_take_over_merged_weights_of_a_p
     assert min(kl[1:]) < 1e-2 * kl[0]
 
 
+@pytest.mark.nightly
 @WITH_VLLM
 def test_an_engine_that_cannot_start_is_named_before_weights_wait_for_it(tmp_path: Path) -> None:
     settings = {
