@@ -179,6 +179,7 @@ def test_videos_are_refused_before_the_run_where_opengl_does_not_work(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @needs("av")
 def test_the_example_leaves_videos_of_the_robot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _with_camera().close()

@@ -70,7 +70,17 @@ def test_code_is_kept_until_a_file_changes_from_which_functions_are_inlined(pack
     assert _said(package, script) == "1.0 1"
 
 
-@pytest.mark.parametrize(("ending", "num_bytes"), [("nbi", 0), ("nbi", 40), ("nbc", 0), ("nbc", 1000)])
+@pytest.mark.parametrize(
+    ("ending", "num_bytes"),
+    [
+        ("nbi", 40),
+        ("nbc", 1000),
+        *(
+            pytest.param(ending, 0, marks=[pytest.mark.slow, pytest.mark.nightly])
+            for ending in ("nbi", "nbc")
+        ),
+    ],
+)
 def test_a_damaged_file_is_replaced(package: Path, ending: str, num_bytes: int) -> None:
     script = package.parents[1] / "kernel.py"
     _said(package, script)

@@ -153,7 +153,8 @@ def on_a_rank(rank: int, architecture: str, folder: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [pytest.param("bamba", marks=pytest.mark.nightly), "glm_moe_dsa"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("architecture", ["bamba", "glm_moe_dsa"])
 def test_ranks_that_share_sequences_compute_what_one_does(architecture: str, tmp_path: Path) -> None:
     """Layers with a state, and layers with an indexer."""
     spawn(on_a_rank, (architecture, str(tmp_path)), nprocs=2)

@@ -64,7 +64,7 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("within_s", "pipeline"),
-    [(60.0, None), (1e-3, None), (60.0, {"max_lag": 0})],
+    [pytest.param(60.0, None, marks=pytest.mark.nightly), (1e-3, None), (60.0, {"max_lag": 0})],
     ids=["the round is finished", "the round is abandoned", "pipelined"],
 )
 def test_a_run_stopped_in_each_phase_resumes_bit_exactly(

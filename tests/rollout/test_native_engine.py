@@ -147,7 +147,7 @@ def facts(completion: Completion) -> tuple[list[int], list[float], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compile", ["never", "always"])
+@pytest.mark.parametrize("compile", [pytest.param("never", marks=pytest.mark.nightly), "always"])
 def test_a_request_gets_the_same_bits_in_any_batch_and_order(
     compile: str, architecture: str, tiny_lm: TinyLM, run_all: Run
 ) -> None:

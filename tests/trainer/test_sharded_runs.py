@@ -146,6 +146,7 @@ def test_a_run_on_workers_matches_one_process_which_can_resume_it(
     _matches_one_process(tmp_path, settings, layout, capfd)
 
 
+@pytest.mark.nightly
 def test_a_run_with_images_on_workers_matches_one_process_which_can_resume_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
