@@ -6,6 +6,7 @@
 # make nightly the longest tests, and every learned task with three seeds, for hours; fails if a run misses its bar (benchmarks/learned.py)
 # make bench   the benchmarks of speed and memory
 # make gpu     what a machine with a CUDA GPU does and how fast, in gpu.json; needs no make setup
+# make docs    docs/config.md, docs/schema.json, and the documentation as pages in site/
 # make wheel   a wheel in dist/
 # make setup   the environment in .venv that the others share
 
@@ -19,6 +20,7 @@ BACKENDS := $(VENV)/.backends
 VLLM   := $(VENV)/.vllm
 AGENTS := $(VENV)/.agents
 ROBOTS := $(VENV)/.robots
+DOCS   := $(VENV)/.docs
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -91,7 +93,7 @@ test: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
 check: $(AGENTS) $(ROBOTS)
 	@$(MAKE) --no-print-directory -j 2 lint walls types quick
 
-slow: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS)
+slow: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS) $(DOCS)
 	$(BIN)/pytest -q -n 3 --dist loadgroup -m "slow and not smoke and not nightly"
 
 nightly: $(BACKENDS) $(VLLM) $(AGENTS) $(ROBOTS) smollm2
@@ -119,13 +121,20 @@ format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-docs: setup
+docs: $(DOCS)
 	$(BIN)/braid schema > docs/schema.json
 	$(BIN)/braid schema --markdown > docs/config.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+	@echo "open site/index.html"
+
+$(DOCS): $(STAMP) requirements/docs.lock
+	@echo "setup: installing MkDocs"
+	@$(BIN)/pip install -q --no-deps -r requirements/docs.lock
+	@touch $@
 
 bench: setup
 	$(BIN)/pip install -q --no-deps -r requirements/bench.lock
 	for benchmark in $(filter-out benchmarks/learned.py,$(wildcard benchmarks/*.py)); do echo "== $$benchmark"; $(BIN)/python $$benchmark || exit 1; done
 
 clean:
-	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist site .pytest_cache .ruff_cache .hypothesis

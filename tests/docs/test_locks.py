@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[2]
-LOCKS = ("runtime", "dev", "agents", "robots", "vllm", "backends", "bench")
+LOCKS = ("runtime", "dev", "agents", "robots", "vllm", "backends", "bench", "docs")
 PYTHONS = ("3.11.0", "3.11.2", "3.12.0", "3.12.1", "3.12.12", "3.13.0", "3.13.9")
 
 
