@@ -291,7 +291,9 @@ def test_the_files_that_the_readme_names_call_one_another(
     computed = PpoClip.per_token
     monkeypatch.setattr(PpoClip, "per_token", seen)
     commands.train(load_tiny("run.max_rounds=1", "eval.before=false", "eval.at_end=false"))
-    section = (ROOT / "docs" / "architecture.md").read_text().partition("## Read the code")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs" / "architecture.md").read_text().partition("## Read the code")[2].partition("\n## ")[0]
+    )
     named = [
         name.removeprefix("src/braid/") for name in re.findall(r"^\d\. \[`(.*?)`\]", section, re.MULTILINE)
     ]
