@@ -95,6 +95,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 """Values to try where the type does not tell which are valid."""
 MISSING = (
     "prefer.",
+    "sac.",
     "model.vla.",
     *sorted(
         {path for env in (ManiskillEnv, LiberoEnv, RobosuiteEnv) for path, _ in fields_of(env, "env.")}

@@ -534,3 +534,63 @@ def test_a_robot_that_acts_with_its_trainer_s_weights_keeps_them(model: str) -> 
     why = "train.offload.weights: has no effect: the engine samples with the trainer's own weights"
     assert why in warnings(base)
     assert why not in warnings(base, "cluster.runtime=ray"), "rollout workers have copies"
+
+
+SAC = """
+run: {max_rounds: 2}
+model: {mlp: {}}
+env: {kind: gymnasium, id: Pendulum-v1, rescale_actions: true, num_envs: 1}
+rollout: {prompts_per_round: 1, group_size: 1}
+sac: {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "reason"),
+    [
+        ("env.rescale_actions=false", "env.rescale_actions", "between -1 and 1"),
+        ("pipeline={}", "pipeline", "in turns"),
+        ("cluster.placement={policy: 0, rollout: 1}", "sac", "one process"),
+        ("model.mlp.num_bins=5", "model.mlp.num_bins", "squashed Gaussian"),
+    ],
+)
+def test_what_soft_actor_critic_cannot_run_with_is_refused(
+    tmp_path: Path, override: str, key: str, reason: str
+) -> None:
+    (tmp_path / "sac.yaml").write_text(SAC)
+    config = load_config(tmp_path / "sac.yaml", [override]).config
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, num_gpus=0)
+    assert any(problem.key == key and reason in problem.message for problem in caught.value.problems)
+
+
+def test_soft_actor_critic_says_which_settings_of_others_it_does_not_read(tmp_path: Path) -> None:
+    (tmp_path / "sac.yaml").write_text(SAC)
+    overrides = [
+        "algorithm.recipe=ppo",
+        "train.optimizer.lr=1.0",
+        "critic.warmup_rounds=1",
+        "sac.optimizer.value_lr=1.0",
+    ]
+    plan = resolve(load_config(tmp_path / "sac.yaml", overrides).config, num_gpus=0)
+    assert not plan.needs_critic
+    assert {warning.key for warning in plan.warnings} == {
+        override.partition("=")[0] for override in overrides
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("sac.num_target_critics=3", "num_critics=2"),
+        ("sac.capacity=10", "batch_size=256"),
+        ("sac.critic_optimizer={schedule: {decay: linear}}", "decay_steps"),
+        ("sac.optimizer={schedule: {warmup_fraction: 0.1}}", "warmup_steps"),
+    ],
+)
+def test_impossible_settings_of_soft_actor_critic_are_refused(
+    tmp_path: Path, override: str, reason: str
+) -> None:
+    (tmp_path / "sac.yaml").write_text(SAC)
+    with pytest.raises(ConfigError, match=reason):
+        load_config(tmp_path / "sac.yaml", [override])

@@ -123,8 +123,8 @@ def seconds_per_round(run: Path) -> float:
 
 
 def wait_for(moment: str, run: Path, process: ForkServerProcess, rng: random.Random, longest: float) -> None:
-    """Until a random moment of the kind named, at most two rounds on, or the end of the process. `longest` is
-    that of a round, in seconds."""
+    """Until a random moment of the kind named, at most two rounds on, or the end of the process. `longest`
+    is that of a round, in seconds."""
     enough = num_lines(run) + rng.randrange(2)
     while process.is_alive() and num_lines(run) < enough:
         time.sleep(0.005)
@@ -178,6 +178,27 @@ def test_a_killed_run_of_a_simulator_equals_the_uninterrupted_one(
         "rollout": {"prompts_per_round": 4, "group_size": 1},
         "algorithm": {"recipe": "ppo", "kl_coef": 0.0},
     }
+    _check_killed(tmp_path, config, 4)
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_soft_actor_critic_equals_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Random actions in the first two rounds, updates from the second, a buffer that overwrites its oldest
+    episodes from the sixth."""
+    config: dict[str, Any] = {name: CONFIG[name] for name in ("run", "checkpoint", "report")}
+    config |= {
+        "model": {"mlp": {"hidden_sizes": [16]}},
+        "env": {
+            "kind": "gymnasium", "id": "Pendulum-v1", "rescale_actions": True, "max_episode_steps": 10,
+            "num_envs": 2, "processes": 0, "eval_episodes": 2,
+        },
+        "rollout": {"prompts_per_round": 2, "group_size": 1},
+        "sac": {
+            "batch_size": 16, "random_decisions": 30, "min_transitions": 25, "capacity": 100, "num_critics": 3,
+            "num_target_critics": 2, "critic_norm": "layer", "actor_every_updates": 3,
+        },
+        "eval": {"every_rounds": 4},
+    }  # fmt: skip
     _check_killed(tmp_path, config, 4)
 
 

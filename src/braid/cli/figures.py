@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from braid.config.sac import SacConfig
 from braid.config.schema import RunConfig
 from braid.errors import ConfigError
 from braid.isolation.sandbox import find_isolation
@@ -107,6 +108,9 @@ def _rollout(config: RunConfig, plan: Plan) -> Iterator[Figure]:
 
 
 def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
+    if config.sac is not None:
+        yield from _sac(config.sac)
+        return
     train, group_size, prompts = config.train, config.rollout.group_size, config.rollout.prompts_per_round
     passes = f"{train.passes_per_round} pass" + ("es" if train.passes_per_round != 1 else "")
     how = f"{train.steps_per_pass} per pass x {passes}"
@@ -131,6 +135,16 @@ def _training(config: RunConfig, plan: Plan) -> Iterator[Figure]:
     yield Figure("critic", *critic)
     kl = f"algorithm.kl_coef is {plan.recipe.kl_coef:g}"
     yield Figure("reference model", "yes" if plan.needs_reference else "no", kl)
+
+
+def _sac(sac: SacConfig) -> Iterator[Figure]:
+    number, how = f"{sac.updates_per_decision:g} per decision", "sac.updates_per_decision"
+    if sac.updates_per_round is not None:
+        number, how = f"{sac.updates_per_round:,} per round", "sac.updates_per_round"
+    yield Figure("updates", number, f"{how}, after the first {sac.min_transitions:,} decisions")
+    yield Figure("transitions per update", f"{sac.batch_size:,}", "sac.batch_size")
+    targets = sac.num_target_critics or sac.num_critics
+    yield Figure("critics", f"{sac.num_critics}", f"{targets} of them in a target (sac.num_target_critics)")
 
 
 def _rewards(config: RunConfig, _: Plan) -> Iterator[Figure]:
@@ -184,6 +198,8 @@ def _ends(config: RunConfig, plan: Plan) -> Iterator[Figure]:
         yield Figure("training prompts", f"{plan.num_prompts:,}", how)
     yield Figure("rounds", *_rounds(config, plan))
     rounds = plan.planned_rounds
+    if config.sac is not None:
+        return
     if rounds is None or plan.planned_steps is None:
         yield Figure("optimizer steps", UNKNOWN, f"rounds x {plan.steps_per_round}")
         return

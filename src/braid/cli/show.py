@@ -66,7 +66,8 @@ def print_plan(
     ]
     if plan.verb == "train":
         parts.append(("placement", placement_title(plan.layout), placement_table(plan.layout)))
-        parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
+        if loaded.config.sac is None:
+            parts.append(("algorithm", f"recipe {loaded.config.algorithm.recipe}", _algorithm(loaded, plan)))
     parts.append(("memory", "persistent state, without activations", _memory(loaded.config, plan)))
     if example is not None:
         lines = [

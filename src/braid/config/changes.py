@@ -9,7 +9,19 @@ import yaml
 
 from .source import DEFAULT, leaves, path_text
 
-GUARDED = ("algorithm", "model", "critic", "reference", "data", "env", "reward", "sft", "prefer", "pipeline")
+GUARDED = (
+    "algorithm",
+    "model",
+    "critic",
+    "reference",
+    "data",
+    "env",
+    "reward",
+    "sft",
+    "prefer",
+    "sac",
+    "pipeline",
+)
 """Sections that determine what is trained, and on what."""
 _FREE = (
     "data.eval",

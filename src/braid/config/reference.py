@@ -64,6 +64,8 @@ _REPEATED = {
     "prefer.eval_data[]": "data.train[]",
     "prefer.optimizer": "train.optimizer",
     "sft.optimizer": "train.optimizer",
+    "sac.optimizer": "train.optimizer",
+    "sac.critic_optimizer": "train.optimizer",
     "critic.train": "train",
     "eval.sampling": "rollout.sampling",
 }

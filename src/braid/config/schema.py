@@ -20,6 +20,7 @@ from .prefer import PreferConfig
 from .report import CheckpointConfig, EvalConfig, ReportConfig, RunSection
 from .reward import RewardConfig
 from .rollout import RolloutConfig, SamplingConfig
+from .sac import SacConfig
 from .sft import SftConfig
 from .train import TrainConfig
 
@@ -64,6 +65,8 @@ class RunConfig(Section):
     """Supervised fine-tuning: alone with `braid sft`, as a warm-up with `braid train`."""
     prefer: PreferConfig | None = None
     """Learning from preferences with `braid prefer`."""
+    sac: SacConfig | None = None
+    """Soft actor-critic with `braid train`, for perceptrons in simulators; null for on-policy learning."""
     eval: EvalConfig = EvalConfig()
     """Evaluation."""
     checks: ChecksConfig = ChecksConfig()

@@ -33,7 +33,7 @@ from .value_head import (
     with_head,
 )
 
-_ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
 _MIN_ROWS = 16
 """Minimum batch size when acting: matrix products give bit-identical rows in any batch of at least 16."""
 
@@ -55,9 +55,9 @@ class MlpPolicy(TrainableModel):
 
     Discrete actions: categorical distributions with the outputs as logits. Continuous actions: independent
     Gaussians with the outputs as means, and standard deviations that are parameters independent of the
-    observation; or, with `num_bins`, for each component a categorical distribution over evenly spaced values
-    from -1 to 1. A position of a row is a component of an action (`level` token), an action (None), or a
-    chunk. Entropies are those of `entropy_level` (see base.at_level).
+    observation; or, with `num_bins`, for each component a categorical distribution over evenly spaced
+    values from -1 to 1. A position of a row is a component of an action (`level` token), an action (None),
+    or a chunk. Entropies are those of `entropy_level` (see base.at_level).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class MlpPolicy(TrainableModel):
         self._level = "action" if level is None or (level == "token" and self._is_discrete) else level
         self._entropy_level: DecisionLevel | None = entropy_level
         width = self._chunk * self._size * (self._num_bins or 1)
-        self._net = self.module = _Net(spec, spaces, width, head_gain=0.01, seed=seed)
+        self._net = self.module = Net(spec, spaces, width, head_gain=0.01, seed=seed)
         if not self._is_categorical:
             self._net.register_parameter(
                 "log_std", nn.Parameter(torch.full((self._size,), math.log(spec.initial_std)))
@@ -92,8 +92,8 @@ class MlpPolicy(TrainableModel):
     def add_value_head(
         self, name: str, *, num_values: int = 1, normalizes: bool = False, detaches: Detaching = "never"
     ) -> None:
-        """Add a head that predicts values from the hidden layers of the policy. `num_values` and `normalizes`
-        as in ValueHead."""
+        """Add a head that predicts values from the hidden layers of the policy. `num_values` and
+        `normalizes` as in ValueHead."""
         if hasattr(self._net, name):
             raise taken_name(name)
         self.value_head = ValueHead(self._net.head.in_features, num_values=num_values, normalizes=normalizes)
@@ -104,8 +104,8 @@ class MlpPolicy(TrainableModel):
         return self._net.flops(sum(lengths))
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; with a value head also the outputs of
-        MlpValue."""
+        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; with a value head also the outputs
+        of MlpValue."""
         features, computed = self._net.body(batch.observations), {}
         if self.value_head is not None and outputs & VALUES:
             values = self.value_head(detached(features, self._detaches, outputs))
@@ -161,14 +161,7 @@ class MlpPolicy(TrainableModel):
         None. An action does not depend on the other observations in the call.
         """
         device = self._net.head.weight.device
-        count = len(next(iter(observations.values())))
-        padding = max(_MIN_ROWS - count, 0)
-        padded = {
-            name: functional.pad(
-                torch.as_tensor(values, device=device), [0, 0] * (values.ndim - 1) + [0, padding]
-            )
-            for name, values in observations.items()
-        }
+        padded, count = padded_to_act(observations, device)
         head = self._head(self._net.body(padded))[:count]
         drawn = None if uniforms is None else torch.from_numpy(uniforms).to(device)
         actions = self._draw(head, drawn)
@@ -231,7 +224,7 @@ class MlpValue(TrainableModel):
     ) -> None:
         """`head_name` is the name of the output layer's weights; `normalizes` and `num_values` as in
         ValueHead."""
-        net = _Net(spec, spaces, num_values, head_gain=1.0, seed=seed)
+        net = Net(spec, spaces, num_values, head_gain=1.0, seed=seed)
         self._net = net
         self._head = self.value_head = ValueHead(
             net.head.in_features, num_values=num_values, normalizes=normalizes
@@ -247,7 +240,7 @@ class MlpValue(TrainableModel):
         return self._head.of_observations(self.module(batch.observations), batch, outputs)
 
 
-class _Body(nn.Module):
+class Body(nn.Module):
     """Convolutions over the images, if there are any, and the hidden layers over their features and the
     state."""
 
@@ -261,7 +254,7 @@ class _Body(nn.Module):
             why = f"the environment's observations have {images}; {fix}"
             raise ConfigError([Problem("model.mlp.channels", why, "model")])
         self._names = list(spaces.images)
-        wide, activation = spaces.state_size, _ACTIVATIONS[spec.activation]
+        wide, activation = spaces.state_size, ACTIVATIONS[spec.activation]
         self.convolutions = nn.Sequential()
         channels = (sum(shape[2] for shape in spaces.images.values()), *spec.channels)
         self.sizes = [
@@ -271,9 +264,10 @@ class _Body(nn.Module):
             self.convolutions.extend([nn.Conv2d(before, after, 3, stride=2, padding=1), activation()])
         if self.sizes:
             wide += channels[-1] * math.prod(self.sizes[-1])
-        self.layers = nn.Sequential()
+        self.layers, self.width = nn.Sequential(), wide
         for before, after in pairwise((wide, *spec.hidden_sizes)):
             self.layers.extend([nn.Linear(before, after), activation()])
+            self.width = after
 
     def forward(self, observations: Mapping[str, Tensor]) -> Tensor:
         parts = [observations["state"]] if "state" in observations else []
@@ -284,14 +278,14 @@ class _Body(nn.Module):
         return self.layers(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0])
 
 
-class _Net(nn.Module):
+class Net(nn.Module):
     """Perceptron with orthogonal weights and zero biases."""
 
     log_std: Tensor
 
     def __init__(self, spec: MlpSpec, spaces: Spaces, outputs: int, *, head_gain: float, seed: int) -> None:
         super().__init__()
-        self.body = _Body(spec, spaces)
+        self.body = Body(spec, spaces)
         self.head = nn.Linear(spec.hidden_sizes[-1], outputs)
         generator = torch.Generator().manual_seed(seed)
         for layer in self.modules():
@@ -309,6 +303,20 @@ class _Net(nn.Module):
         )
         images = Flops(num_observations * of_images, 3 * num_observations * of_images)
         return images + flops_of_linear(self, num_observations)
+
+
+def padded_to_act(observations: Mapping[str, Any], device: torch.device) -> tuple[dict[str, Tensor], int]:
+    """Observations [E, ...] as tensors of at least _MIN_ROWS rows, so that what follows for one depends on
+    no other; and E."""
+    count = len(next(iter(observations.values())))
+    padding = max(_MIN_ROWS - count, 0)
+    padded = {
+        name: functional.pad(
+            torch.as_tensor(values, device=device), [0, 0] * (values.ndim - 1) + [0, padding]
+        )
+        for name, values in observations.items()
+    }
+    return padded, count
 
 
 def _per_row(values: Tensor) -> Tensor:

@@ -47,6 +47,11 @@ def _policy_and_env(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     yield from config.env.problems(config, plan)
 
 
+def _sac(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    if config.sac is not None:
+        yield from config.sac.problems(config, plan)
+
+
 def _demonstrations(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     sft, is_robot = config.sft, config.env.is_simulator
     if is_robot and plan.verb == "sft" and sft is None:
@@ -339,6 +344,7 @@ def _placement(_: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 _PROBLEMS: tuple[_Check, ...] = (
     _policy_and_env,
+    _sac,
     _demonstrations,
     _length,
     _values,

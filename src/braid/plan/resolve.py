@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from braid.algorithms.advantages.reinforce import Reinforce
 from braid.algorithms.recipes import RECIPES, Correction, Recipe
 from braid.config.algorithm import CorrectionConfig
 from braid.config.cluster import Role
@@ -41,6 +42,9 @@ from .sizes import (
     samples_lower,
     size_of_folder,
 )
+
+_UNUSED_RECIPE = Recipe(advantage=Reinforce())
+"""Recipe of runs with a loop of their own (sac): without values, a reference or comparisons in groups."""
 
 
 def resolve(
@@ -157,7 +161,8 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     """Derive the plan without checks; the config need not be able to run."""
     rollout, train = config.rollout, config.train
     has_gpus = num_gpus > 0 and config.run.device != "cpu"
-    recipe = merge_recipe(config, has_gpus=has_gpus)
+    trains_sac = verb == "train" and config.sac is not None
+    recipe = _UNUSED_RECIPE if trains_sac else merge_recipe(config, has_gpus=has_gpus)
     steps_per_round = train.steps_per_pass * train.passes_per_round
     rows_per_step = math.ceil(rollout.prompts_per_round / train.steps_per_pass) * rollout.group_size
     trajectories = rollout.prompts_per_round * rollout.group_size
@@ -172,7 +177,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     constant = recipe.aggregation_constant
     if recipe.aggregation == "token_sum_constant" and constant is None and output is not None:
         constant = float(output)
-    old_logprobs = _old_logprobs(config, recipe, steps_per_round)
+    old_logprobs = "current" if trains_sac else _old_logprobs(config, recipe, steps_per_round)
     has_critic = _has_critic(config, recipe)
     needs_reference = recipe.kl_coef > 0
     if verb == "prefer":
@@ -241,6 +246,8 @@ def _of_prompts(config: RunConfig, recipe: Recipe, num_prompts: int | None, verb
     rounds = _rounds(config, num_prompts) if verb == "train" else 0
     if rounds is None:
         planned = dict.fromkeys(("rounds", "steps", "critic_steps", "warmup_steps"))
+    elif config.sac is not None:  # whose steps depend on the lengths of episodes
+        planned = {"rounds": rounds, "steps": None, "critic_steps": 0, "warmup_steps": 0}
     else:
         critic = config.critic.train or config.train
         critic_steps = critic.steps_per_pass * critic.passes_per_round

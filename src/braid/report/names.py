@@ -155,7 +155,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("router/entropy", "nats", "Mean entropy of the softmax of the routers' logits, per token and layer."),
     Metric("router/aux_loss", "", "The load-balancing loss times router_aux_coef, a part of the loss."),
     # critic
-    Metric("critic/loss", "", "The value loss. With critic.network=shared it is a part of policy/loss."),
+    Metric("critic/loss", "", "The value loss. With critic.network=shared it is a part of policy/loss. Of soft actor-critic the mean squared error of all critics."),
     Metric("critic/value_mean", "", "Mean value predicted by the critic."),
     Metric("critic/return_mean", "", "Mean of the critic's target returns."),
     Metric("critic/explained_variance", "", "1 - var(return - value) / var(return): 1 is perfect, 0 no better than the mean."),
@@ -163,6 +163,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("critic/grad_norm", "", "Norm of the critic's gradient before clipping."),
     Metric("critic/lr", "", "Learning rate of the critic."),
     Metric("critic/skipped_steps", "", "Critic steps of the round skipped because of a loss or gradient that was not finite."),
+    # soft actor-critic
+    Metric("sac/alpha", "", "Entropy temperature after the round's updates."),
+    Metric("sac/updates", "", "Updates of the critics in the round."),
+    Metric("sac/transitions", "", "Transitions in the replay buffer."),
     # loss scaling, for every role
     Metric("<role>/loss_scale", "", "Mean factor on the loss before the backward pass (train.grad_scaler)."),
     Metric("<role>/overflow_steps", "", "Steps of the role skipped because its scaled gradients overflowed; the scale is halved."),

@@ -41,8 +41,10 @@ from .evaluation import Evaluation
 from .evaluation_run import EvaluationRun, Trained
 from .imitation import Imitation
 from .inputs import TextInputs
+from .keys import REPLAY_KEY
 from .learner import Learner
 from .models import Models
+from .off_policy import OffPolicy, ReplayState
 from .on_policy import OnPolicy
 from .pipeline import Pipeline, PipelineSettings
 from .pipelined import Pipelined
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from braid.envs.simulators.base import Simulator
     from braid.envs.simulators.remote import Peer, SimulatorHost
     from braid.training.group import ModelGroup
+    from braid.training.soft_actor_critic import SoftActorCritic
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,9 @@ def build(
     if preferences is not None and plan.trains_reward_model:
         models.export = partial(preferences.export_reward_model, config)
     about = {"run_id": reporter.run_dir.run_id, "config": to_yaml(spec.loaded)}
-    checkpoints = Checkpoints(store, models, others, about)
+    sac = workers.sac
+    large: dict[str, Stateful] = {} if sac is None else {"sac": ReplayState(sac)}
+    checkpoints = Checkpoints(store, models, others, about, large)
     progress = Progress(config.checkpoint, checkpoints, reports, stop, plan.last_round, config.eval.patience)
     shared = (models, sampling, Evaluation(config, workers.eval_prompts, sampling), progress)
     if plan.verb == "eval":
@@ -126,6 +131,8 @@ def build(
     if plan.verb == "sft":
         assert workers.supervised is not None, "`sft` is set"
         return Imitation(*shared, workers.supervised)
+    if sac is not None:
+        return OffPolicy(*shared, sac)
     return OnPolicy(*shared, learner) if pipeline is None else Pipelined(*shared, learner, pipeline)
 
 
@@ -179,6 +186,17 @@ class _Workers:
         assert config is not None, "the plan checks that it is there"
         assert inputs is not None, "the plan refuses simulators"
         return Preferences.of(config, self._cluster.config.run.seed, inputs, self.models)
+
+    @property
+    def sac(self) -> WorkerGroup[SoftActorCritic] | None:
+        """What learns by soft actor-critic, beside the policy; None without it."""
+        if self._spec.plan.verb != "train" or self._cluster.config.sac is None:
+            return None
+        from braid.training.soft_actor_critic import make_sac
+
+        config = self._cluster.config
+        key = (config.run.seed, REPLAY_KEY)
+        return self._cluster.make({"sac": partial(make_sac, config=config, key=key)}, self._logs)["sac"]
 
     @property
     def eval_prompts(self) -> Mapping[str, Sequence[Prompt]]:
@@ -248,6 +266,8 @@ class _Workers:
         plan = self._spec.plan
         if plan.verb == "sft" and self.supervised is not None:
             return self.supervised.model
+        if self._cluster.config.sac is not None:
+            return self._new_trained("policy", 0)  # its optimizer is SAC's
         num_steps = plan.num_schedule_steps
         if plan.verb == "prefer":
             assert plan.prefer_steps is not None, "the pairs have been read"

@@ -68,6 +68,10 @@ class MlpSpec(PolicyKind):
         policy: TrainableModel | None = None,
         rank: int | None = None,
     ) -> TrainableModel:
+        if config.sac is not None:
+            from braid.models.soft_actor_critic import SquashedGaussian
+
+            return SquashedGaussian(self, spaces, seed=config.run.seed)
         from braid.models.mlp import make_mlp
 
         return make_mlp(self, role, config, spaces)

@@ -1,0 +1,142 @@
+"""The replay buffer: transitions of past episodes, from which off-policy learning draws.
+
+Observations are stored once: an episode of D decisions takes D + 1 consecutive places of a ring, the last
+of which has the final observation and no decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braid.types import Status, Trajectory
+
+_OF_DECISIONS = ("actions", "rewards", "is_terminated", "has_next")
+
+
+@dataclass(frozen=True, slots=True)
+class Transitions:
+    """B decisions: `observations` [B, ...] by name before and `next_observations` after each, `actions` [B,
+    K], `rewards` [B], and `is_terminated` [B], whether the task itself ended with it. A time limit is no
+    such end: the last observation of an episode that it cut has a value."""
+
+    observations: dict[str, NDArray[Any]]
+    actions: NDArray[np.float32]
+    rewards: NDArray[np.float32]
+    next_observations: dict[str, NDArray[Any]]
+    is_terminated: NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Transitions:
+        """The D decisions of a simulator's episode, in order. The reward of a chunk of actions is the sum
+        over those that were executed, without a discount between them, as in RLinf; what shaping adds to
+        the return is in the last one."""
+        steps = trajectory.env_steps
+        assert steps is not None, "only simulators have transitions"
+        num = len(steps.rewards)
+        is_executed = np.arange(steps.rewards.shape[1]) < steps.num_executed[:, None]
+        rewards = np.where(is_executed, steps.rewards, 0.0).sum(1, dtype=np.float64)
+        if trajectory.shaped is not None:
+            rewards *= trajectory.shaped.factor
+            rewards[-1] += trajectory.training_reward - rewards.sum()
+        is_terminated = np.zeros(num, np.bool_)
+        is_terminated[-1] = trajectory.status is Status.FINISHED
+        return cls(
+            {name: values[:-1] for name, values in steps.observations.items()},
+            steps.inputs["actions"].reshape(num, -1).astype(np.float32),
+            rewards.astype(np.float32),
+            {name: values[1:] for name, values in steps.observations.items()},
+            is_terminated,
+        )
+
+
+class ReplayBuffer:
+    """A ring of `capacity` observations with the decisions made on them. New episodes overwrite the
+    oldest."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._end = self._size = 0
+        """Place after the newest observation, and number of observations."""
+        self._starts = np.zeros(0, np.int64)
+        """Places of the decisions, oldest first."""
+
+    def __len__(self) -> int:
+        """Number of transitions."""
+        return len(self._starts)
+
+    def add(self, episode: Transitions) -> None:
+        """Add the decisions of an episode, in order; of one that is longer than the buffer, the last
+        ones."""
+        first = max(0, len(episode) + 1 - self._capacity)
+        observations = {
+            f"observations/{name}": np.concatenate([values[first:], episode.next_observations[name][-1:]])
+            for name, values in episode.observations.items()
+        }
+        num = len(episode) - first
+        decisions = {
+            "actions": episode.actions[first:],
+            "rewards": episode.rewards[first:],
+            "is_terminated": episode.is_terminated[first:],
+            "has_next": np.ones(num, np.bool_),
+        }
+        for name, values in (observations | decisions).items():
+            if name not in self._arrays:
+                self._arrays[name] = np.zeros((self._capacity, *values.shape[1:]), values.dtype)
+        places = (self._end + np.arange(num + 1)) % self._capacity
+        for name, values in observations.items():
+            self._arrays[name][places] = values
+        for name, values in decisions.items():
+            self._arrays[name][places[:-1]] = values
+        self._arrays["has_next"][places[-1]] = False
+        self._end = int(places[-1] + 1) % self._capacity
+        self._size = min(self._size + num + 1, self._capacity)
+        self._find_starts()
+
+    def _find_starts(self) -> None:
+        ordered = (self._end - self._size + np.arange(self._size)) % self._capacity
+        self._starts = ordered[self._arrays["has_next"][ordered]]
+
+    def draw(self, rng: np.random.Generator, count: int) -> Transitions:
+        """Draw transitions uniformly, with replacement. The result depends on their order and on `rng`, not
+        on their places."""
+        places = self._starts[rng.integers(0, len(self._starts), count)]
+        after = (places + 1) % self._capacity
+        named = {
+            name.removeprefix("observations/"): values
+            for name, values in self._arrays.items()
+            if name not in _OF_DECISIONS
+        }
+        return Transitions(
+            {name: values[places] for name, values in named.items()},
+            self._arrays["actions"][places],
+            self._arrays["rewards"][places],
+            {name: values[after] for name, values in named.items()},
+            self._arrays["is_terminated"][places],
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The contents, oldest first."""
+        ordered = (self._end - self._size + np.arange(self._size)) % self._capacity
+        return {name: values[ordered] for name, values in self._arrays.items()}
+
+    def load(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take the contents of `state`; with a smaller capacity, the newest."""
+        kept = {name: values[-self._capacity :] for name, values in state.items()}
+        self._arrays = {
+            name: np.zeros((self._capacity, *values.shape[1:]), values.dtype) for name, values in kept.items()
+        }
+        self._size = len(next(iter(kept.values()), ()))
+        for name, values in kept.items():
+            self._arrays[name][: self._size] = values
+        self._end = self._size % self._capacity
+        if self._size:
+            self._find_starts()
