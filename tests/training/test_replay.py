@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 
-from braid.training.replay import ReplayBuffer, Transitions
-from braid.types import EnvSteps, Prompt, ShapedReward, Status, Trajectory
+from braid.data.lerobot import Demonstration, write_demonstrations
+from braid.errors import DataError
+from braid.training.replay import ReplayBuffer, Transitions, read_transitions
+from braid.types import ActionSpace, EnvSteps, Prompt, ShapedReward, Spaces, Status, Trajectory
 
 
 def trajectory(
@@ -27,6 +33,55 @@ def trajectory(
     )
     prompt = Prompt(uid="it:0", source="it", token_ids=(), messages=(), fields={})
     return Trajectory(prompt, 0, status, env_steps=steps, reward=float(num.sum()))
+
+
+def demonstration(num_frames: int, *, is_done: bool) -> Demonstration:
+    """Frame s has the state s, the action s / 10 and the reward s."""
+    frames = np.arange(num_frames, dtype=np.float32)
+    return Demonstration(
+        {"state": frames[:, None]}, (frames[:, None] / 10).astype(np.float32), "", frames, is_done
+    )
+
+
+SPACES = Spaces(1, ActionSpace("continuous", 1))
+
+
+def test_demonstrations_become_transitions_and_only_a_done_one_keeps_its_last_decision(
+    tmp_path: Path,
+) -> None:
+    write_demonstrations(tmp_path, [demonstration(3, is_done=True), demonstration(3, is_done=False)])
+    done, cut = read_transitions(tmp_path, "sac.demonstrations", SPACES, 1)
+    assert done.rewards.tolist() == [0, 1, 2]
+    assert done.is_terminated.tolist() == [False, False, True]
+    assert cut.rewards.tolist() == [0, 1]
+    assert not cut.is_terminated.any()
+    for episode in (done, cut):
+        assert episode.next_observations["state"].ravel().tolist()[:2] == [1, 2]
+
+
+def test_chunks_of_demonstrations_sum_rewards_and_repeat_the_last_action(tmp_path: Path) -> None:
+    write_demonstrations(tmp_path, [demonstration(5, is_done=True)])
+    (episode,) = read_transitions(tmp_path, "sac.demonstrations", SPACES, 2)
+    assert episode.rewards.tolist() == [0 + 1, 2 + 3, 4]
+    assert episode.actions.ravel().tolist() == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4])
+    assert episode.observations["state"].ravel().tolist() == [0, 2, 4]
+    assert episode.is_terminated.tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rewards": None}, "next.reward"),
+        ({"actions": np.full((3, 1), 2.0, np.float32)}, "between -1 and 1"),
+        ({"observations": {"state": np.zeros((3, 2), np.float32)}}, "record them in this environment"),
+    ],
+)
+def test_demonstrations_that_do_not_fit_are_refused(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    write_demonstrations(tmp_path, [replace(demonstration(3, is_done=True), **change)])
+    with pytest.raises(DataError, match=reason):
+        list(read_transitions(tmp_path, "sac.demonstrations", SPACES, 1))
 
 
 def drawn(buffer: ReplayBuffer, count: int = 400) -> Transitions:

@@ -16,6 +16,7 @@ from braid.config.model import MlpSpec
 from braid.config.sac import SacConfig, TemperatureConfig
 from braid.errors import CheckpointError, ConfigError
 from braid.models.soft_actor_critic import QEnsemble, SquashedGaussian, squashed
+from braid.training.replay import Transitions
 from braid.training.soft_actor_critic import SoftActorCritic, Temperature, td_target
 from braid.types import ActionSpace, Spaces, Status
 
@@ -163,6 +164,23 @@ def test_policy_and_temperature_wait_for_their_turn_and_for_enough_decisions() -
     assert changed()
     assert not changed(actor_every_updates=4)
     assert not changed(min_transitions_actor=6)
+
+
+def test_batches_have_their_share_of_demonstrations(monkeypatch: pytest.MonkeyPatch) -> None:
+    sac = config(updates_per_round=5, demonstration_fraction=0.25)
+    policy, critics = SquashedGaussian(SPEC, SPACES, seed=0), QEnsemble(SPEC, SPACES, sac, seed=1)
+    demonstrated = [Transitions.of(trajectory(100, 3, Status.FINISHED))]
+    learns = SoftActorCritic(sac, policy, critics, (0, 6), demonstrated)
+    read: list[list[float]] = []
+
+    def note(rewards: torch.Tensor, *others: Any) -> torch.Tensor:
+        read.append(rewards.tolist())
+        return td_target(rewards, *others)
+
+    monkeypatch.setattr("braid.training.soft_actor_critic.td_target", note)
+    learns.learn([trajectory(0, 5, Status.FINISHED)])
+    assert [sum(reward >= 100 for reward in batch) for batch in read] == [BATCH // 4] * 5
+    assert {len(batch) for batch in read} == {BATCH}
 
 
 def test_a_restored_learner_continues_to_the_bit() -> None:

@@ -151,6 +151,9 @@ FULL_DIVERGENCES: Mapping[str, TiledDivergence] = {
 }
 """Estimators that compare whole distributions -> the model's output."""
 
+NO_RECIPE = Recipe(advantage=Reinforce())
+"""Stands for the recipe of a run off-policy, which reads none: without values, a reference, or comparisons
+in groups."""
 RECIPES: Mapping[str, Recipe] = {
     "grpo": Recipe(),
     # Schulman et al. 2017 (arXiv 1707.06347), as used for language models: whitening, value clip 0.2 and k1

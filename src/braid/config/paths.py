@@ -16,7 +16,7 @@ from .source import OVERRIDE, KeyPath, leaves, path_text, place
 
 _FOLDERS = re.compile(
     r"run\.output_dir|checkpoint\.(export_)?dir|report\.dir|rollout\.check_weights_dir"
-    r"|model\.lora\.path|sft\.demonstrations|env\.video\.dir"
+    r"|model\.lora\.path|(sft|sac)\.demonstrations|env\.video\.dir"
 )
 _CHECKPOINT = re.compile(r"run\.resume")
 _HUB_NAMES = re.compile(

@@ -85,6 +85,12 @@ class SacConfig(Section):
     itself has ended."""
     temperature: TemperatureConfig = TemperatureConfig()
     """The entropy temperature."""
+    demonstrations: str | None = None
+    """LeRobot folder of episodes with rewards (the columns next.reward, and next.done where the task
+    ended), of which every batch has a part (RLPD, arXiv 2302.02948). Their actions are the policy's,
+    between -1 and 1."""
+    demonstration_fraction: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Share of a batch that is drawn from the demonstrations."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=3e-4)
     """Optimizer and learning rate schedule of the policy, in its own updates."""
     critic_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
@@ -93,6 +99,7 @@ class SacConfig(Section):
     """Maximum gradient norm, of the policy and of all critics together; null for none."""
 
     only_for_training: ClassVar[str] = "sac.*"
+    unused_while = (("demonstrations", None, "demonstration_fraction"),)
 
     @model_validator(mode="after")
     def _check(self) -> SacConfig:
@@ -119,16 +126,13 @@ class SacConfig(Section):
 
     def problems(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
         """(key, message) of what the rest of the config has that SAC cannot run with."""
-        if not config.env.is_simulator or config.model.mlp is None:
+        if not config.env.is_simulator or not config.model.kind.trains_off_policy:
             yield (
                 "sac",
                 "SAC trains perceptrons (model.mlp) in simulators (env.kind=gymnasium, metaworld, ...); set "
                 "both, or remove sac",
             )
             return
-        if config.env.kind == "gymnasium" and not config.simulator.rescales:
-            why = "SAC's actions are between -1 and 1, and have to be rescaled to the environment's bounds"
-            yield "env.rescale_actions", f"{why}; set it to true"
         if plan.verb in ("sft", "prefer") or config.sft is not None:
             yield "sft", "SAC's policy does not imitate; remove sft, or sac"
         if plan.layout.mode != "in_process":
@@ -136,8 +140,6 @@ class SacConfig(Section):
             yield "sac", f"{why}; remove cluster.placement and set train.backend=single, or remove sac"
         if config.pipeline is not None:
             yield "pipeline", "SAC samples and trains in turns in this version; remove it"
-        if config.model.mlp.num_bins is not None:
-            yield "model.mlp.num_bins", "SAC's policy is a squashed Gaussian; remove it"
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
         if plan.verb != "train":

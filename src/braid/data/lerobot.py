@@ -1,9 +1,10 @@
-"""Demonstrations in LeRobot's format: parquet files with states, actions and PNG images, and JSON about them.
+"""Demonstrations in LeRobot's format: parquet files with states, actions and PNG images, and JSON about
+them.
 
     meta/info.json      features, frames per second
     meta/tasks.jsonl    instructions by number (tasks.parquet in version 3)
     data/**/*.parquet   a row per frame: observation.state, observation.images.NAME, action, episode_index,
-                        task_index
+                        task_index, and of some next.reward and next.done
     videos/**/*.mp4     images that are not in the parquet files, of an episode, or of several in version 3
     meta/episodes/**    the place of each episode in the videos of version 3
 
@@ -29,16 +30,20 @@ from braid.json_text import parse_json, read_json
 from braid.report.video import read_video
 
 _STATE, _IMAGES = "observation.state", "observation.images."
+_REWARD, _DONE = "next.reward", "next.done"
 
 
 @dataclass(slots=True)
 class Demonstration:
-    """An episode of S frames: observations [S, ...] by name (`state`, and images [S, h, w, 3]), `actions` [S,
-    A], and the instruction."""
+    """An episode of S frames: observations [S, ...] by name (`state`, and images [S, h, w, 3]), `actions`
+    [S, A], and the instruction. `rewards` [S] of these actions are None where they are not recorded;
+    `is_done` tells whether the task ended with the last of them."""
 
     observations: dict[str, NDArray[Any]]
     actions: NDArray[np.float32]
     instruction: str
+    rewards: NDArray[np.float32] | None = None
+    is_done: bool = False
 
 
 def read_demonstrations(folder: Path, key: str) -> Iterator[Demonstration]:
@@ -63,7 +68,8 @@ def read_demonstrations(folder: Path, key: str) -> Iterator[Demonstration]:
 
 
 def _values(episode: Demonstration) -> dict[str, NDArray[Any]]:
-    return {"action": episode.actions, **episode.observations}
+    rewards = {} if episode.rewards is None else {_REWARD: episode.rewards}
+    return {"action": episode.actions, **episode.observations, **rewards}
 
 
 def _shapes(episode: Demonstration) -> dict[str, tuple[int, ...]]:
@@ -91,6 +97,7 @@ def _episodes(folder: Path, key: str) -> Iterator[tuple[int, Demonstration]]:
         tasks = _tasks(folder, key)
         columns = ["action", "episode_index", "task_index", *([_STATE] if _STATE in features else [])]
         columns += [name for name, dtype in images.items() if dtype == "image"]
+        columns += [name for name in (_REWARD, _DONE) if name in features]
         for read in files:
             table = pq.read_table(read, columns=columns)
             episodes = table["episode_index"].to_numpy()
@@ -111,7 +118,16 @@ def _episodes(folder: Path, key: str) -> Iterator[tuple[int, Demonstration]]:
                     raise DataError(
                         f"{key}={folder}: the task {task} of episode {number} is not in meta/tasks"
                     )
-                yield number, Demonstration(observations, _matrix(part["action"]), tasks[task])
+                yield (
+                    number,
+                    Demonstration(
+                        observations,
+                        _matrix(part["action"]),
+                        tasks[task],
+                        _matrix(part[_REWARD]).reshape(-1) if _REWARD in features else None,
+                        bool(np.ravel(part[_DONE][-1].as_py()).any()) if _DONE in features else False,
+                    ),
+                )
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         if isinstance(error, DataError):
             raise
@@ -201,6 +217,9 @@ def write_demonstrations(folder: Path, episodes: Sequence[Demonstration], *, fps
                 columns[_STATE] = pa.array(values.tolist(), pa.list_(pa.float32()))
             else:
                 columns[_IMAGES + name] = [png(image) for image in values]
+        if episode.rewards is not None:
+            columns[_REWARD] = episode.rewards.astype(np.float32)
+            columns[_DONE] = np.arange(size) + 1 == (size if episode.is_done else 0)
         columns |= {
             "timestamp": (np.arange(size) / fps).astype(np.float32),
             "frame_index": np.arange(size),
@@ -214,6 +233,8 @@ def write_demonstrations(folder: Path, episodes: Sequence[Demonstration], *, fps
     for name, values in episodes[0].observations.items():
         column, dtype = (_STATE, "float32") if name == "state" else (_IMAGES + name, "image")
         features[column] = {"dtype": dtype, "shape": list(values.shape[1:])}
+    if episodes[0].rewards is not None:
+        features |= {_REWARD: {"dtype": "float32", "shape": [1]}, _DONE: {"dtype": "bool", "shape": [1]}}
     info = {
         "codebase_version": "v2.1", "fps": fps, "total_episodes": len(episodes), "total_frames": total,
         "total_tasks": len(tasks), "chunks_size": 1000, "features": features,

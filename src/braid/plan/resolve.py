@@ -15,8 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from braid.algorithms.advantages.reinforce import Reinforce
-from braid.algorithms.recipes import RECIPES, Correction, Recipe
+from braid.algorithms.recipes import NO_RECIPE, RECIPES, Correction, Recipe
 from braid.config.algorithm import CorrectionConfig
 from braid.config.cluster import Role
 from braid.config.data import ProceduralSource, Source
@@ -42,9 +41,6 @@ from .sizes import (
     samples_lower,
     size_of_folder,
 )
-
-_UNUSED_RECIPE = Recipe(advantage=Reinforce())
-"""Recipe of runs with a loop of their own (sac): without values, a reference or comparisons in groups."""
 
 
 def resolve(
@@ -162,7 +158,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     rollout, train = config.rollout, config.train
     has_gpus = num_gpus > 0 and config.run.device != "cpu"
     trains_sac = verb == "train" and config.sac is not None
-    recipe = _UNUSED_RECIPE if trains_sac else merge_recipe(config, has_gpus=has_gpus)
+    recipe = NO_RECIPE if trains_sac else merge_recipe(config, has_gpus=has_gpus)
     steps_per_round = train.steps_per_pass * train.passes_per_round
     rows_per_step = math.ceil(rollout.prompts_per_round / train.steps_per_pass) * rollout.group_size
     trajectories = rollout.prompts_per_round * rollout.group_size

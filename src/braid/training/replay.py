@@ -6,15 +6,20 @@ of which has the final observation and no decision.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from braid.types import Status, Trajectory
+from braid.data.lerobot import read_demonstrations
+from braid.errors import DataError
+from braid.types import Spaces, Status, Trajectory
 
+_ROUNDING = 1e-4
+"""By which an action may exceed its bounds."""
 _OF_DECISIONS = ("actions", "rewards", "is_terminated", "has_next")
 
 
@@ -55,6 +60,66 @@ class Transitions:
             {name: values[1:] for name, values in steps.observations.items()},
             is_terminated,
         )
+
+
+def joined(parts: Sequence[Transitions]) -> Transitions:
+    """The transitions of all parts, in order."""
+
+    def concatenated(values: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        return np.concatenate(values)
+
+    return Transitions(
+        {name: concatenated([part.observations[name] for part in parts]) for name in parts[0].observations},
+        concatenated([part.actions for part in parts]),
+        concatenated([part.rewards for part in parts]),
+        {
+            name: concatenated([part.next_observations[name] for part in parts])
+            for name in parts[0].next_observations
+        },
+        concatenated([part.is_terminated for part in parts]),
+    )
+
+
+def read_transitions(folder: Path, key: str, spaces: Spaces, chunk: int) -> Iterator[Transitions]:
+    """The decisions of each demonstration in a LeRobot folder, which config key `key` names, in chunks of
+    `chunk` actions; the last chunk repeats its last action. An episode without an end (next.done) loses its
+    last decision, after which no observation is recorded. Raises DataError if they have no rewards, or
+    other observations or actions than `spaces`."""
+    shapes = {name: tuple(shape) for name, shape in spaces.images.items()}
+    if spaces.state_size:
+        shapes["state"] = (spaces.state_size,)
+    for episode in read_demonstrations(folder, key):
+        if episode.rewards is None:
+            raise DataError(f"{key}={folder} has no rewards; SAC needs the column next.reward of each frame")
+        recorded = {name: values.shape[1:] for name, values in episode.observations.items()}
+        if recorded != shapes or episode.actions.shape[1] != spaces.actions.size:
+            raise DataError(
+                f"{key}={folder} has observations {recorded} and {episode.actions.shape[1]} numbers per "
+                f"action, the environment {shapes} and {spaces.actions.size}; record them in this environment"
+            )
+        if (most := np.abs(episode.actions).max()) > 1 + _ROUNDING:
+            raise DataError(
+                f"{key}={folder} has an action of size {most:g}, but SAC's are between -1 and 1; divide them "
+                "by the environment's bounds (env.rescale_actions)"
+            )
+        num = -(-len(episode.actions) // chunk)
+        places = np.arange(num * chunk)
+        actions = episode.actions[places.clip(max=len(episode.actions) - 1)]
+        rewards = np.pad(episode.rewards, (0, num * chunk - len(episode.rewards)))
+        observations = {name: values[::chunk] for name, values in episode.observations.items()}
+        is_terminated = np.arange(1, num + 1) == (num if episode.is_done else 0)
+        kept = num if episode.is_done else num - 1
+        if kept:
+            yield Transitions(
+                {name: values[:kept] for name, values in observations.items()},
+                actions.reshape(num, -1)[:kept],
+                rewards.reshape(num, chunk).sum(1)[:kept],
+                {
+                    name: np.concatenate([values[1:], values[-1:]])[:kept]
+                    for name, values in observations.items()
+                },
+                is_terminated[:kept],
+            )
 
 
 class ReplayBuffer:

@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,14 @@ from braid.cluster.workers import Place
 from braid.config.sac import SacConfig, TemperatureConfig
 from braid.config.schema import RunConfig
 from braid.config.train import OptimizerConfig
-from braid.errors import CheckpointError, ModelError, TrainingError
+from braid.errors import CheckpointError, DataError, ModelError, TrainingError
 from braid.models.base import copy_weights
 from braid.models.soft_actor_critic import QEnsemble, SquashedGaussian
 from braid.report.metrics import Metrics
 from braid.types import Trajectory
 
 from .optimizer import build_optimizer, lr_factor, set_rate
-from .replay import ReplayBuffer, Transitions
+from .replay import ReplayBuffer, Transitions, joined, read_transitions
 
 _UNUSED_TOTAL = 1
 """Total steps of a schedule; the config allows only schedules that do not depend on it."""
@@ -41,7 +42,13 @@ def make_sac(place: Place, *, config: RunConfig, key: Sequence[int]) -> SoftActo
     assert config.sac is not None, "the run is one of SAC"
     assert spec is not None, "the plan checks that the policy is a perceptron"
     critics = QEnsemble(spec, spaces, config.sac, seed=config.run.seed + 1)
-    return SoftActorCritic(config.sac, policy, critics, key)
+    demonstrations: list[Transitions] = []
+    if (folder := config.sac.demonstrations) is not None:
+        name = "sac.demonstrations"
+        demonstrations += read_transitions(Path(folder), name, spaces, spec.num_action_chunks)
+        if not demonstrations:
+            raise DataError(f"{name}={folder} has no episode of two frames or more")
+    return SoftActorCritic(config.sac, policy, critics, key, demonstrations)
 
 
 class SoftActorCritic:
@@ -49,8 +56,15 @@ class SoftActorCritic:
     update in its random key."""
 
     def __init__(
-        self, config: SacConfig, policy: SquashedGaussian, critics: QEnsemble, key: Sequence[int]
+        self,
+        config: SacConfig,
+        policy: SquashedGaussian,
+        critics: QEnsemble,
+        key: Sequence[int],
+        demonstrations: Sequence[Transitions] = (),
     ) -> None:
+        """`key` precedes the number of an update in its random key. Each batch has a part of the
+        `demonstrations`, if there are any."""
         self._config, self._policy, self._key = config, policy, tuple(key)
         self._device = next(policy.module.parameters()).device
         self._critics = critics.to(self._device)
@@ -61,6 +75,13 @@ class SoftActorCritic:
             "critic": _Stepper(critics, config.critic_optimizer, config.max_grad_norm),
         }
         self._buffer = ReplayBuffer(config.capacity)
+        self._num_demonstrated, self._demonstrations = (
+            0,
+            ReplayBuffer(sum(len(episode) + 1 for episode in demonstrations)),
+        )
+        for episode in demonstrations:
+            self._demonstrations.add(episode)
+            self._num_demonstrated = max(1, round(config.demonstration_fraction * config.batch_size))
         self._num_decisions = self._num_updates = 0
         self._set_uniform()
 
@@ -106,7 +127,9 @@ class SoftActorCritic:
         metrics."""
         config = self._config
         rng = np.random.default_rng((*self._key, self._num_updates))
-        batch = self._buffer.draw(rng, config.batch_size)
+        batch = self._buffer.draw(rng, config.batch_size - self._num_demonstrated)
+        if self._num_demonstrated:
+            batch = joined([batch, self._demonstrations.draw(rng, self._num_demonstrated)])
         noise = torch.from_numpy(
             rng.standard_normal((2, config.batch_size, self._policy.size), np.float32)
         ).to(self._device)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from .simulator import Maker, SimulatorEnv
+
+if TYPE_CHECKING:
+    from braid.config.schema import RunConfig
+    from braid.plan.plan import Plan
 
 
 class GymnasiumEnv(SimulatorEnv):
@@ -37,3 +42,9 @@ class GymnasiumEnv(SimulatorEnv):
     @property
     def rescales(self) -> bool:
         return self.rescale_actions
+
+    def problems(self, config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
+        yield from super().problems(config, plan)
+        if config.sac is not None and not self.rescale_actions:
+            why = "SAC's actions are between -1 and 1, and have to be rescaled to the environment's bounds"
+            yield "env.rescale_actions", f"{why}; set it to true"

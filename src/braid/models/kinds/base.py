@@ -33,6 +33,8 @@ class PolicyKind(Section):
     """Whether it reads and writes tokens of a tokenizer."""
     imitates: ClassVar[Literal["examples", "demonstrations"] | None] = None
     """What supervised fine-tuning trains it on; None if it cannot be trained so."""
+    trains_off_policy: ClassVar[bool] = False
+    """Whether it can be trained from a replay buffer (sac)."""
     sampled_by: ClassVar[frozenset[str]] = frozenset({"greedy"})
     """Sampling settings that it depends on in a simulator."""
     adapts_critic: ClassVar[bool] = False

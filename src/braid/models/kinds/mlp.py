@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -50,6 +51,7 @@ class MlpSpec(PolicyKind):
     key: ClassVar[str] = "model.mlp"
     reads_text: ClassVar[bool] = False
     has_tokenizer: ClassVar[bool] = False
+    trains_off_policy: ClassVar[bool] = True
     why_not_exported: ClassVar[str] = (
         "trained an MLP (model.mlp), which cannot be exported to Hugging Face format"
     )
@@ -58,6 +60,11 @@ class MlpSpec(PolicyKind):
     @property
     def chunk_length(self) -> int:
         return self.num_action_chunks
+
+    def problems(self, config: RunConfig) -> Iterator[tuple[str, str]]:
+        yield from super().problems(config)
+        if config.sac is not None and self.num_bins is not None:
+            yield "model.mlp.num_bins", "SAC's policy is a squashed Gaussian; remove it"
 
     def make(
         self,
