@@ -9,6 +9,7 @@ rlinf_actor.py      actor
 rlinf_evaluation.py evaluations of robot policies, whose keys are elsewhere
 rlinf_checks.py     constraints between keys
 rlinf_sft.py        supervised fine-tuning of language models
+rlinf_sac.py        soft actor-critic of small robot policies
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from . import (
     rlinf_robots,
     rlinf_rollout,
     rlinf_run,
+    rlinf_sac,
     rlinf_sft,
 )
 from . import rlinf_facts as facts
@@ -67,20 +69,23 @@ _ALIASES = {
     },
 }
 
-_SAC = "SAC and other methods with a replay buffer; use adv_type=gae with loss_type=actor_critic, or grpo"
+_SAC = (
+    "SAC of vision-language-action and other large policies, and DAgger; use actor.model.model_type=mlp_policy, or "
+    "adv_type=gae with loss_type=actor_critic, or grpo"
+)
 _ABSENT: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "runner.task_type": (
         "supervised fine-tuning of robot policies, offline training and online training from code editors are not "
         "read; for fine-tuning write a config with sft.demonstrations (braid sft)",
         lambda v: v in ("sft", "offline", "coding_online_rl"),
     ),
-    "algorithm.adv_type": (_SAC, lambda v: v in ("embodied_sac", "embodied_dagger", "sac", "rlpd")),
+    "algorithm.adv_type": (_SAC, lambda v: v in ("embodied_dagger", *rlinf_sac.ADV_TYPES)),
 }
 
 
 def _base(source: Source) -> dict[str, Any]:
-    """Derive the number of engine replicas, the maximum response length if the file does not set it, and the
-    critic's settings."""
+    """Derive the number of engine replicas, the maximum response length if the file does not set it, and
+    the critic's settings."""
     native: dict[str, Any] = rlinf_agents.base(source)
     engine = facts.engine(source)
     if engine != "native" and facts.devices_of(source, "rollout") is not None:
@@ -97,9 +102,13 @@ _SFT = rlinf_sft.dialect(_ALIASES)
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], version: str | None) -> Dialect:
-    """Supervised fine-tuning of language models and evaluations of robots have their own tables."""
-    if rlinf_sft.is_supervised({dialect.name_of(path): value for path, value in values.items()}):
+    """Supervised fine-tuning of language models, soft actor-critic and evaluations of robots have their own
+    tables."""
+    named = {dialect.name_of(path): value for path, value in values.items()}
+    if rlinf_sft.is_supervised(named):
         return _SFT
+    if rlinf_sac.is_sac(named):
+        dialect = rlinf_sac.dialect(dialect)
     return rlinf_evaluation.of_file(dialect, values, version)
 
 

@@ -1,5 +1,5 @@
-"""RLinf's keys of robot policies below `actor.model`, and those of robots, methods and models that braid does
-not have."""
+"""RLinf's keys of robot policies below `actor.model`, and those of robots, methods and models that braid
+does not have."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ _SETUP = Takes(
 )
 _PI0 = needs("actor.model.model_type", "openpi")
 _CNN = needs("actor.model.model_type", "cnn_policy")
-_REPLAY = "SAC and other replay methods are not supported; use adv_type=gae with loss_type=actor_critic"
+_REPLAY = (
+    "replay buffers are for SAC (adv_type=embodied_sac with model_type=mlp_policy); here use adv_type=gae with "
+    "loss_type=actor_critic"
+)
 _REAL = "real robots are not supported; use a simulator"
 _OTHER = "for a simulator that is not supported; use env_type maniskill, libero or metaworld"
 _GR00T = "GR00T is not supported; use openvla_oft or openpi"

@@ -203,6 +203,23 @@ FILES: dict[str, Flat] = {
     },
 }  # fmt: skip
 
+FILES["maniskill_sac_mlp"] = {
+    **{path: value for path, value in FILES["maniskill_ppo_mlp"].items() if not path.startswith("actor.optim.")},
+    "algorithm.adv_type": "embodied_sac", "algorithm.loss_type": "embodied_sac", "algorithm.bootstrap_type": "standard",
+    "algorithm.update_epoch": 32, "algorithm.gamma": 0.8, "algorithm.tau": 0.01, "algorithm.target_update_freq": 1,
+    "algorithm.agg_q": "min", "algorithm.actor_agg_q": "mean", "algorithm.critic_subsample_size": -1,
+    "algorithm.critic_actor_ratio": 4, "algorithm.backup_entropy": False, "algorithm.train_actor_steps": 2,
+    "algorithm.replay_buffer.enable_cache": True, "algorithm.replay_buffer.cache_size": 200,
+    "algorithm.replay_buffer.min_buffer_size": 2, "algorithm.replay_buffer.sample_window_size": 200,
+    "algorithm.replay_buffer.auto_save": False,
+    "algorithm.entropy_tuning.alpha_type": "softplus", "algorithm.entropy_tuning.initial_alpha": 0.01,
+    "algorithm.entropy_tuning.target_entropy": -4, "algorithm.entropy_tuning.optim.lr": 3e-4,
+    "algorithm.entropy_tuning.optim.lr_scheduler": "torch_constant", "algorithm.entropy_tuning.optim.clip_grad": 10.0,
+    "env.train.total_num_envs": 32, "actor.micro_batch_size": 256, "actor.global_batch_size": 256,
+    "actor.model.add_q_head": True, "actor.model.add_value_head": False, "actor.optim.lr": 3e-4, "actor.optim.clip_grad": 10.0,
+    "actor.critic_optim.lr": 1e-4, "actor.critic_optim.lr_scheduler": "torch_constant", "actor.critic_optim.clip_grad": 1.0,
+}  # fmt: skip
+
 
 def nested(flat: Flat) -> dict[str, Any]:
     tree: dict[str, Any] = {}

@@ -119,3 +119,26 @@ def test_two_rounds_of_pi0_on_many_tasks(
         "braid.run.device=cpu", "braid.report.console=none", **IN_ONE_PROCESS,
     )  # fmt: skip
     _check_run(read)
+
+
+def test_two_rounds_of_soft_actor_critic(
+    examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    read = examples.read(
+        "maniskill_sac_mlp", "braid.env.kind=gymnasium", "braid.env.id=Pendulum-v1", "braid.env.rescale_actions=true",
+        "braid.env.video.save=false",
+        *(f"env.{use}.{key}=5" for use in ("train", "eval") for key in ("max_episode_steps", "max_steps_per_rollout_epoch")),
+        "env.train.total_num_envs=4", "env.eval.total_num_envs=2", "runner.max_epochs=2", "runner.val_check_interval=1",
+        "algorithm.update_epoch=4", "algorithm.critic_actor_ratio=2", "algorithm.replay_buffer.min_buffer_size=1",
+        "algorithm.train_actor_steps=1", "algorithm.entropy_tuning.target_entropy=-1", "actor.global_batch_size=8",
+        "braid.run.device=cpu", "braid.report.console=none", **IN_ONE_PROCESS,
+    )  # fmt: skip
+    assert not [entry.path for entry in read.ledger if entry.disposition == "unsupported"]
+    run_dir = commands.train(read.loaded).run_dir
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rounds = [line for line in lines if "sac/updates" in line]
+    assert [line["sac/updates"] for line in rounds] == [4, 4]
+    assert [line["sac/transitions"] for line in rounds] == [4 * 5, 2 * 4 * 5]
+    assert all(line["policy/grad_norm"] > 0 for line in rounds)
+    assert "last" in json.loads((run_dir / "summary.json").read_text())["eval"]

@@ -426,8 +426,8 @@ def test_small_policies_are_built_from_sizes() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("algorithm.replay_buffer.cache_size=200", "SAC and other replay methods are not supported"),
-        ("actor.model.add_q_head=true", "SAC and other replay methods are not supported"),
+        ("algorithm.replay_buffer.cache_size=200", "replay buffers are for SAC"),
+        ("actor.model.add_q_head=true", "replay buffers are for SAC"),
         ("actor.model.embodiment_tag=libero_sim", "GR00T is not supported"),
         ("env.train.use_spacemouse=true", "real robots are not supported"),
         ("env.train.task_config.task_name=adjust_bottle", "for a simulator that is not supported"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from braid.envs.kinds import LiberoEnv, ManiskillEnv, MetaworldEnv
+from braid.errors import ConfigError
 from braid.plan import resolve
 
 from .embodied import COMMON, FILES, Examples, Flat
@@ -101,6 +102,48 @@ def test_a_perceptron_in_a_scene(examples: Examples) -> None:
     assert (config.train.steps_per_pass, config.train.micro_batch_tokens) == (1024 * 50 // 6400, 6400)
     assert config.eval.sampling is not None
     assert config.eval.sampling.greedy, "RLinf evaluates with the mean action, whatever temperature_eval is"
+
+
+def test_soft_actor_critic_of_a_perceptron(examples: Examples) -> None:
+    read = examples.read("maniskill_sac_mlp")
+    assert not [entry.path for entry in read.ledger if entry.disposition == "unsupported"]
+    config = read.loaded.config
+    sac = config.sac
+    assert sac is not None
+    decisions = 32 * 50  # of RLinf's trajectory: 32 simulators of 50 env steps, each with a final observation
+    assert (sac.capacity, sac.min_transitions, sac.min_transitions_actor) == (
+        200 * 32 * 51,
+        2 * decisions,
+        2 * decisions,
+    )
+    assert (sac.updates_per_round, sac.actor_every_updates, sac.batch_size) == (32, 4, 256)
+    assert (sac.target_reduce, sac.actor_reduce, sac.num_target_critics) == ("min", "mean", None)
+    assert (sac.temperature.kind, sac.temperature.initial, sac.temperature.target_entropy) == (
+        "softplus",
+        0.01,
+        -4,
+    )
+    assert (sac.optimizer.lr, sac.critic_optimizer.lr) == (3e-4, 1e-4)
+    assert (sac.max_grad_norm, sac.critic_max_grad_norm, sac.temperature.max_grad_norm) == (10.0, 1.0, 10.0)
+    assert (sac.gamma, sac.tau, sac.backup_entropy, sac.random_decisions) == (0.8, 0.01, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("actor.model.q_head_type=crossq", "CrossQ is not supported"),
+        ("algorithm.demo_buffer.load_path=/demonstrations", "LeRobot"),
+        ("algorithm.actor_agg_q=q1", "use min or mean"),
+        ("algorithm.enable_drq=true", "not augmented"),
+        ("actor.critic_optim.lr_scheduler=cosine", "constant learning rate"),
+        ("actor.model.model_type=openpi", "SAC of vision-language-action"),
+    ],
+)
+def test_what_braid_lacks_of_soft_actor_critic_is_refused(
+    examples: Examples, override: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        examples.read("maniskill_sac_mlp", override)
 
 
 @pytest.mark.parametrize("name", ["libero_10_grpo_openvlaoft", "maniskill_ppo_mlp"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from braid.sections import Section, Unused
 
@@ -22,18 +22,26 @@ class TemperatureConfig(Section):
     """The entropy temperature alpha, by which the policy's entropy is weighed against returns. It is tuned
     to a target entropy (Haarnoja et al. 2018, arXiv 1812.05905, eq. 18), or fixed."""
 
-    unused_while = (("kind", "fixed", "lr target_entropy"),)
+    unused_while = (("kind", "fixed", "lr target_entropy max_grad_norm"),)
 
     kind: Literal["exp", "softplus", "fixed"] = "exp"
     """How alpha follows from the number that is learned: exp or softplus of it. fixed: alpha is
     `initial`."""
-    initial: PositiveFloat = 1.0
-    """Alpha at the start."""
+    initial: NonNegativeFloat = 1.0
+    """Alpha at the start; 0 only with fixed: no entropy term."""
     target_entropy: float | None = None
     """Entropy of a decision to which alpha is tuned, in nats. null: minus the number of components of a
     decision (an action's size times the actions of a chunk)."""
     lr: PositiveFloat = 3e-4
     """Learning rate of Adam for that number."""
+    max_grad_norm: PositiveFloat | None = None
+    """Maximum size of its gradient; null for none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TemperatureConfig:
+        if self.initial == 0 and self.kind != "fixed":
+            raise ValueError(f"initial=0 has no {self.kind}; set a positive number, or kind to fixed")
+        return self
 
 
 class SacConfig(Section):
@@ -96,7 +104,9 @@ class SacConfig(Section):
     critic_optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
     """Optimizer and learning rate schedule of the critics."""
     max_grad_norm: PositiveFloat | None = None
-    """Maximum gradient norm, of the policy and of all critics together; null for none."""
+    """Maximum gradient norm of the policy; null for none."""
+    critic_max_grad_norm: PositiveFloat | None = None
+    """Maximum gradient norm of all critics together; null for none."""
 
     only_for_training: ClassVar[str] = "sac.*"
     unused_while = (("demonstrations", None, "demonstration_fraction"),)

@@ -72,7 +72,7 @@ class SoftActorCritic:
         self._temperature = Temperature(config.temperature, policy.size, self._device)
         self._steppers = {
             "policy": _Stepper(policy.module, config.optimizer, config.max_grad_norm),
-            "critic": _Stepper(critics, config.critic_optimizer, config.max_grad_norm),
+            "critic": _Stepper(critics, config.critic_optimizer, config.critic_max_grad_norm),
         }
         self._buffer = ReplayBuffer(config.capacity)
         self._num_demonstrated, self._demonstrations = (
@@ -96,9 +96,8 @@ class SoftActorCritic:
             self._buffer.add(episode)
             self._num_decisions += len(episode)
         metrics, config = Metrics(), self._config
-        beyond = self._num_decisions - config.min_transitions
-        due = 0
-        if beyond > 0 and len(self._buffer):
+        beyond, due = self._num_decisions - config.min_transitions, 0
+        if beyond >= 0 and len(self._buffer):
             due = config.updates_per_round or int(config.updates_per_decision * beyond) - self._num_updates
         sums: dict[str, tuple[Tensor, int]] = {}
         for _ in range(max(0, due)):
@@ -110,11 +109,11 @@ class SoftActorCritic:
         for name in ("critic/loss", "policy/loss"):
             if name in metrics and not math.isfinite(metrics.value(name)):
                 role = name.partition("/")[0]
-                key = "critic_optimizer" if role == "critic" else "optimizer"
+                prefix = "critic_" if role == "critic" else ""
                 raise TrainingError(
                     f"the mean {role} loss of the updates up to {self._num_updates} is "
-                    f"{metrics.value(name):g}; lower sac.{key}.lr, set sac.max_grad_norm, or scale rewards "
-                    "down (env.reward_scale)"
+                    f"{metrics.value(name):g}; lower sac.{prefix}optimizer.lr, set "
+                    f"sac.{prefix}max_grad_norm, or scale rewards down (env.reward_scale)"
                 )
         metrics.mean("sac/alpha", self._temperature.alpha.item())
         metrics.add("sac/updates", max(0, due))
@@ -238,10 +237,10 @@ class Temperature:
     """The entropy temperature of a policy whose decisions have `num_components` components."""
 
     def __init__(self, config: TemperatureConfig, num_components: int, device: torch.device) -> None:
-        self._kind = config.kind
+        self._kind, self._limit = config.kind, config.max_grad_norm
         target = config.target_entropy
         self._target = -float(num_components) if target is None else target
-        start = math.log(config.initial)
+        start = math.log(config.initial) if config.initial else -math.inf
         if config.kind == "softplus":  # whose inverse is log(exp(x) - 1)
             start = config.initial + math.log(-math.expm1(-config.initial))
         self._number = torch.tensor(start, dtype=torch.float32, device=device, requires_grad=True)
@@ -262,6 +261,8 @@ class Temperature:
             return
         self._optimizer.zero_grad()
         (self._value() * (entropy - self._target)).backward()
+        if self._limit is not None:
+            nn.utils.clip_grad_norm_([self._number], self._limit)
         self._optimizer.step()
 
     def state(self) -> dict[str, Any]:
