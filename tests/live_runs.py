@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ import braid.cluster.ray
 from braid.cluster.workers import Call, InProcessGroup, Place, Started
 from braid.config.load import load_config
 from braid.config.model import BuildSpec
+from braid.data.lerobot import Demonstration, write_demonstrations
 from braid.errors import RolloutError
 from braid.models.build import build_model
 from braid.models.causal_lm import CausalLM
@@ -99,6 +101,13 @@ RUNS: dict[str, list[str]] = {
         "rollout={prompts_per_round: 2, group_size: 1}",
         "env={kind: metaworld, task: reach-v3, max_episode_steps: 3, num_envs: 2, eval_episodes: 2, "
         "video: {save: true}}",
+    ],
+    "sac": [
+        "model={build: null, mlp: {}}", "data={}", "reward={}", "rollout={prompts_per_round: 2, group_size: 1}",
+        "env={kind: gymnasium, id: Pendulum-v1, rescale_actions: true, max_episode_steps: 4, num_envs: 2, eval_episodes: 2}",
+        "sac={batch_size: 4, min_transitions: 4, random_decisions: 4, num_critics: 2, "
+        "optimizer: {schedule: {decay: linear, decay_steps: 9, warmup_steps: 1}}, "
+        "critic_optimizer: {schedule: {decay: linear, decay_steps: 9, warmup_steps: 1}}, demonstrations: demonstrations}",
     ],
     "tools": [
         "env={kind: tools, max_turns: 2, max_context_tokens: 64}", "data.max_prompt_tokens=8", "rollout.sampling.max_new_tokens=4",
@@ -233,6 +242,10 @@ def write_files(folder: Path) -> None:
     (folder / "rows").mkdir()
     (folder / "rows/train.jsonl").write_text(rows)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(BASE))
+    states, numbers = np.zeros((3, 3), np.float32), np.zeros(3, np.float32)
+    write_demonstrations(
+        folder / "demonstrations", [Demonstration({"state": states}, numbers[:, None], "", numbers)]
+    )
     (folder / "rewards.py").write_text(
         "def play(task, base_url, api_key):\n    import openai\n    with openai.OpenAI(base_url=base_url, api_key=api_key) as client:\n"
         "        client.chat.completions.create(model='policy', messages=[{'role': 'user', 'content': 'a'}])\n    return 1.0\n\n"

@@ -73,6 +73,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "pipelined": ("pipeline.", "rollout.engine."),
     "sources": ("data.", "sft.", "reward."),
     "pictures": ("model.", "data.", "sft."),
+    "sac": ("sac.",),
     "supervised": ("sft.", "eval.", "train.", "run."),
     **dict.fromkeys(("rewards", "programs", "judge"), ("reward.",)),
     **dict.fromkeys((*LOSSES, "distillation"), ("algorithm.",)),
@@ -95,7 +96,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
 """Values to try where the type does not tell which are valid."""
 MISSING = (
     "prefer.",
-    "sac.",
     "model.vla.",
     *sorted(
         {path for env in (ManiskillEnv, LiberoEnv, RobosuiteEnv) for path, _ in fields_of(env, "env.")}
@@ -124,6 +124,7 @@ NEVER = {
         for name in ("compile", "logprob_chunk_bytes", "record_memory", "router_replay")
     ),
     "sft.optimizer.value_lr",
+    "sac.optimizer.value_lr", "sac.critic_optimizer.value_lr",
     *(
         f"reference.train.{name}"
         for name in (
@@ -148,6 +149,7 @@ NEVER = {
     # tests/trainer/test_vla_runs.py
     "sft.demonstrations",
     # only one valid value
+    "sac.optimizer.schedule.warmup_fraction", "sac.critic_optimizer.schedule.warmup_fraction",
     "rollout.engine.replicas",
     *(f"{train}.backend.stage" for train in _TRAINS),
 }  # fmt: skip
