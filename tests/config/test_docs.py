@@ -38,7 +38,13 @@ def test_every_key_is_on_the_reference_page() -> None:
         assert (
             f"## {path}" if is_section else f"| `{path.rpartition('.')[2]}` |"
         ) in page or path.startswith(
-            ("critic.train.", "sft.optimizer.", "prefer.optimizer.")  # which refer to train
+            (
+                "critic.train.",
+                "sft.optimizer.",
+                "prefer.optimizer.",
+                "sac.optimizer.",
+                "sac.critic_optimizer.",
+            )  # which refer to train
         ), path
 
 

@@ -204,3 +204,21 @@ def test_a_checkpoint_of_other_critics_is_refused() -> None:
     state = learner(config(num_critics=3))[0].state()
     with pytest.raises(CheckpointError, match="critics do not fit"):
         learner(config())[0].load(state)
+
+
+def test_images_train_the_encoders_of_policy_and_critics() -> None:
+    spec = MlpSpec(hidden_sizes=(8,), channels=(4, 4))
+    spaces = Spaces(1, ActionSpace("continuous", 1), {"image": (8, 8, 3)})
+    sac = config(updates_per_round=2)
+    policy, critics = SquashedGaussian(spec, spaces, seed=0), QEnsemble(spec, spaces, sac, seed=1)
+    before = [copy.deepcopy(module.state_dict()) for module in (policy.module, critics)]
+    episode = trajectory(0, 5, Status.FINISHED)
+    assert episode.env_steps is not None
+    pictures = np.random.default_rng(0).integers(0, 255, (6, 8, 8, 3), np.uint8)
+    episode.env_steps.observations["image"] = pictures
+    SoftActorCritic(sac, policy, critics, (0, 6)).learn([episode])
+    after = [module.state_dict() for module in (policy.module, critics)]
+    for one, other in zip(before, after, strict=True):
+        convolutions = [name for name in one if "convolutions" in name and name.endswith("weight")]
+        assert len(convolutions) == 2
+        assert not any(torch.equal(one[name], other[name]) for name in convolutions)
