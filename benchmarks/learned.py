@@ -59,7 +59,7 @@ TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
     "own_env": Task(EXAMPLES / "own_env.yaml"),
     "frozen_lake_short": Task(EXAMPLES / "frozen_lake.yaml"),
     "cartpole": Task(EXAMPLES / "cartpole.yaml"),
-    "pendulum": Task(EXAMPLES / "pendulum.yaml"),
+    "pendulum_sac": Task(EXAMPLES / "pendulum.yaml"),
     "reach": Task(EXAMPLES / "robot.yaml"),
     "reach_chunks": Task(
         EXAMPLES / "robot.yaml", ["model.mlp.num_action_chunks=5", "algorithm.advantage.gamma=0.87"]
