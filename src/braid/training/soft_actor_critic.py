@@ -52,8 +52,7 @@ def make_sac(place: Place, *, config: RunConfig, key: Sequence[int]) -> SoftActo
 
 
 class SoftActorCritic:
-    """Policy, critics with their targets, temperature and replay buffer. `key` precedes the number of an
-    update in its random key."""
+    """Policy, critics with their targets, temperature and replay buffer."""
 
     def __init__(
         self,
@@ -75,13 +74,11 @@ class SoftActorCritic:
             "critic": _Stepper(critics, config.critic_optimizer, config.critic_max_grad_norm),
         }
         self._buffer = ReplayBuffer(config.capacity)
-        self._num_demonstrated, self._demonstrations = (
-            0,
-            ReplayBuffer(sum(len(episode) + 1 for episode in demonstrations)),
-        )
+        self._demonstrations = ReplayBuffer(sum(len(episode) + 1 for episode in demonstrations))
         for episode in demonstrations:
             self._demonstrations.add(episode)
-            self._num_demonstrated = max(1, round(config.demonstration_fraction * config.batch_size))
+        share = config.demonstration_fraction if demonstrations else 0.0
+        self._num_demonstrated = math.ceil(share * config.batch_size)
         self._num_decisions = self._num_updates = 0
         self._set_uniform()
 
