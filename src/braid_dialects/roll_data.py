@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ _TEMPLATES = {
     ),
 }  # fmt: skip
 _CHOICE, _JUDGE = "CrossThinkQARuleRewardWorker", "LLMJudgeRewardWorker"
-_IFEVAL = "GeneralRuleRewardWorker"
+_IFEVAL, _DETECTION = "GeneralRuleRewardWorker", "DetectionRewardWorker"
 _JUDGE_PROMPT = (
     "Task:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to judge:\n{response}\n\n"
     "Does the answer agree with the reference? Reply with YES or NO."
@@ -44,6 +45,7 @@ _PARTS: dict[str, dict[str, Any]] = {
     "MultipleChoiceBoxedRuleRewardWorker": {"kind": "choice"},
     _CHOICE: {"kind": "choice"},
     _IFEVAL: {"kind": "ifeval"},
+    _DETECTION: {"kind": "detection", "settings_key": "reward_model"},
     "CodeSandboxRewardWorker": {"kind": "code", "tests_key": "test_cases"},
     _JUDGE: {"kind": "judge", "prompt": _JUDGE_PROMPT, "scores": {"yes": 1.0, "no": 0.0}},
 }
@@ -146,16 +148,30 @@ def reward_parts(source: Source) -> list[dict[str, Any]]:
             part |= {"url": source[f"{at}.judge_api_url"], "model": source[f"{at}.judge_model_name"]}
         elif worker == _CHOICE:
             part["scores"] = _CHOICE_SCORES.get(source[f"{at}.reward_type"])
+        elif worker == _DETECTION:
+            part["iou_threshold"] = _iou_threshold(source, at)
+            part["coordinates"] = "pixels" if facts.answers_in_pixels(source) else "reference"
         if worker in (_CHOICE, _IFEVAL):
             repeated = {"kind": "repetition", "name": f"{domain}_repetition", "ngram": 3, "weight": 0.5}
             out.append(repeated | tags)
     return out if facts.domains(source) else [{"kind": "math"}]
 
 
+def _iou_threshold(source: Source, at: str) -> str | float:
+    """The IoU threshold of detection, which ROLL reads from the environment; another text than average or a
+    number as it is."""
+    variables = (source["system_envs"] or {}) | (source[f"{at}.system_envs"] or {})
+    value = variables.get("DET_IOU_THRESHOLD", "average")
+    return float(value) if re.fullmatch(r"\d*\.?\d+", value) else value
+
+
 def missing_keys(source: Source) -> Iterator[tuple[str, str]]:
-    """Keys that a domain needs."""
+    """Keys that a domain needs, and a threshold of detection that braid lacks."""
     for domain in facts.domains(source):
-        worker = _worker(source, domain)
+        worker, at = _worker(source, domain), f"rewards.{domain}"
+        threshold = _iou_threshold(source, at) if worker == _DETECTION else "average"
+        if isinstance(threshold, str) and threshold != "average":
+            yield "system_envs", f"DET_IOU_THRESHOLD={threshold} is not supported; use average or a number"
         needed = {} if worker else {"worker_cls": "set it to the reward worker of the domain"}
         if len(facts.domains(source)) > 1:
             needed["tag_included"] = "with several domains, each must list the tags of its rows"
@@ -165,8 +181,8 @@ def missing_keys(source: Source) -> Iterator[tuple[str, str]]:
             why = "required for a judge: a model on an OpenAI-compatible server"
             needed |= {"judge_api_url": why, "judge_model_name": why}
         for name, why in needed.items():
-            if not source[f"rewards.{domain}.{name}"]:
-                yield f"rewards.{domain}.{name}", why
+            if not source[f"{at}.{name}"]:
+                yield f"{at}.{name}", why
 
 
 def _query_filter(_: Any, source: Source) -> Became:
@@ -296,8 +312,11 @@ REWARDS = rows(
         missing("reward_manager_config format_pattern code_url", "write a function (braid.reward.parts)"),
         ignored("name", "the domain names the part"),
         ignored("use_local world_size max_concurrency", "see reward.concurrency"),
+        to("system_envs", ".parts", "{text}",
+           unless(lambda s: _worker(s, _domain(s)) != _DETECTION, "a rule reads none"), _IS_SCORED, _PARTS_OF_ALL,
+           note="DET_IOU_THRESHOLD only"),
         ignored("infer_batch_size num_gpus_per_worker device_mapping model_args data_args generating_args "
-                "strategy_args system_envs", "a rule has no model and no device")),
+                "strategy_args", "a rule has no model and no device")),
     missing("reward_model.*", _LOCAL_JUDGE),
 )
 # fmt: on

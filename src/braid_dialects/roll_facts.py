@@ -301,13 +301,22 @@ def reads_images(source: Source) -> bool:
     if is_agentic(source):
         return False
     workers = [source[f"rewards.{domain}.worker_cls"] or "" for domain in domains(source)]
-    model = source["actor_train.model_args.model_name_or_path"] or source["pretrain"] or ""
     return (
         any(source.has(f"actor_train.data_args.image_{name}_pixels") for name in ("min", "max"))
         or any(worker.endswith("DetectionRewardWorker") for worker in workers)
         or source["actor_train.data_args.template"] == "qwen2-vl"
-        or _NAMED_VISION.search(PurePath(model).name) is not None
+        or _NAMED_VISION.search(_model_name(source)) is not None
     )
+
+
+def _model_name(source: Source) -> str:
+    model = source["actor_train.model_args.model_name_or_path"] or source["pretrain"] or ""
+    return PurePath(model).name
+
+
+def answers_in_pixels(source: Source) -> bool:
+    """Whether the model, told by its name, gives boxes in pixels; ROLL tells it by the model's processor."""
+    return re.search(r"qwen2[._]5[-_]?vl", _model_name(source), re.IGNORECASE) is not None
 
 
 def is_geometry(source: Source) -> bool:

@@ -14,6 +14,7 @@ from tests.pictures import picture
 from braid.config.load import load_config
 from braid.errors import ConfigError
 from braid.report.samples import read_samples
+from braid.rewards.kinds import DetectionReward
 from braid.trainer import commands
 from braid_dialects.load import Read, read_config
 
@@ -68,9 +69,35 @@ def test_a_reward_for_detection_tells_a_file_with_images(reader: Reader) -> None
     tree = SEED_OF["roll-rlvr-002"].tree()
     tree["rewards"] = {"boxes": {"worker_cls": _DETECTION}}
     path = reader.write("detection", tree)
-    assert trained(read_config(path, (), dialect="roll", allowed=["rewards"])) == "all"
-    with pytest.raises(ConfigError, match=r"rewards\.boxes\.worker_cls: .*use a function"):
-        read_config(path, (), dialect="roll")
+    assert trained(read_config(path, (), dialect="roll")) == "all"
+
+
+def detection(reader: Reader, *overrides: str) -> DetectionReward:
+    (part,) = (
+        part
+        for part in read(reader, "roll-images", *overrides).loaded.config.reward.parts
+        if isinstance(part, DetectionReward)
+    )
+    return part
+
+
+def test_detection_has_the_weights_of_each_row_and_the_threshold_of_the_environment(reader: Reader) -> None:
+    part = detection(reader)
+    assert (part.name, part.sources, part.settings_key) == ("cv_detection", ("v3det",), "reward_model")
+    assert part.iou_threshold == "average"
+    assert detection(reader, "+system_envs.DET_IOU_THRESHOLD='0.75'").iou_threshold == 0.75
+    of_worker = "+rewards.cv_detection.system_envs={DET_IOU_THRESHOLD: '0.5'}"
+    assert detection(reader, "+system_envs.DET_IOU_THRESHOLD='0.75'", of_worker).iou_threshold == 0.5
+    with pytest.raises(ConfigError, match=r"system_envs: DET_IOU_THRESHOLD=dynamic is not supported; use"):
+        detection(reader, "+system_envs.DET_IOU_THRESHOLD=dynamic")
+
+
+@pytest.mark.parametrize(
+    ("model", "coordinates"),
+    [("Qwen/Qwen2.5-VL-7B-Instruct", "pixels"), ("Qwen/Qwen3-VL-4B-Thinking", "reference")],
+)
+def test_qwen_2_5_finds_objects_in_pixels(reader: Reader, model: str, coordinates: str) -> None:
+    assert detection(reader, f"pretrain={model}").coordinates == coordinates
 
 
 def test_braid_s_own_key_leaves_the_tower_out(reader: Reader) -> None:
@@ -286,9 +313,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "built.yaml").write_text(yaml.safe_dump(tree))
     run_dir = commands.sft(load_config(folder / "built.yaml")).run_dir
     (commands.export(run_dir, output=folder / "model") / "chat_template.jinja").write_text(TEMPLATE)
-    _write_parquet(folder / "math.parquet", [
+    ratios = {"iou_max_label_first": 1.0, "iou_max_iou_first": 0.0, "iou_completeness": 0.3}
+    boxes = "<answer>[{'bbox_2d': [0, 0, 1, 1], 'label': 'a'}]</answer>"
+    _write_parquet(folder / "orsta.parquet", [
         {"prompt": "<image> a?", "images": [{"bytes": picture(i).data, "path": None}],
-         "data_source": "geo170k" if i == 3 else "mm_math", "reward_model": {"ground_truth": letter}}
+         "data_source": "v3det" if i == 3 else "mm_math",
+         "reward_model": {"ground_truth": boxes if i == 3 else letter, "format_ratio": 0.1, "accuracy_ratio": 1.0,
+                          "verifier_parm": {"det_verifier_normalized": True, "det_reward_ratio": ratios}}}
         for i, letter in enumerate("abcd")
     ])  # fmt: skip
     _write_parquet(folder / "geometry.parquet", [
@@ -337,8 +368,8 @@ def check(run_dir: Path, lines: list[dict[str, Any]]) -> None:
 @pytest.mark.slow
 def test_a_file_of_roll_trains_with_images(reader: Reader, home: Path) -> None:
     overrides = [
-        f"pretrain={home}/model", f"actor_train.data_args.file_name={home}/math.parquet",
-        f"validation.data_args.file_name={home}/math.parquet",
+        f"pretrain={home}/model", f"actor_train.data_args.file_name={home}/orsta.parquet",
+        f"validation.data_args.file_name={home}/orsta.parquet",
         "actor_train.data_args.image_min_pixels=64",
         "rollout_batch_size=4", "num_return_sequences_in_group=2", "prompt_length=64", "response_length=4",
         "actor_train.device_mapping=[0]", "actor_train.training_args.gradient_accumulation_steps=8",

@@ -486,7 +486,7 @@ KINDS: dict[str, tuple[list[dict[str, Any]], Collection[str]]] = {
                 },
             },
         ],
-        {"rewards.cv_detection.worker_cls"},
+        (),
     ),
 }
 """Kind of example -> changes to the file of five domains, and the keys that stay unsupported."""

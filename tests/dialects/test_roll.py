@@ -641,17 +641,17 @@ def test_ifeval_is_an_instruction_and_a_penalty_for_repetition(tmp_path: Path) -
 
 def test_rows_of_domains_without_a_reward_or_a_share_are_dropped(tmp_path: Path) -> None:
     rewards = {
-        "detection": {
-            "worker_cls": "roll.pipeline.rlvr.rewards.detection_reward_worker.DetectionRewardWorker",
-            "tag_included": ["detection"],
+        "video": {
+            "worker_cls": "roll.pipeline.rlvr.rewards.video.VideoRewardWorker",
+            "tag_included": ["video"],
         },
         "multiple_choice_boxed": {"tag_included": ["mmlu"]},
         "math_rule": {"tag_included": ["aime"]},
     }
-    shares = {"actor_train": {"data_args": {"domain_interleave_probs": {"math_rule": 0.6, "detection": 0.4}}}}
-    result = read(tmp_path, {"rewards": rewards, **shares}, allowed=["rewards.detection"])
+    shares = {"actor_train": {"data_args": {"domain_interleave_probs": {"math_rule": 0.6, "video": 0.4}}}}
+    result = read(tmp_path, {"rewards": rewards, **shares}, allowed=["rewards.video"])
     mix = {entry.sources: entry.share for entry in result.loaded.config.data.mix}
-    assert mix == {("aime", "*"): 0.6, ("detection",): 0.0, ("mmlu",): 0.0}
+    assert mix == {("aime", "*"): 0.6, ("video",): 0.0, ("mmlu",): 0.0}
     assert [part.name for part in result.loaded.config.reward.parts] == ["multiple_choice_boxed", "math_rule"]
 
 
@@ -671,8 +671,8 @@ def test_a_judge_is_called_at_its_server(tmp_path: Path) -> None:
 
 
 def test_a_domain_without_a_native_part_suggests_an_alternative(tmp_path: Path) -> None:
-    text = problems(tmp_path, {"rewards": {"detection": {"worker_cls": "roll.x.DetectionRewardWorker"}}})
-    assert "rewards.detection.worker_cls" in text
+    text = problems(tmp_path, {"rewards": {"video": {"worker_cls": "roll.x.VideoRewardWorker"}}})
+    assert "rewards.video.worker_cls" in text
     assert "use a function" in text
 
 

@@ -217,6 +217,15 @@ class Vision:
         width, height = opened(image).size
         return count(height, width, {}) // self.merge**2
 
+    def scaled_size(self, image: Image) -> tuple[int, int]:
+        """Width and height in pixels of an image as the tower reads it; its own for a model that resizes all
+        images to one size."""
+        if not self._family.has_grid:
+            return opened(image).size
+        rows, columns = self.read(image).grid
+        pixels = self.merge * self.config.vision_config.patch_size
+        return columns * pixels, rows * pixels
+
     def _tokens(self, image: Image) -> list[int]:
         return self.tokenizer.encode(self.read(image).text, add_special_tokens=False)
 

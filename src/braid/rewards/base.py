@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from braid.config.reward import RewardConfig
 from braid.errors import ConfigError, Problem, RewardError
-from braid.types import Encoded, Message, Prompt, Trajectory, text_of
+from braid.types import Encoded, Image, Message, Prompt, Trajectory, text_of
 
 Later = Callable[[], Awaitable[object]]
 """Async function that returns a score; called again for each retry."""
@@ -60,11 +60,13 @@ class Services:
     """Models and rollout engine for the parts that need them, provided when the run is built. A part whose
     service is missing is refused.
 
-    `classifiers` maps the number of a part to its reward model.
+    `classifiers` maps the number of a part to its reward model; `image_size` is the width and height in
+    pixels of an image as the policy reads it.
     """
 
     classifiers: Mapping[int, Classifier]
     generate: Generate | None = None
+    image_size: Callable[[Image], tuple[int, int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,14 @@ async def _no_policy(*_: object, **__: object) -> str:
     raise AssertionError("judges are not called before a run")
 
 
+def _no_image(_: object) -> tuple[int, int]:
+    raise AssertionError("no answer is scored before a run")
+
+
 def _part_problems(loaded: Loaded, number: int, prompts: Prompts, chat: ChatFormat) -> Iterator[Problem]:
     config, base_dir, key = loaded.config, loaded.base_dir, f"reward.parts[{number}]"
-    part, services = config.reward.parts[number], Services({}, _no_policy)
+    image_size = None if config.model.vision is None else _no_image
+    part, services = config.reward.parts[number], Services({}, _no_policy, image_size)
     if part.has_model:
         return
     try:

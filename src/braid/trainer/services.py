@@ -35,7 +35,7 @@ def reward_services(
     judge = PolicyJudge(
         engine, inputs.tokenizer, inputs.end_token_ids, seed=config.run.seed, vision=inputs.vision
     )
-    return Services(classifiers, judge)
+    return Services(classifiers, judge, inputs.vision and inputs.vision.scaled_size)
 
 
 class PolicyJudge:

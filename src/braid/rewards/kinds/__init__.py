@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from .base import RewardPart
 from .choice import ChoiceReward
 from .code import CodeReward
+from .detection import DetectionReward
 from .exact import ExactReward
 from .function import FunctionReward
 from .ifeval import IfevalReward
@@ -20,6 +21,7 @@ __all__ = [
     "REWARDS",
     "ChoiceReward",
     "CodeReward",
+    "DetectionReward",
     "ExactReward",
     "FunctionReward",
     "IfevalReward",
@@ -42,6 +44,7 @@ REWARDS: Mapping[str, type[RewardPart]] = {
     "length": LengthReward,
     "repetition": RepetitionReward,
     "ifeval": IfevalReward,
+    "detection": DetectionReward,
     "code": CodeReward,
     "model": ModelReward,
     "judge": JudgeReward,
