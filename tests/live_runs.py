@@ -150,6 +150,10 @@ RUNS: dict[str, list[str]] = {
         "{kind: length, end: 4}, {kind: repetition}, {kind: function, path: 'rewards.py:one'}, "
         "{kind: model, path: classifier, max_tokens: 2, overlong: left}]",
     ],
+    "detection": [
+        "reward.parts=[{kind: detection}, {kind: pattern, pattern: a}]",
+        "data={train: [{kind: file, path: boxes.jsonl}], eval: [{kind: file, path: boxes.jsonl}]}",
+    ],
     "programs": ["reward={parts: [{kind: code, pattern: '(.*)'}], code: {isolation: process}}", "rollout.group_size=2"],
     "judge": [
         "reward.parts=[{kind: judge, url: SERVER, model: some, prompt: '{response}', api_key_env: HOME, "
@@ -233,6 +237,10 @@ def write_files(folder: Path) -> None:
     """Write tiny.yaml, and the data, models and functions that RUNS name."""
     rows = "".join(f'{{"prompt": "{x}", "answer": "{x}", "tests": "assert 1"}}\n' for x in "abcd")
     (folder / "letters.jsonl").write_text(rows)
+    boxes = "[{'bbox_2d': [0, 0, 1, 1], 'label': 'a'}]"
+    (folder / "boxes.jsonl").write_text(
+        "".join(f'{{"prompt": "{x}", "answer": "{boxes}"}}\n' for x in "abcd")
+    )
     for i in range(4):
         (folder / f"{i}.png").write_bytes(picture(i).data)
     with_pictures = "".join(

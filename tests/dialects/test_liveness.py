@@ -75,7 +75,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "pictures": ("model.", "data.", "sft."),
     "sac": ("sac.",),
     "supervised": ("sft.", "eval.", "train.", "run."),
-    **dict.fromkeys(("rewards", "programs", "judge"), ("reward.",)),
+    **dict.fromkeys(("rewards", "detection", "programs", "judge"), ("reward.",)),
     **dict.fromkeys((*LOSSES, "distillation"), ("algorithm.",)),
     **dict.fromkeys(LAYOUTS, ("train.", "inference.", "cluster.", "rollout.engine.", "rollout.weight_sync.")),
     **{name: ("rollout.",) for name in LAYOUTS if name.startswith(("vllm", "sglang"))},

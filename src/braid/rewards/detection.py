@@ -60,6 +60,7 @@ class Task:
 def detection(config: DetectionReward, making: Making) -> Score:
     """The score of an answer, from 0 to 1; see DetectionReward."""
     read, image_size = task_reader(config, making.key), making.services.image_size
+    thresholds = IOU_THRESHOLDS if config.iou_threshold == "average" else (config.iou_threshold,)
     if config.coordinates == "pixels" and image_size is None:
         raise making.without_service(f"{making.key}.coordinates", "a policy that reads images")
 
@@ -75,7 +76,6 @@ def detection(config: DetectionReward, making: Making) -> Score:
             if not (images := trajectory.prompt.images):
                 raise RewardError("coordinates=pixels needs a prompt with an image", is_final=True)
             boxes = in_thousandths(boxes, image_size(images[0].image))
-        thresholds = IOU_THRESHOLDS if config.iou_threshold == "average" else (config.iou_threshold,)
         accuracy = accuracy_of(boxes, task, thresholds)
         return (1 - task.format_share) * accuracy + task.format_share * has_format
 
