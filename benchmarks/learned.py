@@ -67,6 +67,7 @@ TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
     "button_press": Task(EXAMPLES / "robot.yaml", ["env.task=button-press-v3", "eval.target.min_final=0.8"]),
     **{name: Task(EXAMPLES / f"{name}.yaml") for name in ("smollm2", "smollm2_lora", "smollm2_tool")},
     "pictures": Task(EXAMPLES / "pictures.yaml", script="pictures.py"),
+    "look_agent": Task(EXAMPLES / "look_agent.yaml", script="look_agent.py"),
     "vla": Task(EXAMPLES / "vla.yaml", vla="openvla_oft"),
     "pi0": Task(CONFIGS / "pi0.yaml", vla="pi0"),
 }
@@ -96,7 +97,8 @@ def prepare(task: Task, folder: Path) -> list[str]:
     made = [f"model.path={folder}/model", f"sft.demonstrations={folder}/demonstrations"]
     if task.vla is None:
         uses = {"data.train[0]": "train", "data.eval[0]": "eval", "sft.data[0]": "sft"}
-        made = [f"{source}.path={folder}/{name}.jsonl" for source, name in uses.items()]
+        files = ((source, folder / f"{name}.jsonl") for source, name in uses.items())
+        made = [f"{source}.path={file}" for source, file in files if file.exists()]
     return [*task.overrides, *made]
 
 

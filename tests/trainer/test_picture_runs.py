@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
-from examples import pictures
+from examples import look_agent, pictures
 from tests.contracts.engines import TORCHVISION
 from tests.needs import WITH_VLLM
 from tests.pictures import picture
@@ -21,6 +23,7 @@ from braid.report.samples import read_samples
 from braid.rollout.engines.vllm import kind, options
 from braid.rollout.engines.vllm.options import environment
 from braid.trainer import commands
+from braid.types import Action, Prompt
 
 BUILD = {
     "architecture": "qwen3_vl", "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2,
@@ -118,6 +121,66 @@ def test_the_example_trains_on_the_files_that_its_script_writes(
         json.loads(line)["image"] for line in shuffled
     )
     assert sum(one != other for one, other in zip(made, shuffled, strict=True)) > 0.9 * len(made)
+
+
+def play(shows: Any, seed: int, moves: int) -> tuple[list[Any], float]:
+    """The pictures of a game of `moves` short moves, and the rewards together."""
+
+    async def played() -> tuple[list[Any], float]:
+        walk, pictures, rewards = look_agent.Walk(shows), list[Any](), 0.0
+        replies = (await walk.start(Prompt("t:0", "t", (), ()), seed)).messages
+        for _ in range(moves):
+            pictures += [message["content"][0]["image"] for message in replies]
+            step = await walk.step(Action(f"look: {walk.board.short_move()}"))
+            rewards += step.reward
+            if step.is_done:
+                break
+            replies = step.messages
+        return pictures, rewards
+
+    return asyncio.run(played())
+
+
+def test_the_game_of_the_example_is_won_by_short_moves_alone_and_shows_the_board() -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(8):
+        pictures, rewards = play("board", seed, moves=4)
+        assert rewards == 1.0
+        assert len(pictures) == look_agent.Board(np.random.default_rng(seed)).distance
+        assert len(set(map(str, pictures))) == len(pictures), "each move changes the board"
+        assert len(set(map(str, play("empty", seed, moves=4)[0]))) == 1
+        assert play("other", seed, moves=4)[0] != pictures
+        assert play("board", seed, moves=len(pictures) - 1)[1] == 0.0
+    messages = [look_agent.game(rng) for _ in range(50)]
+    answers = [game[i]["content"] for game in messages for i in range(1, len(game), 2)]
+    guesses = sum(answer.startswith("guess") for answer in answers) / len(answers)
+    assert abs(guesses - look_agent.SHARE_GUESSED) < 0.15
+
+
+@pytest.mark.slow
+def test_the_agent_that_looks_trains_on_the_games_that_its_script_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["look_agent.py", str(tmp_path)])
+    look_agent.main()
+    overrides = [
+        f"sft.data[0].path={tmp_path}/sft.jsonl",
+        f"run.output_dir={tmp_path}/runs",
+        "run.max_rounds=2",
+    ]
+    overrides += ["sft.steps=5", "eval.target=null", "env.eval_episodes=16", "rollout.prompts_per_round=8"]
+    overrides += ["report.samples_every_rounds=1"]
+    run_dir = commands.train(load_config(Path(look_agent.__file__).with_suffix(".yaml"), overrides)).run_dir
+    rounds = rounds_of(run_dir)
+    assert [line["policy/logprob_mismatch_kl"] < 1e-6 for line in rounds if "policy/loss" in line] == [
+        True
+    ] * 2
+    turns = [
+        turn
+        for sample in read_samples(run_dir / "samples/round_000002.jsonl")
+        for turn in sample.trajectory.turns
+    ]
+    assert {len(turn.images) for turn in turns} == {1}, "each turn reads one picture"
 
 
 @pytest.mark.slow
