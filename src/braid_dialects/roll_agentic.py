@@ -18,7 +18,8 @@ from .values import choice
 
 _GAMES = ("frozen_lake", "sokoban")
 _STEPWISE = ("StepEnvManager",)
-_MANAGERS = ("TrajEnvManager", *_STEPWISE)
+_DRAWN = "VLTrajEnvManager"
+_MANAGERS = ("TrajEnvManager", *_STEPWISE, _DRAWN)
 _OWN_PROGRAM = "run the agent as a program (braid.env.kind=program), or write an environment, of one or several agents: braid.env.mix"
 
 
@@ -26,26 +27,25 @@ def _tag(source: Source) -> str:
     return source.at.split(".")[1]
 
 
-def shares(source: Source, manager: str) -> dict[str, int]:
-    """Groups of each tag of a manager; equal ones without a partition. Without tags, evaluation has those of
-    training."""
-    if not (tags := source[f"{manager}.tags"]):
-        return {} if manager == "train_env_manager" else shares(source, "train_env_manager")
-    return dict(zip(tags, source[f"{manager}.num_groups_partition"] or [1] * len(tags), strict=False))
-
-
-def tags(source: Source) -> list[str]:
-    """The tags that a manager names."""
-    return list(shares(source, "train_env_manager") | shares(source, "val_env_manager"))
-
-
 def is_stepwise(source: Source) -> bool:
     """Whether each turn is a training row, with the history in its prompt."""
-    return any(_manager(source, tag) in _STEPWISE for tag in tags(source))
+    return any(_manager(source, tag) in _STEPWISE for tag in facts.tags(source))
 
 
 def _manager(source: Source, tag: str) -> str:
     return (source[f"custom_envs.{tag}.env_manager_cls"] or "TrajEnvManager").rpartition(".")[2]
+
+
+def _is_drawn(source: Source) -> bool:
+    """Whether the policy sees pictures of the board of the tag whose key is converted."""
+    game = source[f"custom_envs.{_tag(source)}.env_type"]
+    config = source[f"custom_envs.{_tag(source)}.env_config"] or {}
+    return game in _GAMES and config.get("render_mode") == "rgb_array"
+
+
+def _drawn_template(source: Source) -> str:
+    before, after = (source[f".{name}_step_template"] or "" for name in ("pre", "next"))
+    return f"{{opening}}{before}{{suffix}}{after}"
 
 
 def _supported(env_type: str) -> bool:
@@ -56,15 +56,15 @@ def _share(_: Any, source: Source) -> Became:
     """Shares of the tags of the manager whose key is converted."""
     manager = source.at.partition(".")[0]
     name = "share" if manager == "train_env_manager" else "eval_share"
-    return Became({f"env.mix.{tag}.{name}": share for tag, share in shares(source, manager).items()})
+    return Became({f"env.mix.{tag}.{name}": share for tag, share in facts.shares(source, manager).items()})
 
 
 def base(source: Source) -> dict[str, Any]:
     """Native settings of agentic files that no key alone determines."""
     if not facts.is_agentic(source):
         return {}
-    turns = [source[f"custom_envs.{tag}.max_steps"] for tag in tags(source)]
-    types = [source[f"custom_envs.{tag}.env_type"] or "" for tag in tags(source)]
+    turns = [source[f"custom_envs.{tag}.max_steps"] for tag in facts.tags(source)]
+    types = [source[f"custom_envs.{tag}.env_type"] or "" for tag in facts.tags(source)]
     made: dict[str, Any] = {
         "env.kind": "agent",
         "env.max_turns": max((turn for turn in turns if turn), default=10),
@@ -74,8 +74,8 @@ def base(source: Source) -> dict[str, Any]:
         "env.run_in": "auto" if all(kind in _GAMES for kind in types) else "process",
         "reward.parts": [],
     }
-    for tag in tags(source):
-        evaluated = shares(source, "val_env_manager").get(tag, 0)
+    for tag in facts.tags(source):
+        evaluated = facts.shares(source, "val_env_manager").get(tag, 0)
         kind = {"name": "templated", "share": 0, "eval_share": evaluated}
         made |= {f"env.mix.{tag}.{name}": value for name, value in kind.items()}
         if _manager(source, tag) in _STEPWISE:
@@ -92,9 +92,9 @@ def missing_tags(source: Source) -> Iterator[tuple[str, str]]:
     for manager in ("train_env_manager", "val_env_manager"):
         if not facts.is_agentic(source):
             return
-        if not tags(source):
+        if not facts.tags(source):
             yield f"{manager}.tags", "name at least one of custom_envs"
-        for tag in shares(source, manager):
+        for tag in facts.shares(source, manager):
             if not source[f"custom_envs.{tag}.env_type"]:
                 yield f"{manager}.tags", f"{tag!r} has no custom_envs.{tag}.env_type"
         names, parts = source[f"{manager}.tags"] or [], source[f"{manager}.num_groups_partition"]
@@ -160,8 +160,9 @@ def estimator(value: str, source: Source) -> Any:
 
 
 _SOME_OTHER = unless(lambda s: not facts.is_agentic(s), "there is no train_env_manager")
-_IS_USED = unless(lambda s: _tag(s) not in tags(s), "no manager has this tag")
+_IS_USED = unless(lambda s: _tag(s) not in facts.tags(s), "no manager has this tag")
 _OF_GIGPO = needs("adv_estimator", "gigpo")
+_OF_DRAWN = unless(lambda s: _manager(s, _tag(s)) != _DRAWN, f"for {_DRAWN} only")
 
 # One rule per line.
 # fmt: off
@@ -175,18 +176,24 @@ AGENTIC = rows(
             {f"{s.native[0]}.{name}": value for name, value in (v or {}).items()}),
            note="arguments of the environment"),
         to("env_manager_cls", ".history_length", "text",
-           lambda v, _: v if (name := v.rpartition(".")[2]) in _MANAGERS else unsupported(
-               f"{'boards are not drawn; ' if name.startswith('VL') else ''}use {' or '.join(_MANAGERS)}; "
-               f"{_OWN_PROGRAM}"),
+           lambda v, _: v if v.rpartition(".")[2] in _MANAGERS else unsupported(
+               f"use {', '.join(_MANAGERS)}; {_OWN_PROGRAM}"),
+           lambda v, s: v if _is_drawn(s) == (v.rpartition(".")[2] == _DRAWN) else unsupported(
+               f"{_DRAWN} plays {' and '.join(_GAMES)} with env_config.render_mode=rgb_array, the other managers "
+               "play without it"),
            lambda v, s: s[".history_length"] or 1 if v.rpartition(".")[2] in _STEPWISE else implied(
                "an episode is one conversation"),
            note="StepEnvManager: each turn is a row, which reads the history in its template"),
-        to("agent_system_template agent_template", ".{system,template}", "text?", unless_null("no template"),
+        to("agent_system_template", ".system", "text?", unless_null("no template")),
+        to("{pre,next}_step_template", ".template", "text?", _OF_DRAWN, computed(_drawn_template),
+           note="text before and after the picture of the board"),
+        to("agent_template", ".template", "text?", unless_null("no template"),
+           unless(lambda s: _manager(s, _tag(s)) == _DRAWN, f"not read by {_DRAWN}"),
            note="a template without {suffix} gets the board at the end of the observation"),
         to("max_steps", ".max_turns", "count", lambda v, s: Became(
             {s.native[0]: v, "env.max_turns": base(s)["env.max_turns"]}), note="turns per episode"),
         to("max_tokens_per_step", ".max_tokens", "count",
-           refused(lambda v, s: {v, None} < {s[f"custom_envs.{tag}.max_tokens_per_step"] for tag in tags(s)} | {None} and
+           refused(lambda v, s: {v, None} < {s[f"custom_envs.{tag}.max_tokens_per_step"] for tag in facts.tags(s)} | {None} and
                    "the tags have different values, but braid has one limit; make them equal"),
            lambda v, s: Became({s.native[0]: v, "rollout.sampling.max_new_tokens": facts.max_new_tokens(s)})),
         to("history_length", ".*", "count",

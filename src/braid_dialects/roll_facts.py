@@ -117,6 +117,19 @@ def is_agentic(source: Source) -> bool:
     return source.has("train_env_manager") or source.has("custom_envs")
 
 
+def shares(source: Source, manager: str) -> dict[str, int]:
+    """Groups of each tag of a manager; equal ones without a partition. Without tags, evaluation has those of
+    training."""
+    if not (tags := source[f"{manager}.tags"]):
+        return {} if manager == "train_env_manager" else shares(source, "train_env_manager")
+    return dict(zip(tags, source[f"{manager}.num_groups_partition"] or [1] * len(tags), strict=False))
+
+
+def tags(source: Source) -> list[str]:
+    """The tags that a manager names."""
+    return list(shares(source, "train_env_manager") | shares(source, "val_env_manager"))
+
+
 def context(source: Source) -> int:
     """Tokens of an agentic episode."""
     return source["sequence_length"] or source["prompt_length"] + (source["response_length"] or 1)
@@ -299,7 +312,8 @@ def reads_images(source: Source) -> bool:
         if is_within(path, "model.vision"):
             return value is not None
     if is_agentic(source):
-        return False
+        managers = (source[f"custom_envs.{tag}.env_manager_cls"] or "" for tag in tags(source))
+        return any(manager.endswith(".VLTrajEnvManager") for manager in managers)
     workers = [source[f"rewards.{domain}.worker_cls"] or "" for domain in domains(source)]
     return (
         any(source.has(f"actor_train.data_args.image_{name}_pixels") for name in ("min", "max"))

@@ -19,6 +19,7 @@ from braid.trainer import commands
 from braid_dialects.load import Read, read_config
 
 from .conftest import ALL_SEEDS, IN_ONE_PROCESS, Reader, Seed
+from .test_agentic import PRESET
 from .test_agentic import roll as agentic
 
 SEED_OF = {seed.name: seed for seed in ALL_SEEDS}
@@ -183,10 +184,24 @@ def test_videos_and_audio_are_refused_by_name(reader: Reader, override: str, mes
         read(reader, "roll-images", override)
 
 
-def test_an_agent_that_sees_its_board_is_refused_by_name(tmp_path: Path) -> None:
-    manager = "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager"
-    with pytest.raises(ConfigError, match="boards are not drawn"):
-        agentic(tmp_path, None, f"custom_env.FrozenLake.env_manager_cls={manager}")
+SEES = {
+    "env_manager_cls": "roll.pipeline.agentic.env_manager.vl_traj_env_manager.VLTrajEnvManager",
+    "pre_step_template": "Turn {turn_idx}:\n",
+    "next_step_template": "\n{actions_left} left",
+}
+
+
+def test_an_agent_that_sees_its_board_reads_images(tmp_path: Path) -> None:
+    lake = PRESET["custom_env"]["FrozenLake"]
+    drawn = lake | SEES | {"env_config": lake["env_config"] | {"render_mode": "rgb_array"}}
+    config = agentic(tmp_path, {"custom_envs": {"FrozenLake": drawn}}).loaded.config
+    assert config.model.vision is not None
+    kwargs = config.env.mix["FrozenLake"].kwargs
+    assert kwargs["template"] == "{opening}Turn {turn_idx}:\n{suffix}\n{actions_left} left"
+    assert kwargs["env_kwargs"]["render_mode"] == "rgb_array"
+    assert "history_length" not in kwargs
+    with pytest.raises(ConfigError, match=r"with env_config\.render_mode=rgb_array, the other managers"):
+        agentic(tmp_path, {"custom_envs": {"FrozenLake": lake | SEES}})
 
 
 # RLinf

@@ -6,14 +6,16 @@ import asyncio
 from collections import deque
 from typing import Any
 
+import numpy as np
 import pytest
 
-from braid.envs.agents.adapters.grids import FrozenLake, Sokoban
+from braid.envs.agents.adapters.grids import CELL, FrozenLake, Sokoban
 from braid.envs.agents.adapters.templated import Templated
 from braid.envs.agents.base import Opening, Step
 from braid.envs.agents.build import AgentEnvs, MixedEnvs
 from braid.envs.kinds import AgentEnvConfig, MixedEnvConfig
 from braid.errors import ConfigError
+from braid.images import opened
 from braid.types import Action, Prompt
 
 TASK = Prompt("a:0", "a", (), ())
@@ -136,6 +138,41 @@ def test_a_conversation_is_made_of_the_template() -> None:
     assert env.step(says("left")).is_truncated
 
 
+DRAWN = {"is_slippery": False, "render_mode": "rgb_array", "env_instruction": "Walk."}
+
+
+def test_a_board_is_drawn_where_the_template_has_the_state() -> None:
+    env = Templated(
+        "frozen_lake",
+        template="{opening}Turn {turn_idx}:{suffix}{actions_left} left",
+        max_turns=2,
+        env_kwargs=DRAWN,
+    )
+    (first,) = env.start(TASK, 0).messages
+    rules, board, after = first["content"]
+    assert rules["text"].startswith("Walk.\nColours: blue: player, white: empty, black: hole")
+    assert rules["text"].endswith("UpTurn 1:"), "the rules are in the first turn"
+    assert after == {"type": "text", "text": "2 left"}
+    pixels = np.asarray(opened(board["image"]))
+    assert pixels.shape == (4 * CELL, 4 * CELL, 3)
+    assert pixels[0, 0].tolist() == [50, 80, 220], "the player starts in the corner"
+    assert pixels[-1, -1].tolist() == [40, 180, 60], "the goal is in the other"
+    (second,) = env.step(says("left")).messages
+    before, same, _ = second["content"]
+    assert before["text"] == "Turn 2:"
+    assert same == board, "a wall stops the player"
+    sokoban = Sokoban(dim_room=[6, 7], num_boxes=1, render_mode="rgb_array").reset(3)[1]["image"]
+    assert sokoban.shape == (6 * CELL, 7 * CELL, 3)
+    assert {tuple(pixel) for pixel in sokoban[::CELL, ::CELL].reshape(-1, 3)} >= {(0, 0, 0), (50, 80, 220)}
+
+
+def test_the_picture_is_appended_to_a_template_without_a_place_and_histories_have_none() -> None:
+    _, board = Templated("frozen_lake", env_kwargs=DRAWN).start(TASK, 0).messages[0]["content"]
+    assert board["type"] == "image"
+    with pytest.raises(ConfigError, match="remove history_length"):
+        Templated("frozen_lake", history_length=2, env_kwargs=DRAWN).start(TASK, 0)
+
+
 def test_with_a_history_each_turn_reads_only_its_message() -> None:
     env = Templated(
         "frozen_lake", template="{env_instruction}|{history}|{history_length}|{current_step}|{current_observation}",
@@ -168,7 +205,7 @@ def test_reasoning_is_part_of_what_the_action_is_found_in() -> None:
         ({"template": "{stat}"}, "{stat} is unknown"),
         ({"env_kwargs": {"size": 3, "colour": 1}}, "colour"),
         ({"env_kwargs": {"action_pattern": "<answer>"}}, "no group"),
-        ({"env_kwargs": {"render_mode": "rgb_array"}}, "text"),
+        ({"env_kwargs": {"render_mode": "human"}}, "set it to text or rgb_array"),
     ],
 )
 def test_mistakes_in_arguments_are_named(kwargs: dict[str, Any], message: str) -> None:

@@ -1,5 +1,6 @@
-"""FrozenLake and Sokoban with boards of symbols, a new one for each seed, in GEM's protocol: reset(seed) ->
-(text, info), step(text) -> (text, reward, is_done, is_truncated, info), where info["suffix"] is the board.
+"""FrozenLake and Sokoban, a new board for each seed, in GEM's protocol: reset(seed) -> (text, info),
+step(text) -> (text, reward, is_done, is_truncated, info), where info["suffix"] is the board in symbols or,
+with render_mode rgb_array, info["image"] its picture.
 
 Rewards and symbols are ROLL's. Its FrozenLake draws the start and the goal too; here they are in opposite
 corners.
@@ -13,11 +14,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from numpy.typing import NDArray
 
 from . import refused
 
 Seen = tuple[str, float, bool, bool, dict[str, Any]]
+CELL = 16
+"""Side of a cell in a picture, in pixels."""
+_RGB = {
+    "black": (0, 0, 0), "white": (255, 255, 255), "red": (220, 40, 40), "green": (40, 180, 60),
+    "blue": (50, 80, 220), "yellow": (230, 210, 40), "purple": (150, 50, 200),
+}  # fmt: skip
 
 
 def _symbols(text: str) -> dict[int, tuple[str, str]]:
@@ -32,6 +41,8 @@ class _Board(ABC):
     actions: ClassVar[Mapping[int, str]]
     symbols: ClassVar[Mapping[int, tuple[str, str]]]
     """Code of a cell -> symbol, meaning."""
+    colours: ClassVar[Sequence[str]]
+    """Colours of the cells in a picture, by code."""
     rules: ClassVar[str]
 
     def __init__(
@@ -44,10 +55,11 @@ class _Board(ABC):
         grid_vocab: Mapping[str, str] | None = None,
         action_lookup: Mapping[Any, str] | None = None,
         env_instruction: str | None = None,
-        render_mode: Literal["text"] = "text",
+        render_mode: Literal["text", "rgb_array"] = "text",
     ) -> None:
-        if render_mode != "text":
-            raise refused(f"render_mode={render_mode!r} is not supported; set it to text")
+        if render_mode not in ("text", "rgb_array"):
+            raise refused(f"render_mode={render_mode!r} is not supported; set it to text or rgb_array")
+        self._is_drawn = render_mode == "rgb_array"
         try:
             self._pattern = re.compile(action_pattern, re.DOTALL)
         except re.error as error:
@@ -63,9 +75,13 @@ class _Board(ABC):
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         self._num_steps = 0
         self._start(seed)
-        meanings = ", ".join(f"{symbol}: {meaning}" for symbol, meaning in self._meanings.items())
-        rules = f"{self._rules}\nSymbols: {meanings}\nActions: {', '.join(self._actions.values())}"
-        return rules, {"suffix": self._suffix()}
+        signs, meanings = "Symbols", self._meanings
+        if self._is_drawn:
+            signs = "Colours"
+            meanings = dict(zip(self.colours, dict(self.symbols.values()).values(), strict=True))
+        legend = ", ".join(f"{sign}: {meaning}" for sign, meaning in meanings.items())
+        rules = f"{self._rules}\n{signs}: {legend}\nActions: {', '.join(self._actions.values())}"
+        return rules, self._shown()
 
     def step(self, answer: str) -> Seen:
         self._num_steps += 1
@@ -84,14 +100,20 @@ class _Board(ABC):
         is_done = is_over and not self._is_timed_out
         counts = {"valid": chosen is not None, "effective": is_effective, "success": self._is_won()}
         metrics = {name: float(value) for name, value in counts.items()}
-        return text, reward, is_done, is_over and not is_done, {"suffix": self._suffix(), "metrics": metrics}
+        return text, reward, is_done, is_over and not is_done, self._shown() | {"metrics": metrics}
 
     @property
     def _is_timed_out(self) -> bool:
         return self._num_steps >= self._max_steps and not self._is_won()
 
-    def _suffix(self) -> str:
-        return "\n".join("".join(self._symbols.get(cell, "?") for cell in row) for row in self._cells())
+    def _shown(self) -> dict[str, Any]:
+        """The board: as symbols, or as pixels [height * CELL, width * CELL, 3]."""
+        cells = self._cells()
+        if not self._is_drawn:
+            lines = ("".join(self._symbols.get(cell, "?") for cell in row) for row in cells)
+            return {"suffix": "\n".join(lines)}
+        pixels: NDArray[np.uint8] = np.array([_RGB[name] for name in self.colours], np.uint8)[np.array(cells)]
+        return {"image": pixels.repeat(CELL, axis=0).repeat(CELL, axis=1)}
 
     @abstractmethod
     def _start(self, seed: int) -> None: ...
@@ -112,6 +134,7 @@ class FrozenLake(_Board):
 
     actions: ClassVar = {0: "Left", 1: "Down", 2: "Right", 3: "Up"}
     symbols: ClassVar = _symbols("P player, _ empty, O hole, G goal, X player in hole, √ player on goal")
+    colours: ClassVar = ("blue", "white", "black", "green", "red", "yellow")
     rules: ClassVar = (
         "You walk over a frozen lake from the start to the goal. Do not step into a hole. On slippery ice "
         "you may move in another direction than you want. Answer with one action per turn, such as "
@@ -166,6 +189,7 @@ class Sokoban(_Board):
     symbols: ClassVar = _symbols(
         "# wall, _ empty, O target, √ box on target, X box, P player, S player on target"
     )
+    colours: ClassVar = ("black", "white", "red", "green", "yellow", "blue", "purple")
     rules: ClassVar = (
         "You push all boxes onto the targets of a Sokoban puzzle. You push a box by moving towards it from "
         "the next cell; you cannot push it into a wall or another box, nor pull it. Answer with one action "

@@ -16,6 +16,7 @@ from . import refused
 _FIELDS = frozenset(
     [
         "env_instruction",
+        "opening",
         "observation",
         "current_observation",
         "suffix",
@@ -29,17 +30,21 @@ _FIELDS = frozenset(
     ]
 )
 
+_PICTURE = "\0picture\0"
+"""In the text of a message: the place of the picture of a board."""
+
 
 class Templated:
     """`id` is frozen_lake, sokoban (see grids), one of GEM, or package.module.Class with GEM's reset and
     step; `env_kwargs` are its arguments. See base.AgentEnv.
 
     `template` makes the user message of a turn of {observation} (in the first turn the rules), {suffix} (the
-    state, which is appended to the observation if the template has no place for it), {env_instruction} (the
-    rules), {turn_idx}, {current_step}, {step_count}, {actions_left} (of `max_turns`), {max_response_length}
-    (`max_tokens`) and {history}. With `history_length` the policy reads only this message in each turn, which
-    makes a training row of its own; {history} then has the turns before, as many as this less one, and
-    {current_observation} the state.
+    state, as text or a picture, which is appended to the observation if the template has no place for it),
+    {env_instruction} (the rules), {opening} (the rules in the first turn, later nothing), {turn_idx},
+    {current_step}, {step_count}, {actions_left} (of `max_turns`), {max_response_length} (`max_tokens`) and
+    {history}. With `history_length` the policy reads only this message in each turn, which makes a training
+    row of its own; {history} then has the turns before, as many as this less one, and {current_observation}
+    the state.
     """
 
     def __init__(
@@ -95,7 +100,10 @@ class Templated:
         """Nothing to free."""
 
     def _messages(self, observation: str, info: dict[str, Any], *, is_fresh: bool) -> list[Message]:
-        suffix = str(info.get("suffix", "")).strip()
+        image = info.get("image")
+        if image is not None and self._history_length is not None:
+            raise refused("render_mode=rgb_array: histories have no pictures; remove history_length")
+        suffix = str(info.get("suffix", "")).strip() if image is None else _PICTURE
         self._seen = suffix if observation == self._rules else f"{observation} {suffix}".strip()
         if suffix and not self._fields & {"suffix", "current_observation"}:
             observation = f"{observation}\n{suffix}"
@@ -103,6 +111,7 @@ class Templated:
         kept = self._history[-num_kept:] if num_kept else []
         text = self._template.format(
             env_instruction=self._rules,
+            opening="" if self._num_turns else self._rules,
             observation=observation,
             current_observation=self._seen,
             suffix=suffix,
@@ -114,7 +123,12 @@ class Templated:
             history=", ".join(kept),
             history_length=len(kept),
         )
-        user: Message = {"role": "user", "content": text}
+        content: str | list[Any] = text
+        if image is not None:
+            before, _, after = text.partition(_PICTURE)
+            first, last = ([{"type": "text", "text": words}] if words else [] for words in (before, after))
+            content = [*first, {"type": "image", "image": image}, *last]
+        user: Message = {"role": "user", "content": content}
         return [{"role": "system", "content": self._system}, user] if self._system and is_fresh else [user]
 
 
