@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from braid.envs.agents.base import Opening, Step
 from braid.images import data_uri, image_of
-from braid.types import Action, Prompt
+from braid.types import Action, Message, Prompt
 
 SIZE = 3
 """Cells along a side of the board."""
@@ -81,15 +81,12 @@ class Walk:
         self.moves_left = self.board.distance
         return Opening([self.look()])
 
-    def look(self) -> dict[str, Any]:
+    def look(self) -> Message:
         """The message with a picture that the policy reads before a move."""
-        match self.shows:
-            case "board":
-                picture = self.board.picture
-            case "empty":
-                picture = draw()
-            case "other":
-                picture = Board(self.rng).picture
+        if self.shows == "empty":
+            picture = draw()
+        else:
+            picture = (self.board if self.shows == "board" else Board(self.rng)).picture
         return {"role": "user", "content": [{"type": "image", "image": picture}]}
 
     async def step(self, action: Action) -> Step:

@@ -12,6 +12,7 @@ import yaml
 from tests.pictures import picture
 
 from braid.config.load import load_config
+from braid.envs.kinds import AgentEnvConfig
 from braid.errors import ConfigError
 from braid.report.samples import read_samples
 from braid.rewards.kinds import DetectionReward
@@ -196,6 +197,7 @@ def test_an_agent_that_sees_its_board_reads_images(tmp_path: Path) -> None:
     drawn = lake | SEES | {"env_config": lake["env_config"] | {"render_mode": "rgb_array"}}
     config = agentic(tmp_path, {"custom_envs": {"FrozenLake": drawn}}).loaded.config
     assert config.model.vision is not None
+    assert isinstance(config.env, AgentEnvConfig)
     kwargs = config.env.mix["FrozenLake"].kwargs
     assert kwargs["template"] == "{opening}Turn {turn_idx}:\n{suffix}\n{actions_left} left"
     assert kwargs["env_kwargs"]["render_mode"] == "rgb_array"
