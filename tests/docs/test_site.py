@@ -27,6 +27,4 @@ def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     pages = sorted((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 30
     loads = re.compile(r'<(?:script|img|iframe)[^>]*\ssrc="(https?:[^"]+)|<link[^>]*\shref="(https?:[^"]+)')
-    assert [
-        (page.name, *found.groups()) for page in pages for found in loads.finditer(page.read_text())
-    ] == []
+    assert [(page.name, *load.groups()) for page in pages for load in loads.finditer(page.read_text())] == []
