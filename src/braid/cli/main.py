@@ -193,6 +193,17 @@ def _step(text: str) -> int | str:
     return text if text == "best" else int(text)
 
 
+def _gib(text: str) -> float:
+    """The value of `plan --device-memory`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 2.0**40:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GiB, such as 80")
+    return value
+
+
 def _export(args: argparse.Namespace) -> int:
     run_dir = Path(args.run_dir)
     if not (run_dir / "config.yaml").is_file():
@@ -225,6 +236,19 @@ def _show(args: argparse.Namespace) -> int:
         sys.stdout.write(show.as_json(loaded, plan, example))
     else:
         show.print_plan(loaded, plan, example, show_defaults=args.all, read_as=args.read_as)
+    return OK
+
+
+def _forecast(args: argparse.Namespace) -> int:
+    """Print what a run needs, without starting it."""
+    from braid.cli.plan import as_json, print_forecast
+
+    loaded, plan = _planned(args, args.verb)
+    capacity = None if args.device_memory is None else round(args.device_memory * 2**30)
+    if args.json:
+        sys.stdout.write(as_json(loaded.config, plan, capacity=capacity))
+    else:
+        print_forecast(loaded.config, plan, capacity=capacity)
     return OK
 
 
@@ -474,6 +498,10 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
         _show,
         "Print the config with the origins of its values, and the plan; --check also checks data and models.",
     ),
+    "plan": (
+        _forecast,
+        "Say what a run needs before it is run: memory by device, role and part, disk, and what limits.",
+    ),
     "explain": (
         _explain,
         "Show how each key of a config of RLinf, ROLL, SkyRL, verl or TRL, or one --key, is translated.",
@@ -515,10 +543,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         verb = verbs.add_parser(name, prog=f"braid {name}", description=text, allow_abbrev=False)
         verb.add_argument("--debug", action="store_true", help="print tracebacks of errors")
         verb.set_defaults(run=run)
-        if name in (*_RUNS, "show", "explain", "convert"):
+        if name in (*_RUNS, "show", "plan", "explain", "convert"):
             _add_config(verb, is_optional=name == "explain")
-    show, explain, convert, export, schema = (
-        verbs.choices[name] for name in ("show", "explain", "convert", "export", "schema")
+    show, plan, explain, convert, export, schema = (
+        verbs.choices[name] for name in ("show", "plan", "explain", "convert", "export", "schema")
     )
     show.add_argument("--all", action="store_true", help="also show default values")
     show.add_argument(
@@ -527,8 +555,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="also read the data, call each reward on an example, and check that models and packages exist, "
         "as train does before it starts",
     )
-    show.add_argument("--for", dest="verb", choices=_RUNS, help="plan for this command")
-    for verb in (show, explain):
+    for verb in (show, plan):
+        verb.add_argument("--for", dest="verb", choices=_RUNS, help="plan for this command")
+    plan.add_argument(
+        "--device-memory",
+        type=_gib,
+        metavar="GIB",
+        help="memory of each device in GiB; that of this machine by default",
+    )
+    for verb in (show, plan, explain):
         verb.add_argument("--json", action="store_true", help="print JSON")
     explain.add_argument("--key", metavar="KEY", help="explain one key in each config format that has it")
     convert.add_argument("--output", metavar="FILE", help="output file; standard output by default")

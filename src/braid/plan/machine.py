@@ -47,3 +47,17 @@ def count_gpus() -> int:
     names = [name.strip() for name in visible.split(",")]
     none = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
     return min(there, none)
+
+
+def gpu_bytes() -> int | None:
+    """Memory of the first NVIDIA GPU of this machine; None without one."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).total)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()

@@ -61,7 +61,9 @@ class ModelSize:
     experts, to the parameters of its rank-1 adapter: inputs plus outputs, of every expert. `is_latent`: keys
     and values are compressed (multi-head latent attention), so that `head_dim` is not the size that engines
     store. `num_kv_layers`: layers with keys and values, None if all have them. `state_numbers`: numbers in
-    the states of linear attention and state-space layers of one sequence."""
+    the states of linear attention and state-space layers of one sequence. `intermediate_size` is the width of
+    the feed-forward layers that a token passes, all its experts together; `has_head_norms`: queries and keys
+    are normalized."""
 
     parameters: int
     head_parameters: int
@@ -77,6 +79,9 @@ class ModelSize:
     num_chosen_experts: int = 0
     num_kv_layers: int | None = None
     state_numbers: int = 0
+    intermediate_size: int = 0
+    vocab_size: int = 0
+    has_head_norms: bool = False
 
     @property
     def choice_bytes(self) -> int:
@@ -127,8 +132,8 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
     layer = sum(map(math.prod, matrices.values())) + num_norms * hidden
     if spec.architecture == "qwen2":
         layer += queries + 2 * keys  # biases
-    if spec.architecture in ("qwen3", "gemma3_text", "qwen3_vl"):
-        layer += 2 * spec.head_dim  # norms of queries and keys
+    has_head_norms = spec.architecture in ("qwen3", "gemma3_text", "qwen3_vl")
+    layer += 2 * spec.head_dim if has_head_norms else 0
     head = 0 if spec.tie_embeddings else vocab * hidden
     tower = spec.vision_tower.num_parameters(hidden) if spec.vision_tower is not None else 0
     return ModelSize(
@@ -146,6 +151,9 @@ def size_of_spec(spec: BuildSpec) -> ModelSize:
             for n in range(spec.num_layers)
             for name, shape in matrices.items()
         },
+        intermediate_size=wide,
+        vocab_size=vocab,
+        has_head_norms=has_head_norms,
     )
 
 
@@ -176,10 +184,23 @@ def size_of_folder(folder: str | Path | None) -> ModelSize | None:
             linear=_linear(shapes),
             is_latent="kv_lora_rank" in text,
             num_chosen_experts=next((text[name] for name in _CHOSEN if text.get(name)), 0),
+            intermediate_size=_intermediate_size(text),
+            vocab_size=text.get("vocab_size") or 0,
+            has_head_norms=any("q_norm" in name for name in shapes),
             **_sizes_of_states(text, shapes),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
         return None
+
+
+def _intermediate_size(text: Mapping[str, Any]) -> int:
+    """ModelSize.intermediate_size: that of the chosen experts and the shared one, in a mixture of experts."""
+    dense = text.get("intermediate_size") or 4 * text["hidden_size"]
+    chosen = next((text[name] for name in _CHOSEN if text.get(name)), 0)
+    if not chosen:
+        return dense
+    shared = text.get("shared_expert_intermediate_size") or 0
+    return chosen * (text.get("moe_intermediate_size") or dense) + shared
 
 
 def _sizes_of_states(text: Mapping[str, Any], shapes: Mapping[str, list[int]]) -> dict[str, int]:
@@ -244,6 +265,9 @@ def _size_of_gguf(file: str | Path) -> ModelSize:
         max_positions=header.setting("context_length"),
         linear=_linear({name: shapes[old] for old, name in layers.items()}),
         num_chosen_experts=header.setting("expert_used_count") or 0,
+        intermediate_size=header.setting("feed_forward_length") or 4 * hidden,
+        vocab_size=shapes["token_embd.weight"][0] if "token_embd.weight" in shapes else 0,
+        has_head_norms=any("attn_q_norm" in name for name in shapes),
     )
 
 

@@ -73,6 +73,11 @@ class Engine(Kind):
         """An engine in this process, which samples with `lm`."""
         raise NotImplementedError(f"{type(self).__name__} runs in other processes")
 
+    @property
+    def device_fraction(self) -> float:
+        """The fraction of its devices' memory that it takes when it starts."""
+        return 0.0
+
     def num_devices(self) -> int:
         """Devices of one engine; 0 if they are not the run's."""
         return 1
@@ -184,6 +189,10 @@ class ServedEngine(Engine):
 
     def must_define(self) -> tuple[str, ...]:
         return ("connect",) if self.servers else ("start",)
+
+    @property
+    def device_fraction(self) -> float:
+        return self.memory_fraction
 
     def num_devices(self) -> int:
         return 0 if self.servers else self.tensor_parallel * self.pipeline_parallel

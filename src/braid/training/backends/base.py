@@ -37,6 +37,17 @@ class Split(NamedTuple):
     fits: Callable[[int], bool]
 
 
+class Shares(NamedTuple):
+    """Which fraction of a model's weights, gradients, optimizer states and activations a rank has on its
+    device, and how many layers of whole weights it gathers in passes; None for all layers."""
+
+    weights: float = 1.0
+    gradients: float = 1.0
+    optimizer: float = 1.0
+    activations: float = 1.0
+    gathered_layers: int | None = 0
+
+
 class Backend(Kind):
     """A kind of training backend. Methods get the training settings `train` that it belongs to, whose key is
     `at` (such as critic.train)."""
@@ -116,6 +127,10 @@ class Backend(Kind):
         them."""
         return 4 * trained
 
+    def shares(self, train: TrainConfig, count: int) -> Shares:
+        """What each of the role's `count` ranks has, without `train.offload`."""
+        return Shares()
+
     def environment(self) -> dict[str, str | None]:
         """Environment variables of the role's processes."""
         return {}
@@ -149,6 +164,12 @@ class Sharded(Backend):
 
     def copy_devices(self, train: TrainConfig) -> int:
         return train.sequence_parallel
+
+    def shares(self, train: TrainConfig, count: int) -> Shares:
+        """Weights, gradients and optimizer states are sharded over all ranks (ZeRO stage 3, arXiv
+        1910.02054), the next layer's weights gathered while one computes."""
+        part = 1.0 / count
+        return Shares(part, part, part, 1.0 / train.sequence_parallel, gathered_layers=2)
 
     def divisors(self, train: TrainConfig) -> Iterator[tuple[str, int, str]]:
         size = train.sequence_parallel

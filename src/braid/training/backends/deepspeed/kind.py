@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import PositiveInt
 
 from braid.sections import Unused
-from braid.training.backends.base import Sharded
+from braid.training.backends.base import Sharded, Shares
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,13 @@ class DeepSpeed(Sharded):
 
     def shard_size(self, count: int) -> int:
         return self.hpz_partition_size
+
+    def shares(self, train: TrainConfig, count: int) -> Shares:
+        if self.cpu_offload:
+            return Shares(0.0, 0.0, 0.0, 1.0 / train.sequence_parallel, gathered_layers=2)
+        secondary = 1.0 / self.hpz_partition_size if self.hpz_partition_size > 1 else 0.0
+        shares = super().shares(train, count)
+        return shares._replace(weights=shares.weights + secondary)
 
     def divisors(self, train: TrainConfig) -> Iterator[tuple[str, int, str]]:
         yield from super().divisors(train)

@@ -9,7 +9,7 @@ from pydantic import PositiveInt
 
 from braid.config.backends import DType
 from braid.sections import Unused
-from braid.training.backends.base import Sharded
+from braid.training.backends.base import Sharded, Shares
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,16 @@ class AnyFsdp(Sharded):
         from .backend import FsdpBackend
 
         return FsdpBackend(model, train, total_steps=total_steps, device=device)
+
+    def shares(self, train: TrainConfig, count: int) -> Shares:
+        part, tokens = 1.0 / self.shard_size(count), 1.0 / train.sequence_parallel
+        if self.sharding == "none":
+            return Shares(activations=tokens)
+        if self.cpu_offload:
+            return Shares(0.0, 0.0, 0.0, tokens, gathered_layers=2)
+        gradients = 1.0 if self.sync_last_micro_batch_only else part
+        stays_gathered = self.sharding == "grad_op"
+        return Shares(part, gradients, part, tokens, gathered_layers=None if stays_gathered else 2)
 
     def parameter_dtype(self) -> DType | None:
         return self.param_dtype

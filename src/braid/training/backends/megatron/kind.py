@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from braid.sections import Section, Unused
-from braid.training.backends.base import Backend, Split, grid, has_heads, heads_of
+from braid.training.backends.base import Backend, Shares, Split, grid, has_heads, heads_of
 from braid.types import Groups
 
 if TYPE_CHECKING:
@@ -130,6 +130,15 @@ class Megatron(Backend):
 
     def copy_devices(self, train: TrainConfig) -> int:
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    def shares(self, train: TrainConfig, count: int) -> Shares:
+        """(6 + 12 / d) P / (tensor x pipeline) bytes of P weights in half precision, of which the optimizer's
+        12 are sharded over the d data-parallel ranks. A pipeline's first stage has the activations of as many
+        micro-batches in flight as there are stages, each of its part of the layers (arXiv 2104.04473)."""
+        part = 1.0 / (self.tensor_parallel * self.pipeline_parallel)
+        replicas = max(1, count // self.copy_devices(train)) if self.distributed_optimizer else 1
+        tokens = 1.0 / (self.context_parallel * self.tensor_parallel)
+        return Shares(part, part, part / replicas, tokens)
 
     @property
     def _expert_tensor(self) -> int:
