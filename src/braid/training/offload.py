@@ -39,6 +39,12 @@ def release_memory() -> None:
     torch.cuda.empty_cache()
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch's allocator found no memory: a class of its own on GPUs, a text on CPUs
+    (c10/core/impl/alloc_cpu.cpp)."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def num_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Size of the moments and step counts in bytes; 0 without an optimizer."""
     states = optimizer.state.values() if optimizer is not None else ()

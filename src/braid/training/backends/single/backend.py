@@ -34,7 +34,15 @@ from braid.models.value_head import ValueHead
 from braid.training.backend import Diagnostics, HeldBytes, Loss, StepReport, Work
 from braid.training.balance import Balance, Load, load_metrics
 from braid.training.loss_scale import LossScale
-from braid.training.offload import HOST, move_states, move_weights, moved, num_bytes, release_memory
+from braid.training.offload import (
+    HOST,
+    is_out_of_memory,
+    move_states,
+    move_weights,
+    moved,
+    num_bytes,
+    release_memory,
+)
 from braid.training.optimizer import build_optimizer, lr_factor, master_weights, peak_rates, set_rate
 from braid.training.packing import grouped_micro_batches, pack, unpack, unpack_choices
 from braid.training.shards import (
@@ -95,6 +103,7 @@ class SingleBackend:
         self._runs_tower = False
         self._work = Work()
         self._num_steps = self._skipped_in_row = 0
+        self._micro_batch_tokens = config.micro_batch_tokens
 
     @property
     def model(self) -> TrainableModel:
@@ -167,23 +176,8 @@ class SingleBackend:
             returns = self._over_ranks(np.concatenate([np.zeros(0, np.float32), *local_returns]))
             self._observe(head, np.concatenate(returns))
         config = self._config
-        cuts = grouped_micro_batches(
-            rows,
-            config.micro_batch_tokens,
-            config.micro_batch_rows,
-            whole_trajectories=loss.whole_trajectories,
-        )
-        num_passes = self._num_passes(len(cuts))
-        has_experts = self._model.num_experts > 0
-        here = sum(map(len, rows)) if self._counts_rows else 0
-        num_positions = self._over_ranks(here) if has_experts else [here]
-        running = Running(self._device, sum(num_positions))
-        if config.router_aux_coef and has_experts:
-            is_one_pass = len(num_positions) == num_passes == 1
-            counts = None if is_one_pass else self._choices(self._batches(rows, cuts, num_passes, spare))
-            running.balance = Balance(config.router_aux_coef, running.num_positions, counts)
         try:
-            self._accumulate(self._batches(rows, cuts, num_passes, spare, weights), num_passes, loss, running)
+            running = self._gradients_of(rows, weights, loss, spare)
             if self._scale is not None:
                 self._scale_gradients(1.0 / self._scale.value)
             report = self._report(running, sum(row.num_tokens for row in rows), loss.limits)
@@ -198,6 +192,79 @@ class SingleBackend:
             self._work.train_s += time.perf_counter() - start
         self._count(report, loss.limits)
         return report
+
+    def _gradients_of(
+        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row | None
+    ) -> Running:
+        """Accumulate the gradients of a step. Where memory runs out in one process, they are computed again
+        from none, in smaller micro-batches, which stay so until the process ends: the loss is normalized
+        over the step, so the gradients are the same up to rounding. Ranks, whose passes are collective,
+        raise what the allocator did, and so does a step whose micro-batches cannot be smaller."""
+        while True:
+            cuts = self._cuts(rows, loss, self._micro_batch_tokens)
+            try:
+                return self._run_passes(cuts, rows, weights, loss, spare)
+            except RuntimeError as error:
+                if not is_out_of_memory(error) or dist.is_initialized():
+                    raise
+                smaller = self._smaller(cuts, rows, loss)
+                if smaller is None:
+                    error.add_note(
+                        "a micro-batch of a single row does not fit: set train.gradient_checkpointing=true, "
+                        "or lower rollout.sampling.max_new_tokens; braid plan says what takes the memory"
+                    )
+                    raise
+            # Not within the except clause, where the error holds the graph.
+            self._drop_gradients()
+            release_memory()
+            before, self._micro_batch_tokens = self._micro_batch_tokens, smaller
+            logger.warning(
+                "step %d of %d ran out of memory in micro-batches of up to %d tokens; taking it again in "
+                "micro-batches of %d, as all steps from here on (set train.micro_batch_tokens=%d)",
+                self._num_steps + 1,
+                self._total_steps,
+                before,
+                smaller,
+                smaller,
+            )
+
+    def _cuts(self, rows: Sequence[Row], loss: Loss, max_tokens: int) -> list[list[int]]:
+        """The rows of each micro-batch of a step."""
+        whole = loss.whole_trajectories
+        return grouped_micro_batches(
+            rows, max_tokens, self._config.micro_batch_rows, whole_trajectories=whole
+        )
+
+    def _smaller(self, cuts: Sequence[Sequence[int]], rows: Sequence[Row], loss: Loss) -> int | None:
+        """Tokens of micro-batches of which there are more than these `cuts`, from half of the largest on;
+        None if there cannot be more."""
+        tokens = min(self._micro_batch_tokens, max(sum(len(rows[i]) for i in cut) for cut in cuts))
+        while tokens > 1:
+            tokens //= 2
+            if len(self._cuts(rows, loss, tokens)) > len(cuts):
+                return tokens
+        return None
+
+    def _run_passes(
+        self,
+        cuts: Sequence[Sequence[int]],
+        rows: Sequence[Row],
+        weights: Sequence[float],
+        loss: Loss,
+        spare: Row | None,
+    ) -> Running:
+        """The passes of a step in micro-batches `cuts`."""
+        num_passes = self._num_passes(len(cuts))
+        has_experts = self._model.num_experts > 0
+        here = sum(map(len, rows)) if self._counts_rows else 0
+        num_positions = self._over_ranks(here) if has_experts else [here]
+        running = Running(self._device, sum(num_positions))
+        if self._config.router_aux_coef and has_experts:
+            is_one_pass = len(num_positions) == num_passes == 1
+            counts = None if is_one_pass else self._choices(self._batches(rows, cuts, num_passes, spare))
+            running.balance = Balance(self._config.router_aux_coef, running.num_positions, counts)
+        self._accumulate(self._batches(rows, cuts, num_passes, spare, weights), num_passes, loss, running)
+        return running
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         self._masters = master_weights(self._model.module)
