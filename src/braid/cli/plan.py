@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -13,10 +14,13 @@ from rich.text import Text
 
 from braid.config.schema import RunConfig
 from braid.plan import Plan
+from braid.plan.advice import Change, changes
 from braid.plan.disk import free_disk, plan_disk
 from braid.plan.memory import PROCESS, DeviceMemory, plan_memory
 from braid.plan.placement import format_numbers
 from braid.report.files import human_bytes
+
+from .columns import Row, print_rows
 
 
 def as_json(config: RunConfig, plan: Plan, *, capacity: int | None = None) -> str:
@@ -25,6 +29,10 @@ def as_json(config: RunConfig, plan: Plan, *, capacity: int | None = None) -> st
     data = {
         "verb": plan.verb,
         "devices": [_device(device) for device in devices],
+        "changes": [
+            {**asdict(change), "value": _assignment(change).partition("=")[2]}
+            for change in changes(config, plan, capacity=capacity)
+        ],
         "disk": [asdict(files) for files in plan_disk(config, plan)],
         "free_disk_bytes": free_disk(config),
     }
@@ -44,12 +52,12 @@ def _device(device: DeviceMemory) -> dict[str, Any]:
 def print_forecast(
     config: RunConfig, plan: Plan, *, capacity: int | None = None, console: Console | None = None
 ) -> None:
-    """Print memory, disk, and what limits."""
+    """Print memory, what limits, what would help, and disk."""
     console = console or Console(highlight=False)
     devices = plan_memory(config, plan, capacity=capacity)
     if not devices:
         _title(console, "memory", "")
-        console.print(Text(f"  {_why_unknown(config, plan)}", "dim"))
+        console.print(Text(f"  {_why_unknown(config, plan)}\n", "dim"))
     for device in devices:
         what = "this machine" if plan.layout.mode == "in_process" and not plan.layout.has_gpus else "device"
         name = what if what == "this machine" else f"{what} {format_numbers(device.devices)}"
@@ -57,11 +65,29 @@ def print_forecast(
         console.print(Padding(_memory_table(device), (0, 0, 0, 2), expand=False))
         style = "bold red" if device.fits is False else ""
         console.print(Text(f"  {limit_of(device)}\n", style), soft_wrap=True)
+    if helpful := changes(config, plan, capacity=capacity):
+        _title(console, "changes that would help most", "each planned anew, alone")
+        print_rows(console, [_change_row(change) for change in helpful], indent=2)
+        console.print()
     _title(console, "disk", f"{human_bytes(free_disk(config))} are free")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    for files in plan_disk(config, plan):
-        table.add_row(files.what, human_bytes(files.num_bytes), Text(files.how, "dim"))
-    console.print(Padding(table, (0, 0, 1, 2), expand=False))
+    rows = [
+        (Text(files.what), Text(human_bytes(files.num_bytes), "bold"), Text(files.how, "dim"))
+        for files in plan_disk(config, plan)
+    ]
+    print_rows(console, rows, indent=2)
+
+
+def _change_row(change: Change) -> Row:
+    saved = f"{human_bytes(change.after)}, {1 - change.after / change.before:.0%} less"
+    return Text(_assignment(change)), Text(saved, "bold"), Text(change.cost, "dim")
+
+
+def _assignment(change: Change) -> str:
+    """The change as it is written on the command line."""
+    value = change.value
+    if isinstance(value, BaseModel):
+        value = value.model_dump(include={"rank"})
+    return f"{change.key}={value if isinstance(value, str) else json.dumps(value)}"
 
 
 def _title(console: Console, title: str, note: str) -> None:
