@@ -55,3 +55,32 @@ def test_a_wrong_device_memory_is_refused(text: str, config: str, capsys: pytest
 def test_a_robots_policy_has_no_guess(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "examples/cartpole.yaml"]) == OK
     assert "memory" in capsys.readouterr().out
+
+
+def test_measured_rates_give_the_time_of_a_round(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["model.build={hidden_size: 32, intermediate_size: 48, num_heads: 2, num_kv_heads: 1}"]
+    sizes += ["model.build.head_dim=16", "model.build.num_layers=1", "run.num_threads=1"]
+    lengths = ["--prompt-tokens", "8", "--answer-tokens", "16"]
+    assert main(["plan", config, *sizes, "--measure", "--json", *lengths]) == OK
+    data = json.loads(capsys.readouterr().out)
+    assert data["lengths"] == {"prompt": 8, "answer": 16}
+    assert data["round_s"] == pytest.approx(sum(time["seconds"] for time in data["times"]))
+    assert data["round_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--answer-tokens", "8"], "add --measure"),
+        (["--measure", "--answer-tokens", "0"], "'0' is not a number of tokens, such as 200"),
+        (
+            ["--measure", "--for", "eval", "data.eval=[{kind: procedural, generator: chain_sum}]"],
+            "--measure:",
+        ),
+    ],
+)
+def test_lengths_and_measures_that_make_no_sense_are_refused(
+    arguments: list[str], message: str, config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, *arguments]) == USAGE
+    assert message in capsys.readouterr().err

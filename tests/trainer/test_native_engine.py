@@ -7,8 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -50,7 +48,7 @@ def test_the_engine_computes_as_training_does(
 ) -> None:
     config = load_config(None, [*BASE, *overrides]).config
     lm = make_policy(config, torch.device("cpu"))
-    engine = native_engine(config, cast("Any", SimpleNamespace(decode=str)), lm)
+    engine = native_engine(config, str, lm)
     weights = dict(engine.named_parameters())
     assert weights["model.layers.0.mlp.down_proj.weight"].dtype == linear
     assert weights["model.norm.weight"].dtype == norm
@@ -77,7 +75,7 @@ def test_under_autocast_the_weights_themselves_sample_where_compiled_steps_are_f
     monkeypatch.setattr(machine, "cpu_info", lambda _: flags)
     config = load_config(None, [*BASE, "train.autocast=bf16", LONG, *overrides]).config
     lm = make_policy(config, torch.device("cpu"))
-    engine = native_engine(config, cast("Any", SimpleNamespace(decode=str)), lm)
+    engine = native_engine(config, str, lm)
     assert dict(engine.named_parameters())["model.layers.0.mlp.down_proj.weight"].dtype == dtype
     assert engine.shares_weights == (dtype == FLOAT)
     assert (engine._decoder._attention is not DecodeAttention) == (dtype == FLOAT)
@@ -104,9 +102,7 @@ def test_decoding_is_compiled_where_a_round_samples_enough(
 ) -> None:
     caplog.set_level("INFO")
     config = load_config(None, [*BASE, *overrides]).config
-    engine = native_engine(
-        config, cast("Any", SimpleNamespace(decode=str)), make_policy(config, torch.device("cpu"))
-    )
+    engine = native_engine(config, str, make_policy(config, torch.device("cpu")))
     assert (engine._decoder._attention is not DecodeAttention) == is_compiled
     assert f"decode steps are {said}" in caplog.text if said else "decode steps" not in caplog.text
 
@@ -126,16 +122,15 @@ def test_a_machine_that_cannot_compile_samples_without_or_says_why(
     without: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason = without(monkeypatch)
-    inputs = cast("Any", SimpleNamespace(decode=str))
     for mode in ("auto", "always"):
         config = load_config(None, [*BASE, LONG, f"rollout.engine.compile={mode}"]).config
         lm = make_policy(config, torch.device("cpu"))
         if mode == "auto":
-            assert native_engine(config, inputs, lm)._decoder._attention is DecodeAttention
+            assert native_engine(config, str, lm)._decoder._attention is DecodeAttention
             assert lm.attention == "auto"
         else:
             with pytest.raises(ModelError, match=f"compile=always, but {reason}"):
-                native_engine(config, inputs, lm)
+                native_engine(config, str, lm)
     with pytest.raises(ModelError, match=f"model.attention=compiled .*, but {reason}"):
         check_attention("compiled", torch.device("cpu"))
 

@@ -193,6 +193,13 @@ def _step(text: str) -> int | str:
     return text if text == "best" else int(text)
 
 
+def _count(text: str) -> int:
+    """The value of `plan --prompt-tokens`."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 200")
+    return int(text)
+
+
 def _gib(text: str) -> float:
     """The value of `plan --device-memory`."""
     try:
@@ -241,14 +248,26 @@ def _show(args: argparse.Namespace) -> int:
 
 def _forecast(args: argparse.Namespace) -> int:
     """Print what a run needs, without starting it."""
-    from braid.cli.plan import as_json, print_forecast
+    from braid.cli.plan import Measured, as_json, print_forecast
+    from braid.plan.times import typical_lengths
 
     loaded, plan = _planned(args, args.verb)
+    config, measured = loaded.config, None
     capacity = None if args.device_memory is None else round(args.device_memory * 2**30)
+    if args.measure:
+        lengths = typical_lengths(plan, args.prompt_tokens, args.answer_tokens)
+        if plan.model_size is None or lengths is None or plan.verb != "train":
+            why = "it needs `braid train` of a language model of known size, in a local folder or built"
+            raise ConfigError(f"--measure: {why}; leave it out")
+        from braid.trainer.rates import measure
+
+        measured = Measured(measure(config, plan, lengths), lengths)
+    elif args.prompt_tokens or args.answer_tokens:
+        raise ConfigError("--prompt-tokens and --answer-tokens are lengths for times; add --measure")
     if args.json:
-        sys.stdout.write(as_json(loaded.config, plan, capacity=capacity))
+        sys.stdout.write(as_json(config, plan, capacity=capacity, measured=measured))
     else:
-        print_forecast(loaded.config, plan, capacity=capacity)
+        print_forecast(config, plan, capacity=capacity, measured=measured)
     return OK
 
 
@@ -563,6 +582,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="GIB",
         help="memory of each device in GiB; that of this machine by default",
     )
+    plan.add_argument(
+        "--measure",
+        action="store_true",
+        help="also measure steps and sampling on this machine, for the time of a round (half a minute)",
+    )
+    for name in ("prompt", "answer"):
+        plan.add_argument(
+            f"--{name}-tokens",
+            type=_count,
+            metavar="N",
+            help=f"typical length of {name}s, for times; the longest possible by default",
+        )
     for verb in (show, plan, explain):
         verb.add_argument("--json", action="store_true", help="print JSON")
     explain.add_argument("--key", metavar="KEY", help="explain one key in each config format that has it")

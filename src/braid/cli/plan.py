@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,15 +15,26 @@ from rich.text import Text
 from braid.config.schema import RunConfig
 from braid.plan import Plan
 from braid.plan.advice import Change, changes
-from braid.plan.disk import free_disk, plan_disk
+from braid.plan.disk import checkpoint_bytes, free_disk, plan_disk
 from braid.plan.memory import PROCESS, DeviceMemory, plan_memory
 from braid.plan.placement import format_numbers
+from braid.plan.times import Lengths, Rates, plan_times, round_s
 from braid.report.files import human_bytes
 
 from .columns import Row, print_rows
 
 
-def as_json(config: RunConfig, plan: Plan, *, capacity: int | None = None) -> str:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The machine's rates, and the lengths at which they were measured."""
+
+    rates: Rates
+    lengths: Lengths
+
+
+def as_json(
+    config: RunConfig, plan: Plan, *, capacity: int | None = None, measured: Measured | None = None
+) -> str:
     """Everything that `print_forecast` prints, as JSON; bytes as numbers."""
     devices = plan_memory(config, plan, capacity=capacity)
     data = {
@@ -33,10 +44,16 @@ def as_json(config: RunConfig, plan: Plan, *, capacity: int | None = None) -> st
             {**asdict(change), "value": _assignment(change).partition("=")[2]}
             for change in changes(config, plan, capacity=capacity)
         ],
+        **({} if measured is None else _times_json(config, plan, measured)),
         "disk": [asdict(files) for files in plan_disk(config, plan)],
         "free_disk_bytes": free_disk(config),
     }
     return json.dumps(data, indent=2) + "\n"
+
+
+def _times_json(config: RunConfig, plan: Plan, measured: Measured) -> dict[str, Any]:
+    times = plan_times(config, plan, measured.rates, measured.lengths)
+    return {"times": [asdict(time) for time in times], "round_s": round_s(plan, times), **asdict(measured)}
 
 
 def _device(device: DeviceMemory) -> dict[str, Any]:
@@ -50,9 +67,14 @@ def _device(device: DeviceMemory) -> dict[str, Any]:
 
 
 def print_forecast(
-    config: RunConfig, plan: Plan, *, capacity: int | None = None, console: Console | None = None
+    config: RunConfig,
+    plan: Plan,
+    *,
+    capacity: int | None = None,
+    measured: Measured | None = None,
+    console: Console | None = None,
 ) -> None:
-    """Print memory, what limits, what would help, and disk."""
+    """Print memory, what limits, time if it was measured, what would help, and disk."""
     console = console or Console(highlight=False)
     devices = plan_memory(config, plan, capacity=capacity)
     if not devices:
@@ -65,6 +87,8 @@ def print_forecast(
         console.print(Padding(_memory_table(device), (0, 0, 0, 2), expand=False))
         style = "bold red" if device.fits is False else ""
         console.print(Text(f"  {limit_of(device)}\n", style), soft_wrap=True)
+    if measured is not None:
+        _print_times(console, config, plan, measured)
     if helpful := changes(config, plan, capacity=capacity):
         _title(console, "changes that would help most", "each planned anew, alone")
         print_rows(console, [_change_row(change) for change in helpful], indent=2)
@@ -75,6 +99,30 @@ def print_forecast(
         for files in plan_disk(config, plan)
     ]
     print_rows(console, rows, indent=2)
+
+
+def _print_times(console: Console, config: RunConfig, plan: Plan, measured: Measured) -> None:
+    lengths, times = measured.lengths, plan_times(config, plan, measured.rates, measured.lengths)
+    note = f"of a round, with prompts of {lengths.prompt:,} tokens and answers of {lengths.answer:,}"
+    _title(console, "time", f"{note}; without rewards and environments")
+    total = round_s(plan, times)
+    lines = [*((time.stage, time.seconds, time.how) for time in times), ("all", total, _how_all(plan, total))]
+    rows = [
+        (Text(name), Text("unknown" if value is None else f"{value:.3g} s", "bold"), Text(how, "dim"))
+        for name, value, how in lines
+    ]
+    saved = checkpoint_bytes(config, plan)
+    seconds = Text(f"{saved / measured.rates.disk_bytes_per_s:.3g} s", "bold")
+    rows.append((Text("checkpoint"), seconds, Text(f"{human_bytes(saved)}, in rounds that save one", "dim")))
+    print_rows(console, rows, indent=2)
+    console.print()
+
+
+def _how_all(plan: Plan, total: float | None) -> str:
+    how = "the longer of rollout and training, and the sync" if plan.is_pipelined else "one after the other"
+    if total is None or not plan.last_round:
+        return how
+    return f"{how}; {plan.last_round:,} rounds take {total * plan.last_round / 3600:.3g} h"
 
 
 def _change_row(change: Change) -> Row:

@@ -28,10 +28,7 @@ class Files:
 def plan_disk(config: RunConfig, plan: Plan) -> list[Files]:
     """What the run writes, at full length. Samples of an unknown number of rounds are those of one round."""
     files: list[Files] = []
-    trained = [memory for memory in plan.memory if memory.gradients_bytes]
-    moments = 0 if config.train.optimizer.kind == "sgd" else 2
-    if trained and plan.verb != "eval":
-        each = sum((1 + moments) * memory.gradients_bytes for memory in trained)
+    if (each := checkpoint_bytes(config, plan)) and plan.verb != "eval":
         keep = config.checkpoint.keep
         num = (1 if keep is None else keep) + 1 + config.checkpoint.keep_best
         how = f"{num} x {each:,} bytes: " + (
@@ -52,6 +49,12 @@ def plan_disk(config: RunConfig, plan: Plan) -> list[Files]:
         how = f"{num} rounds of {plan.trajectories_per_round:,} trajectories of at most {tokens:,} tokens"
         files.append(Files("samples", num * size, how))
     return files
+
+
+def checkpoint_bytes(config: RunConfig, plan: Plan) -> int:
+    """Bytes of a checkpoint: the trained weights in fp32, and the optimizer's moments."""
+    moments = 0 if config.train.optimizer.kind == "sgd" else 2
+    return (1 + moments) * sum(memory.gradients_bytes for memory in plan.memory)
 
 
 def free_disk(config: RunConfig) -> int:

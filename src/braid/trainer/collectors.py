@@ -31,6 +31,7 @@ from braid.rollout.engines.base import InProcess
 from braid.rollout.engines.native.engine import NativeEngine
 from braid.rollout.engines.native.kind import Native
 from braid.rollout.engines.native.selfcheck import check_decoding
+from braid.rollout.engines.native.stopping import Decode
 from braid.rollout.engines.simulators import ActingPolicy, SimulatorEngine
 from braid.training.backends.single.backend import SingleBackend, autocast_dtype
 from braid.training.worker import device_of
@@ -88,7 +89,7 @@ def make_collector(
         if plan.is_pipelined:  # others' first update comes after the cache has been allocated
             bytes_to_come = partial(_bytes_to_come, place.workers)
         engine = native_engine(
-            config, inputs, lm, owns_weights=plan.is_pipelined, bytes_to_come=bytes_to_come
+            config, inputs.decode, lm, owns_weights=plan.is_pipelined, bytes_to_come=bytes_to_come
         )
         if engine.shares_weights:
             policy.keep_weights()
@@ -98,11 +99,11 @@ def make_collector(
     else:
         lm = make_policy(config, device)
         lm.module.requires_grad_(False)
-        engine = native_engine(config, inputs, lm)
+        engine = native_engine(config, inputs.decode, lm)
         receiver = ModelReceiver(f"rollout {place.rank}", lm, config.cluster.call_timeout_s, device)
     opponent = None
     if (every := config.env.opponents_every_rounds) is not None:
-        opponent = Opponent(native_engine(config, inputs, lm, owns_weights=True), every)
+        opponent = Opponent(native_engine(config, inputs.decode, lm, owns_weights=True), every)
     in_background = plan.is_pipelined or not is_local
     return text_collector(
         config,
@@ -128,7 +129,7 @@ def _check_weights(lm: CausalLM, engine: NativeEngine, folder: Path, version: in
 
 def native_engine(
     config: RunConfig,
-    inputs: TextInputs,
+    decode: Decode,
     lm: CausalLM,
     *,
     owns_weights: bool = False,
@@ -162,7 +163,7 @@ def native_engine(
     return kind.model_copy(update=decided).build(
         lm,
         InProcess(
-            inputs.decode,
+            decode,
             autocast,
             owns_weights=owns_weights,
             records_experts=config.train.router_replay == "rollout",
