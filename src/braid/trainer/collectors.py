@@ -134,13 +134,15 @@ def native_engine(
     *,
     owns_weights: bool = False,
     bytes_to_come: Callable[[], int] | None = None,
+    num_parameters: int | None = None,
 ) -> NativeEngine:
     """An engine in this process, sampling with `lm` in the dtype of `Engine.dtype_in`; with `owns_weights`
-    with a copy of its weights. `bytes_to_come` as in InProcess. Raises ModelError if it decodes this
-    architecture incorrectly."""
+    with a copy of its weights. `bytes_to_come` as in InProcess; `num_parameters` decides on kernels, by
+    default the number that `lm` has. Raises ModelError if it decodes this architecture incorrectly."""
     kind, autocast = config.rollout.engine, None
     assert isinstance(kind, Native), "others have processes of their own"
-    size, has_gpus = sum(parameter.numel() for parameter in lm.model.parameters()), lm.device.type != "cpu"
+    has_gpus = lm.device.type != "cpu"
+    size = num_parameters or sum(parameter.numel() for parameter in lm.model.parameters())
     is_compiled = _compiles(kind, config, size, has_gpus=has_gpus)
     sampling_dtype, dtype = kind.dtype_in(config, size, has_gpus=has_gpus), kind.dtype
     if sampling_dtype != (trains_in := training_dtype(config, has_gpus=has_gpus)):

@@ -33,7 +33,6 @@ from braid.plan.repair import with_values
 from braid.plan.sizes import is_worth_compiling
 from braid.plan.times import Lengths, Rates
 from braid.rollout.engine import Request, Sampling
-from braid.rollout.engines.native.kind import Native
 from braid.training.backend import Diagnostics, Loss
 from braid.training.backends.single.backend import SingleBackend
 from braid.training.worker import device_of
@@ -78,17 +77,12 @@ def _extended(few: Rates, more: Rates, depth: int) -> Rates:
 
 @contextmanager
 def _of_depth(config: RunConfig, plan: Plan, depth: int) -> Iterator[RunConfig]:
-    """The config with a model of as many layers, with random weights, and with the kernels of the whole
-    model, which depend on its size."""
-    engine, values = config.rollout.engine, {}
-    if plan.num_parameters is not None and device_of(config).type == "cpu":
-        is_compiled = config.model.attention == "auto" and is_worth_compiling(config, plan.num_parameters)
+    """The config with a model of as many layers, with random weights, and with the attention of the
+    whole model, which depends on its size."""
+    values: dict[str, str] = {}
+    if config.model.attention == "auto" and plan.num_parameters is not None:
+        is_compiled = device_of(config).type == "cpu" and is_worth_compiling(config, plan.num_parameters)
         values["model.attention"] = "compiled" if is_compiled and not cpu_kernels().why_not else "auto"
-        if isinstance(engine, Native) and engine.compile == "auto":
-            compiles = engine.may_compile(config, plan.num_parameters, has_gpus=False)
-            values["rollout.engine.compile"] = "always" if compiles and not cpu_kernels().why_not else "never"
-        if config.model.attention != "auto":
-            del values["model.attention"]
     if config.model.build is not None:
         yield with_values(config, {**values, "model.build.num_layers": depth})
         return
@@ -120,7 +114,7 @@ def _probe(config: RunConfig, plan: Plan, lengths: Lengths) -> Rates:
     infer = _seconds(lambda: backend.infer(half, frozenset({"logprobs"})))
     del backend
     running = min(plan.max_concurrent or 1, plan.trajectories_per_round)
-    sampling = _sampling_times(config, lengths, lm, running)
+    sampling = _sampling_times(config, lengths, lm, running, plan.num_parameters)
     return Rates(
         train_token_s=(two - one) / tokens,
         step_s=max(0.0, 2 * one - two),
@@ -171,14 +165,14 @@ def _seconds(action: Callable[[], object]) -> float:
 
 
 def _sampling_times(
-    config: RunConfig, lengths: Lengths, lm: CausalLM, running: int
+    config: RunConfig, lengths: Lengths, lm: CausalLM, running: int, num_parameters: int | None
 ) -> tuple[float, float] | None:
     """Seconds of the prompts of `running` sequences, and of a decode step of them with half an answer in the
     cache; None if the engine runs in other processes."""
-    if not isinstance(config.rollout.engine, Native):
+    if config.rollout.engine.is_served:
         return None
     lm.module.requires_grad_(False)
-    engine, group = native_engine(config, str, lm), config.rollout.group_size
+    engine, group = native_engine(config, str, lm, num_parameters=num_parameters), config.rollout.group_size
     generator = np.random.default_rng(1)
 
     def sample(prompt: int, new: int) -> float:
