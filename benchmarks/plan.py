@@ -3,10 +3,11 @@
 Each case is run for a few rounds at lengths that are forced (`min_new_tokens` equals `max_new_tokens`), and
 planned at these lengths. Printed is predicted / measured of rollout, of log-probs with the advantages, of the
 update, and of their sum: the median over the rounds after the first. Rates are measured before the run and
-after it, and their mean is taken, since other work on a machine changes both; the figure is for an idle one.
+after it, and their mean is taken, since other work on a machine changes both. By default there is one thread: several wait for each other, which
+on a busy machine takes longer in a run than in short measurements.
 Memory is held to what PyTorch allocates by tests/plan/test_memory.py.
 
-    python benchmarks/plan.py [--cases NAME ...] [--rounds 5]
+    python benchmarks/plan.py [--cases NAME ...] [--rounds 5] [--threads 1]
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from sizes import SIZES
 
 BASE = {
-    "run": {"max_rounds": 5, "device": "cpu", "num_threads": 2},
+    "run": {"max_rounds": 5, "device": "cpu", "num_threads": 1},
     "data": {
         "train": [
             {
@@ -73,7 +74,7 @@ def planned(config: Path, overrides: list[str], prompt: int, answer: int) -> dic
     return {time["stage"]: time["seconds"] for time in data["times"]}
 
 
-def compare(folder: Path, name: str, rounds: int) -> dict[str, float]:
+def compare(folder: Path, name: str, rounds: int, threads: int) -> dict[str, float]:
     """Predicted / measured seconds by stage."""
     build, overrides = CASES[name]
     prompt, answer = LENGTHS
@@ -85,6 +86,7 @@ def compare(folder: Path, name: str, rounds: int) -> dict[str, float]:
     if any("max_new_tokens: 16" in override for override in overrides):
         answer = 16
     overrides = [*overrides, f"run.output_dir={folder}", f"run.max_rounds={rounds}", "run.name=run"]
+    overrides.append(f"run.num_threads={threads}")
     before = planned(config, overrides, prompt, answer)
     braid("train", str(config), *overrides)
     after = planned(config, overrides, prompt, answer)
@@ -112,11 +114,12 @@ def main() -> None:
     )
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     print(f"{'case':<20} rollout  log-probs  update  round   (predicted / measured)")
     for name in args.cases:
         with TemporaryDirectory() as folder:
-            ratios = compare(Path(folder), name, args.rounds)
+            ratios = compare(Path(folder), name, args.rounds, args.threads)
         cells = [
             f"{ratios[key]:.2f}" if key in ratios else ""
             for key in ("rollout", "log-probs", "update", "round")
