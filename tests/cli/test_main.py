@@ -88,7 +88,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (["trian"], "braid: unknown command 'trian', did you mean 'train'?\ntry: braid --help\n"),
         (
             ["zzz"],
-            "braid: unknown command 'zzz'; the commands are train, sft, prefer, eval, show, explain, "
+            "braid: unknown command 'zzz'; the commands are train, sft, prefer, eval, show, plan, explain, "
             "convert, init, export, ls, samples, compare, diagnose, view, doctor, schema\ntry: braid --help\n",
         ),
         (
