@@ -526,6 +526,7 @@ class RowMetadata:
     agent: int
     is_truncated: bool
     score: float
+    source: str
 
     def __len__(self) -> int:
         return self.length
@@ -617,6 +618,7 @@ class Row:
             agent=self.agent,
             is_truncated=self.is_truncated,
             score=self.score,
+            source=self.source,
         )
 
     @property

@@ -47,7 +47,7 @@ class ReferenceStart(Check):
         if self.config.train.router_replay != "none":
             return "train.router_replay changes the trainer's experts"
         return why_no_reference(self) or (
-            "reference.path names another model than the policy's" if self.config.reference.path else ""
+            "the reference is another model than the policy's" if self.config.reference.folders else ""
         )
 
     def judge(self, evidence: Evidence) -> str | None:

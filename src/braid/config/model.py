@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from braid.models.kinds import BuildSpec, LanguageModel, MlpSpec, PolicyKind, VisionConfig, VlaConfig
 from braid.sections import Section, Unused
@@ -24,6 +24,7 @@ __all__ = [
     "MlpSpec",
     "ModelConfig",
     "ReferenceConfig",
+    "TeacherConfig",
     "VisionConfig",
     "VlaConfig",
 ]
@@ -159,6 +160,17 @@ class CriticConfig(Section):
         yield "train.record_memory records all roles", "critic.train.record_memory"
 
 
+class TeacherConfig(Section):
+    """One of several references, each for the rows of some sources."""
+
+    path: str
+    """Model folder."""
+    sources: tuple[str, ...] = Field(min_length=1)
+    """Names of the sources whose rows it is the reference of."""
+    kl_weight: NonNegativeFloat = 1.0
+    """Factor of algorithm.kl_coef for these rows."""
+
+
 class ReferenceConfig(Section):
     """The frozen reference model of the KL terms, used when a KL coefficient is not 0."""
 
@@ -166,6 +178,9 @@ class ReferenceConfig(Section):
 
     path: str | None = None
     """Model folder; when null, a copy of the policy at the start of reinforcement learning."""
+    teachers: tuple[TeacherConfig, ...] = ()
+    """Several references in place of `path`: the KL of a row is that from the one for its source. Every
+    training source needs one. All are placed where the reference is."""
     update_every_epochs: int = Field(default=0, ge=0)
     """Copy the policy's weights into the reference after this many passes over the training prompts, at the
     end of a round; 0 for never."""
@@ -173,6 +188,28 @@ class ReferenceConfig(Section):
     """Backend and batch settings of the reference; the policy's when null."""
 
     only_for_training: ClassVar[str] = "reference.*"
+
+    @model_validator(mode="after")
+    def _one_for_each_source(self) -> ReferenceConfig:
+        if self.teachers and self.path is not None:
+            raise ValueError("set path for one reference or teachers for several, not both; remove one")
+        if self.teachers and self.update_every_epochs:
+            raise ValueError("update_every_epochs is for one reference, not for teachers; set it to 0")
+        sources = [source for teacher in self.teachers for source in teacher.sources]
+        if twice := next((source for source in sources if sources.count(source) > 1), None):
+            raise ValueError(f"teachers names the source {twice!r} twice; keep it for one teacher")
+        return self
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Key -> model folder of each reference that has its own."""
+        if self.path is not None:
+            return {"reference.path": self.path}
+        return {f"reference.teachers[{i}].path": teacher.path for i, teacher in enumerate(self.teachers)}
+
+    def of_teacher(self, teacher: TeacherConfig) -> ReferenceConfig:
+        """The settings of one reference alone."""
+        return self.model_copy(update={"path": teacher.path, "teachers": ()})
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
         if plan.needs_reference:
@@ -182,12 +219,12 @@ class ReferenceConfig(Section):
                 "max_skipped_steps,gradient_checkpointing,grad_scaler,micro_batch_rows,offload.gradients,"
                 "offload.optimizer}",
             )
-        if self.path is None and config.model.lora is not None and plan.layout.mode == "in_process":
+        if not self.folders and config.model.lora is not None and plan.layout.mode == "in_process":
             keys = "reference.train.{compile,logprob_chunk_bytes}"
             yield "the reference is the policy's model with the initial adapters", keys
         if self.train is not None and self.train.infer_batch_tokens is not None:
             why = "reference.train.infer_batch_tokens is used instead"
             yield why, "reference.train.micro_batch_tokens"
-        if not plan.needs_reference:
-            yield "algorithm.kl_coef is 0", "reference.{path,train,update_every_epochs}"
+        if not plan.needs_reference and (plan.recipe.kl_coef == 0 or plan.verb != "sft"):
+            yield "algorithm.kl_coef is 0", "reference.{path,teachers,train,update_every_epochs}"
         yield "train.record_memory records all roles", "reference.train.record_memory"

@@ -20,7 +20,7 @@ _FOLDERS = re.compile(
 )
 _CHECKPOINT = re.compile(r"run\.resume")
 _HUB_NAMES = re.compile(
-    r"model\.path|model\.tokenizer|critic\.path|reference\.path|reward\.parts\[\d+\]\.(path|tokenizer)"
+    r"model\.path|model\.tokenizer|critic\.path|reference\.(path|teachers\[\d+\]\.path)|reward\.parts\[\d+\]\.(path|tokenizer)"
 )
 _FILES_OR_TEXT = re.compile(r"model\.chat_template|reward\.parts\[\d+\]\.template")
 _DATA = re.compile(r"(data\.(train|eval)|(sft|prefer)\.(eval_)?data)\[\d+\]\.path(\[\d+\])?")

@@ -231,6 +231,14 @@ def _algorithm(config: RunConfig, plan: Plan) -> Iterator[Finding]:
 
 def _full_kl(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     policy, reference = (plan.layout.role(role) for role in ("policy", "reference"))
+    teachers = len(config.reference.teachers) if reference else 0
+    if teachers and plan.verb != "train":
+        why = f"braid {plan.verb} compares with one reference, not with {teachers} teachers"
+        yield "reference.teachers", f"{why}; set reference.path"
+    if teachers and plan.recipe.full_kl_in:
+        why = f"{plan.recipe.kl_estimator} over the whole vocabulary compares with one reference, not with"
+        fix = "set algorithm.kl_top_k, or kl_estimator to k1, k2 or k3, or reference.path"
+        yield "reference.teachers", f"{why} {teachers} teachers; {fix}"
     if plan.recipe.compares_distributions and plan.recipe.kl_top_k is not None:
         if plan.recipe.kl_in != "loss":
             why = f"the KL over the reference's likeliest tokens is a loss, but kl_in is {plan.recipe.kl_in}"

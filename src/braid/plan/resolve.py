@@ -178,6 +178,8 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     needs_reference = recipe.kl_coef > 0
     if verb == "prefer":
         needs_reference = config.prefer is not None and config.prefer.loss.needs_reference
+    elif verb == "sft":
+        needs_reference = False
     is_used: dict[Role, bool] = {
         "policy": True,
         "critic": verb == "train" and has_critic,
@@ -259,11 +261,12 @@ def _of_prompts(config: RunConfig, recipe: Recipe, num_prompts: int | None, verb
 
 def _sizes(config: RunConfig) -> dict[TrainingRole, ModelSize | None]:
     """Model size of each training role, where it is known."""
-    policy, critic, reference = policy_size(config), config.critic.path, config.reference.path
+    policy, critic = policy_size(config), config.critic.path
+    references = list(config.reference.folders.values())
     return {
         "policy": policy,
         "critic": policy if critic is None else size_of_folder(critic),
-        "reference": policy if reference is None else size_of_folder(reference),
+        "reference": size_of_folder(references[0]) if references else policy,
         "inference": policy,
     }
 
@@ -355,7 +358,10 @@ def _memory(
         values = critic.parameters - critic.head_parameters + critic.hidden_size + 1
         roles.append(_trained("critic", values, width, config.critic.train or config.train))
     if needs_reference and (reference := sizes["reference"]) is not None:
-        held = reference.parameters if adapters is None or config.reference.path is not None else adapters
+        held = reference.parameters if adapters is None else adapters
+        folders = [size_of_folder(folder) for folder in config.reference.folders.values()]
+        if folders:
+            held = sum(size.parameters for size in folders if size is not None)
         roles.append(Memory("reference", held, held * width))
     held_by_engine = config.rollout.engine.held_bytes(config, policy.parameters, has_gpus=has_gpus)
     roles += [Memory(name, policy.parameters, held) for name, held in held_by_engine.items()]

@@ -166,7 +166,7 @@ class _Workers:
         by_role = {
             "policy": policy or self._new_policy(),
             "critic": self._new_model("critic", plan.num_critic_steps),
-            "reference": self._new_model("reference", 0),
+            **self._new_references(),
             "inference": self._new_model("inference", 0),
         }
         self.models = Models(
@@ -289,6 +289,23 @@ class _Workers:
         if self._spec.plan.layout.role(role) is None:
             return None
         return self._new_trained(role, total_steps)
+
+    def _new_references(self) -> dict[str, ModelGroup | None]:
+        """The reference, or each teacher; a teacher is `reference_` with its index."""
+        reference = self._training_config.reference
+        if not reference.teachers:
+            return {"reference": self._new_model("reference", 0)}
+        if self._spec.plan.layout.role("reference") is None:
+            return {}
+        return {
+            (name := f"reference_{i}"): self._cluster.model(
+                "reference",
+                total_steps=0,
+                config=self._training_config.model_copy(update={"reference": reference.of_teacher(teacher)}),
+                name=name,
+            )
+            for i, teacher in enumerate(reference.teachers)
+        }
 
     def _new_trained(self, role: TrainingRole, total_steps: int) -> ModelGroup:
         return self._cluster.model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from braid.data.prompts import NOTHING, Prompts, PromptSet, load_prompts
 from braid.data.sampler import MixedSampler, PromptSampler
 from braid.data.worked import NO_EXAMPLES, ExampleRules, ExampleSet, load_examples
 from braid.envs.simulators.base import reset_prompts
-from braid.errors import ConfigError, Problem
+from braid.errors import ConfigError, Problem, suggest
 from braid.models.tokenizer import end_token_ids, load_tokenizer, whole_text
 from braid.models.vision import Vision, load_vision
 from braid.plan import Plan, Verb, policy_size, row_limit, with_examples, with_pairs, with_prompts
@@ -145,6 +145,7 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
         *source_problems(loaded.config.reward.parts, trained, evaluated, data.mix, by_row=by_row),
         *mix_problems("data.mix", data.mix, trained),
         *weight_problems(loaded.config, trained | evaluated),
+        *teacher_problems(loaded.config, trained),
     ]
     env = loaded.config.env
     if env.mixture:
@@ -155,6 +156,21 @@ def check_sources(loaded: Loaded, inputs: TextInputs) -> None:
             problems.append(("env.mix", f"{why} ({', '.join(env.mixture)})"))
     if problems:
         raise ConfigError([loaded.placed(Problem(key, message)) for key, message in problems])
+
+
+def teacher_problems(config: RunConfig, trained: set[str]) -> Iterator[tuple[str, str]]:
+    """Sources to train on without a teacher, and teachers of sources that the data does not have."""
+    teachers = config.reference.teachers if config.algorithm.kl_coef != 0 else ()
+    taught = [source for teacher in teachers for source in teacher.sources]
+    if teachers and (alone := sorted(trained - set(taught))):
+        why = f"no teacher for rows of the source {alone[0]!r}"
+        yield "reference.teachers", f"{why}; add it to the sources of one of them"
+    for i, teacher in enumerate(teachers):
+        for source in teacher.sources:
+            if source not in trained:
+                known = f"; the sources to train on are {', '.join(sorted(trained))}"
+                why = f"data.train has no source {source!r}{suggest(source, sorted(trained))}"
+                yield f"reference.teachers[{i}].sources", why + known
 
 
 def example_sampler(config: RunConfig, examples: ExampleSet) -> PromptSampler:

@@ -126,17 +126,40 @@ class Learner:
             buffer.every.write_policy_versions()
         if plan.recipe.full_kl_in in ("reward", "advantage"):
             asked.append((models.policy, {plan.recipe.divergence: "kl"}))
-        elif models.reference is not None and plan.recipe.compares_distributions:
-            if plan.recipe.kl_top_k is not None:
-                top: dict[Output, str] = {"top_tokens": "top_tokens", "top_logprobs": "top_logprobs"}
-                asked.append((models.reference, top))
-        elif models.reference is not None:
-            asked.append((models.reference, {"logprobs": "ref_logprobs"}))
         if plan.learns_values:
             asked.append((models.critic or models.policy, {"values": "values"}))
         started = [buffer.start_infer(model, rows, fields) for model, fields in asked]
+        started += [
+            buffer.start_infer(model, compared, self._reference_fields())
+            for model, compared in self._by_reference(rows)
+        ]
         for call in itertools.chain.from_iterable(started):
             call.wait()
+        weights = {
+            source: teacher.kl_weight
+            for teacher in self._config.reference.teachers
+            for source in teacher.sources
+        }
+        if any(weight != 1.0 for weight in weights.values()):
+            buffer.every.weigh_kl(weights)
+
+    def _reference_fields(self) -> dict[Output, str]:
+        """What the references compute before the update, and the fields that it is written to."""
+        if self._plan.recipe.compares_distributions:
+            return {"top_tokens": "top_tokens", "top_logprobs": "top_logprobs"}
+        return {"logprobs": "ref_logprobs"}
+
+    def _by_reference(self, rows: Sequence[RowMetadata]) -> list[tuple[ModelGroup, list[RowMetadata]]]:
+        """Each reference that computes something before the update, with the rows that it is asked about."""
+        models, recipe = self._models, self._plan.recipe
+        if recipe.compares_distributions and recipe.kl_top_k is None:
+            return []
+        if models.reference is not None:
+            return [(models.reference, list(rows))]
+        asked = [
+            (model, [row for row in rows if row.source in sources]) for model, sources in models.teachers
+        ]
+        return [(model, compared) for model, compared in asked if compared]
 
     def count_empty(self, counters: Counters, selection: Selection, rows: Sequence[RowMetadata]) -> int:
         """The number of consecutive rounds without `rows` to train on, this one included, which is logged.
@@ -259,7 +282,7 @@ class Learner:
         """With kl_target, adapt the KL coefficient for the next round to the KL per token `measured` in this
         round's rewards, advantages or loss. Returns the new coefficient, as in Counters."""
         recipe, metrics = self._plan.recipe, Metrics()
-        if recipe.kl_target is None or self._models.reference is None:
+        if recipe.kl_target is None or not self._plan.needs_reference:
             return kl_coef, metrics
         current = self._kl_coef(kl_coef)
         metrics.mean("algorithm/kl_coef", current)

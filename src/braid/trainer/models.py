@@ -43,6 +43,13 @@ class Models:
         self.policy = by_role["policy"]
         self.critic = by_role.get("critic")
         self.reference = by_role.get("reference")
+        """The only one; None with teachers."""
+        self.teachers = [
+            (by_role[f"reference_{i}"], frozenset(teacher.sources))
+            for i, teacher in enumerate(config.reference.teachers)
+            if f"reference_{i}" in by_role
+        ]
+        """References of the rows of some sources."""
         self.inference = by_role.get("inference")
         self._config = config
 
@@ -161,8 +168,12 @@ class Models:
             return {"warm_up": self.warm_up.model}
         config = self._config.reference
         changes = config.path is None or config.update_every_epochs > 0
-        unsaved = {"inference"} if changes else {"inference", "reference"}
-        return {role: model for role, model in self.by_role.items() if role not in unsaved}
+        unsaved = ("inference",) if changes else ("inference", "reference")
+        return {
+            role: model
+            for role, model in self.by_role.items()
+            if role not in unsaved and not role.startswith("reference_")
+        }
 
 
 def _copy(

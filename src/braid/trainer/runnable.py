@@ -27,7 +27,7 @@ def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
     loaded."""
     folders = {
         "critic.path": config.critic.path if plan.needs_critic else None,
-        "reference.path": config.reference.path if plan.needs_reference else None,
+        **(config.reference.folders if plan.needs_reference else {}),
     }
     if plan.verb != "sft":
         folders |= {f"reward.parts[{i}].path": part.path for i, part in config.reward.models()}
@@ -41,12 +41,14 @@ def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
 
 def _unsupported_architectures(config: RunConfig, plan: Plan) -> Iterator[Problem]:
     """Models that the backend of a role does not support or cannot divide."""
-    paths: dict[TrainingRole, str | None] = {"policy": None}
+    policy, critic = config.model.source, config.critic.path
+    models: list[tuple[TrainingRole, str, str | None]] = [("policy", "model.path", policy)]
     if plan.needs_critic:
-        paths["critic"] = config.critic.path
+        models.append(("critic", *(("model.path", policy) if critic is None else ("critic.path", critic))))
     if plan.needs_reference:
-        paths["reference"] = config.reference.path
-    for role, path in paths.items():
+        references = config.reference.folders or {"model.path": policy}
+        models += [("reference", key, folder) for key, folder in references.items()]
+    for role, key, folder in models:
         train = train_config(config, role)
         if not train.backend.checks_models or config.model.kind.is_robot:
             continue
@@ -54,7 +56,6 @@ def _unsupported_architectures(config: RunConfig, plan: Plan) -> Iterator[Proble
 
         from braid.models.build import config_of
 
-        key, folder = ("model.path", config.model.source) if path is None else (f"{role}.path", path)
         try:
             if folder is None:
                 assert config.model.build is not None, "a language model has a folder or a build spec"

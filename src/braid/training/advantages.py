@@ -66,7 +66,9 @@ def compute_advantages(
         )
         if sums is not None and not recipe.full_kl_in:
             sums |= kl_sums(rows, kl, recipe)
-        penalties = [np.float32(recipe.kl_coef if kl_coef is None else kl_coef) * values for values in kl]
+        coef = np.float32(recipe.kl_coef if kl_coef is None else kl_coef)
+        weights = [row.fields.get("kl_weights", np.float32(1.0)) for row in rows]
+        penalties = [coef * weight * values for weight, values in zip(weights, kl, strict=True)]
     if penalties and recipe.kl_in == "reward":
         for row, penalty in zip(rows, penalties, strict=True):
             row.fields["rewards"] = row.fields["rewards"] - penalty

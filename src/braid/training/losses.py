@@ -40,6 +40,7 @@ def policy_loss(
     `policy_versions`, where `version` is being trained; without these the current log-probs, detached);
     `ref_logprobs`, required for KL in the loss unless it is full (the model's output `Recipe.divergence`) or,
     with kl_top_k, computed from `top_tokens` and `top_logprobs` of the reference;
+    `kl_weights`, factors of the KL in the loss (default: 1);
     `behavior_logprobs`, required for corrections and for the metrics of the mismatch between engine and
     trainer (measured at the old log-probs, so 0 if those are the engine's); and the fields of step_fields.py
     that the recipe needs.
@@ -149,6 +150,8 @@ def _policy_loss(
         if recipe.kl_in == "loss":
             if recipe.kl_ratio_clip is not None:
                 kl = kl * bounded_ratio(logprobs, old, recipe.kl_ratio_clip)
+            if "kl_weights" in fields:
+                kl = kl * fields["kl_weights"]
             per_token = per_token + kl_coef * kl
     else:
         assert kl_coef == 0 or recipe.kl_in != "loss", "KL in the loss needs ref_logprobs"

@@ -87,6 +87,11 @@ class RolloutBuffer:
         for row in self._rows:
             row.fields["policy_versions"] = row.policy_versions.astype(np.float32)
 
+    def weigh_kl(self, weights: Mapping[str, float]) -> None:
+        """Write the field `kl_weights`: by the source of each row, the factor of its KL."""
+        for row in self._rows:
+            row.fields["kl_weights"] = np.full(len(row), weights[row.source], np.float32)
+
     def mark_successes(self, least: float) -> None:
         """Write the field `is_success` of each row: 1 at all positions of a row whose score is at least this,
         else 0."""

@@ -215,7 +215,7 @@ class Megatron(Backend):
         if find_spec("transformer_engine") is None:
             why = "the fused kernel needs Transformer Engine, which is not installed"
             yield why, "@.backend.transformer.apply_rope_fusion"
-        is_other = config.critic.path is not None or config.reference.path is not None
+        is_other = config.critic.path is not None or bool(config.reference.folders)
         if plan.model_size is not None and not plan.model_size.num_experts and not is_other:
             keys = "@.backend.{moe_grouped_gemm,moe_layer_recompute,moe_token_dispatcher}"
             yield "the model has no experts", keys
