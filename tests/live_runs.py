@@ -185,6 +185,16 @@ RUNS["distillation"] = [
     "eval={before: false, at_end: false}",
     "checkpoint.at_end=false",
 ]
+RUNS["distillation on examples"] = [
+    "data={}", "reward={}", "reference.path=model", "eval={every_rounds: 1, target: {metric: loss, max_final: 100}}",
+    "sft={data: [{kind: file, path: letters.jsonl, response_key: answer}], eval_data: [{kind: file, path: letters.jsonl, "
+    "response_key: answer}], rows_per_step: 2, distillation: {divergence: jensen_shannon, mixture: 0.2, top_k: 2}}",
+]  # fmt: skip
+RUNS["teachers"] = [
+    "reference.teachers=[{path: model, sources: [letters], kl_weight: 0.5}]",
+    "algorithm={kl_coef: 0.1, kl_estimator: k1, kl_in: advantage}", "run.max_rounds=1", "eval={before: false, at_end: false}",
+    "checkpoint.at_end=false",
+]  # fmt: skip
 BROKEN: dict[str, list[str]] = {
     "skipped steps": [
         "algorithm={recipe: ppo, policy_loss_coef: 1e300, value_loss_coef: 1e300}", "critic.train={}", "run.max_rounds=1",

@@ -77,6 +77,8 @@ TRIED: dict[str, tuple[str, ...]] = {
     "supervised": ("sft.", "eval.", "train.", "run."),
     **dict.fromkeys(("rewards", "detection", "programs", "judge"), ("reward.",)),
     **dict.fromkeys((*LOSSES, "distillation"), ("algorithm.",)),
+    "distillation on examples": ("sft.distillation", "reference.path"),
+    "teachers": ("reference.teachers",),
     **dict.fromkeys(LAYOUTS, ("train.", "inference.", "cluster.", "rollout.engine.", "rollout.weight_sync.")),
     **{name: ("rollout.",) for name in LAYOUTS if name.startswith(("vllm", "sglang"))},
     **{

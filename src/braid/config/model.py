@@ -225,6 +225,8 @@ class ReferenceConfig(Section):
         if self.train is not None and self.train.infer_batch_tokens is not None:
             why = "reference.train.infer_batch_tokens is used instead"
             yield why, "reference.train.micro_batch_tokens"
+        if plan.needs_reference and plan.verb != "train":
+            yield "only braid train moves the reference", "reference.update_every_epochs"
         if not plan.needs_reference and (plan.recipe.kl_coef == 0 or plan.verb != "sft"):
             yield "algorithm.kl_coef is 0", "reference.{path,teachers,train,update_every_epochs}"
         yield "train.record_memory records all roles", "reference.train.record_memory"

@@ -3,11 +3,12 @@ imitate, or demonstrations of robots."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, get_args
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from braid.sections import Section, Unused
+from braid.types import Divergence, KlRest, TiledDivergence
 
 from .data import MixShare, Source
 from .train import OptimizerConfig
@@ -16,6 +17,41 @@ if TYPE_CHECKING:
     from braid.plan.plan import Plan
 
     from .schema import RunConfig
+
+
+class DistillationConfig(Section):
+    """Distillation on the examples: the teacher's distribution is learned besides their tokens."""
+
+    weight: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Weight of the divergence from the teacher in the loss of a token; the rest is that of its
+    cross-entropy."""
+    divergence: Divergence = "forward_kl"
+    """Divergence of the student's distribution p from the teacher's q: kl is KL(p | q), forward_kl KL(q | p);
+    jensen_shannon, skewed_kl, skewed_forward_kl, adaptive_kl and mixed_kl depend on `mixture`
+    (braid.algorithms.distillation.divergence). Those of a mixture other than jensen_shannon need top_k."""
+    mixture: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """The w of the divergences that have one."""
+    top_k: PositiveInt | None = None
+    """Compare distributions over the teacher's k likeliest tokens only: it may then run in other processes
+    than the student. null: over the whole vocabulary."""
+    rest: KlRest = "renormalize"
+    """What becomes of the tokens beyond top_k, as for algorithm.kl_rest."""
+
+    unused_while = (
+        ("top_k", None, "rest"),
+        ("divergence", "kl", "mixture"),
+        ("divergence", "forward_kl", "mixture"),
+    )
+
+    @model_validator(mode="after")
+    def _fits_the_vocabulary(self) -> DistillationConfig:
+        if self.top_k is None and self.divergence not in get_args(TiledDivergence):
+            tiled = ", ".join(get_args(TiledDivergence))
+            raise ValueError(
+                f"divergence={self.divergence} is computed over the likeliest tokens only; set top_k, or "
+                f"divergence to one of {tiled}"
+            )
+        return self
 
 
 class SftConfig(Section):
@@ -33,6 +69,9 @@ class SftConfig(Section):
     """Turns of a conversation that are imitated, among those whose weight is not 0."""
     demonstrations: str | None = None
     """Robots: LeRobot folder (versions 2 and 3, with images or videos) of the episodes to imitate."""
+    distillation: DistillationConfig | None = None
+    """`braid sft`: learn from the distribution of a teacher, the model in reference.path; null for the
+    cross-entropy alone."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3)
     """Optimizer and learning rate schedule, separate from those of reinforcement learning."""
     epochs: PositiveFloat = 1.0

@@ -154,8 +154,9 @@ class CausalLM(TrainableModel):
         if {"top_tokens", "top_logprobs"} & outputs:
             if self.top_k > self.vocab_size:
                 raise ModelError(
-                    f"algorithm.kl_top_k={self.top_k}, but the reference's vocabulary has {self.vocab_size} "
-                    "tokens; lower it, or set it to null"
+                    f"the {self.top_k} likeliest tokens are compared (algorithm.kl_top_k, or "
+                    f"sft.distillation.top_k), but the reference's vocabulary has {self.vocab_size} tokens; "
+                    "lower it, or set it to null"
                 )
             top = top_k(
                 states, self.head, self.top_k, temperature=self.temperature, chunk_bytes=self.chunk_bytes
@@ -218,10 +219,10 @@ class CausalLM(TrainableModel):
         logits = self.reference(batch)
         if logits.vocab_size != self.vocab_size:
             raise ModelError(
-                "algorithm.kl_estimator: it compares probabilities of the same tokens, but the policy's "
-                f"vocabulary has {self.vocab_size} tokens and the reference's {logits.vocab_size}; set "
-                "reference.path to a model with the policy's vocabulary, or algorithm.kl_estimator to k1, "
-                "k2 or k3"
+                "algorithm.kl_estimator or sft.distillation: it compares probabilities of the same tokens, "
+                f"but the policy's vocabulary has {self.vocab_size} tokens and the reference's "
+                f"{logits.vocab_size}; set reference.path to a model with the policy's vocabulary, or "
+                "algorithm.kl_estimator to k1, k2 or k3"
             )
         return logits
 
@@ -229,9 +230,9 @@ class CausalLM(TrainableModel):
         """The tokens as indices. Raises ModelError if one is beyond the vocabulary."""
         if len(tokens) and (largest := int(tokens.max())) >= self.vocab_size:
             raise ModelError(
-                f"algorithm.kl_top_k: token {largest} is one of the reference's likeliest, but the policy's "
-                f"vocabulary has {self.vocab_size} tokens; set reference.path to a model with the policy's "
-                "tokenizer"
+                f"kl_top_k or sft.distillation.top_k: token {largest} is one of the reference's likeliest, "
+                f"but the policy's vocabulary has {self.vocab_size} tokens; set reference.path to a model "
+                "with the policy's tokenizer"
             )
         return tokens.long()
 

@@ -239,6 +239,8 @@ def _full_kl(config: RunConfig, plan: Plan) -> Iterator[Finding]:
         why = f"{plan.recipe.kl_estimator} over the whole vocabulary compares with one reference, not with"
         fix = "set algorithm.kl_top_k, or kl_estimator to k1, k2 or k3, or reference.path"
         yield "reference.teachers", f"{why} {teachers} teachers; {fix}"
+    if plan.verb != "train":
+        return
     if plan.recipe.compares_distributions and plan.recipe.kl_top_k is not None:
         if plan.recipe.kl_in != "loss":
             why = f"the KL over the reference's likeliest tokens is a loss, but kl_in is {plan.recipe.kl_in}"
@@ -256,6 +258,37 @@ def _full_kl(config: RunConfig, plan: Plan) -> Iterator[Finding]:
             "value (single, fsdp, fsdp2 or deepspeed), and place both on the same devices in "
             "cluster.placement; or use k1, k2 or k3",
         )
+
+
+def _distillation(config: RunConfig, plan: Plan) -> Iterator[Finding]:
+    """Supervised fine-tuning with a teacher."""
+    distillation = None if config.sft is None else config.sft.distillation
+    if distillation is None or plan.verb == "eval":
+        return
+    if plan.verb != "sft":
+        why = f"braid {plan.verb} starts with a warm-up on examples alone"
+        yield (
+            "sft.distillation",
+            f"{why}; run braid sft first and set model.path to its export, or set it to null",
+        )
+        return
+    if config.model.kind.is_robot:
+        yield "sft.distillation", "only language models have a teacher; set it to null"
+    if config.reference.path is None:
+        yield "reference.path", "sft.distillation needs a teacher; set reference.path to its folder"
+    policy, teacher = (plan.layout.role(role) for role in ("policy", "reference"))
+    if distillation.top_k is None and policy and teacher and not teacher.shares_processes(policy):
+        here, there = (f"{side.kind} on {format_numbers(side.devices)}" for side in (policy, teacher))
+        yield (
+            "sft.distillation.top_k",
+            f"null compares all logits of policy ({here}) and teacher ({there}), which must run in the same "
+            "processes: set train.backend and reference.train.backend to the same value, and place both on "
+            "the same devices; or set top_k",
+        )
+    for key, train in (("train", config.train), ("reference.train", config.reference.train)):
+        if train is not None and not train.backend.trains_causal_lm:
+            why = f"{key}.backend={train.backend.kind} computes no divergence from a teacher"
+            yield "sft.distillation", f"{why}; set it to single, fsdp, fsdp2 or deepspeed"
 
 
 def _routers(config: RunConfig, plan: Plan) -> Iterator[Finding]:
@@ -363,6 +396,7 @@ _PROBLEMS: tuple[_Check, ...] = (
     _environment,
     _algorithm,
     _full_kl,
+    _distillation,
     _routers,
     advantages.advantage_problems,
     _opponents,

@@ -81,7 +81,7 @@ def rotary_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
     paths = {
         "model.path": config.model.source,
         "critic.path": config.critic.path if is_train and plan.needs_critic else None,
-        **(config.reference.folders if is_train and plan.needs_reference else {}),
+        **(config.reference.folders if plan.verb != "eval" and plan.needs_reference else {}),
     }
     for key, path in paths.items():
         try:

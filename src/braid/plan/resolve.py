@@ -179,11 +179,11 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
     if verb == "prefer":
         needs_reference = config.prefer is not None and config.prefer.loss.needs_reference
     elif verb == "sft":
-        needs_reference = False
+        needs_reference = config.sft is not None and config.sft.distillation is not None
     is_used: dict[Role, bool] = {
         "policy": True,
         "critic": verb == "train" and has_critic,
-        "reference": verb in ("train", "prefer") and needs_reference,
+        "reference": verb != "eval" and needs_reference,
         "inference": verb == "train" and old_logprobs == "recompute",
         "rollout": True,
         "env": config.env.is_simulator,

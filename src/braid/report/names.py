@@ -171,7 +171,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("<role>/loss_scale", "", "Mean factor on the loss before the backward pass (train.grad_scaler)."),
     Metric("<role>/overflow_steps", "", "Steps of the role skipped because its scaled gradients overflowed; the scale is halved."),
     # supervised learning
-    Metric("sft/loss", "nats", "Cross-entropy per token of the responses."),
+    Metric("sft/loss", "nats", "Cross-entropy per token of the responses; with sft.distillation the mix with the divergence."),
+    Metric(
+        "sft/divergence",
+        "nats",
+        "sft.distillation: divergence per token of the student's distribution from the teacher's.",
+    ),
     Metric("sft/token_probability", "", "Mean probability that the model assigns to the response tokens."),
     Metric("sft/tokens", "tokens", "Tokens in the loss of the step."),
     Metric("sft/epoch", "", "Passes over the examples so far."),

@@ -149,7 +149,8 @@ class _Workers:
         config, plan, inputs = cluster.config, spec.plan, spec.inputs
         is_local = isinstance(cluster, OneProcess)
         reads_policy = is_local and not config.rollout.engine.is_served
-        self._training_config = config_of(config, config.prefer) if plan.verb == "prefer" else config
+        section = {"prefer": config.prefer, "sft": config.sft}.get(plan.verb)
+        self._training_config = config if section is None else config_of(config, section)
         self.supervised = supervised_of(config, plan, inputs, self._new_supervised)
         new_simulator = self._make_simulators(reads_policy=reads_policy) if inputs is None else None
         policy = self._new_policy() if reads_policy else None
@@ -176,6 +177,8 @@ class _Workers:
             warm_up=self.supervised if plan.verb in ("train", "prefer") else None,
             export=None if inputs is None else partial(cluster.export, inputs.tokenizer),
         )
+        if self.supervised is not None and plan.verb == "sft":
+            self.supervised.teacher = self.models.reference
 
     @property
     def preferences(self) -> Preferences | None:

@@ -3,7 +3,7 @@ that precede everything that a run starts or writes. Imports transformers only w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
@@ -44,10 +44,10 @@ def _unsupported_architectures(config: RunConfig, plan: Plan) -> Iterator[Proble
     policy, critic = config.model.source, config.critic.path
     models: list[tuple[TrainingRole, str, str | None]] = [("policy", "model.path", policy)]
     if plan.needs_critic:
-        models.append(("critic", *(("model.path", policy) if critic is None else ("critic.path", critic))))
+        models.append(("critic", "model.path" if critic is None else "critic.path", critic or policy))
     if plan.needs_reference:
-        references = config.reference.folders or {"model.path": policy}
-        models += [("reference", key, folder) for key, folder in references.items()]
+        references: Mapping[str, str | None] = config.reference.folders or {"model.path": policy}
+        models.extend(("reference", key, folder) for key, folder in references.items())
     for role, key, folder in models:
         train = train_config(config, role)
         if not train.backend.checks_models or config.model.kind.is_robot:

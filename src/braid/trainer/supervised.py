@@ -2,8 +2,9 @@
 reinforcement learning.
 
 A step takes `rows_per_step` examples; with `sft.epochs` the last step of a pass takes those that are left.
-The loss is the cross-entropy of the responses, summed over the step and divided by their number of tokens;
-prompts and environment replies are context.
+The loss is the cross-entropy of the responses, with `sft.distillation` mixed with the divergence from a
+teacher, summed over the step and divided by their number of tokens; prompts and environment replies are
+context.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from braid.algorithms.aggregate import row_weights
 from braid.config.prefer import PreferConfig
 from braid.config.schema import RunConfig
-from braid.config.sft import SftConfig
+from braid.config.sft import DistillationConfig, SftConfig
 from braid.data.rows import Lazy
 from braid.data.sampler import PromptSampler
 from braid.data.worked import Example
@@ -50,6 +51,9 @@ class Supervised:
     rows_per_step: int
     ends_passes: bool
     """Whether the last step of a pass over the rows takes only those that are left."""
+    distillation: DistillationConfig | None = None
+    teacher: ModelGroup | None = None
+    """The model whose distribution is learned, with `distillation`."""
 
     @cached_property
     def model(self) -> ModelGroup:
@@ -61,8 +65,13 @@ class Supervised:
         batch = [self.rows[i] for i in self.sampler.take(num_rows)]
         num_tokens = [row.num_tokens for row in batch]
         weights = row_weights(num_tokens, list(range(len(batch))), mode="token_mean", constant=None)
+        if self.distillation is not None and self.distillation.top_k is not None:
+            assert self.teacher is not None, "the plan checks that there is one"
+            top = self.teacher.infer(batch, frozenset({"top_tokens", "top_logprobs"}))
+            for row, result in zip(batch, top, strict=True):
+                row.fields |= result
         metrics = Metrics()
-        record(metrics, "sft", self.model.train(batch, weights, supervised_loss()))
+        record(metrics, "sft", self.model.train(batch, weights, supervised_loss(self.distillation)))
         metrics.add("sft/tokens", sum(num_tokens))
         metrics.mean("sft/epoch", self.sampler.num_drawn, self.sampler.num_prompts)
         return metrics
@@ -115,6 +124,7 @@ def supervised_of(
         num_steps=plan.sft_steps,
         rows_per_step=sft.rows_per_step,
         ends_passes=sft.steps is None,
+        distillation=sft.distillation,
     )
 
 
@@ -137,14 +147,17 @@ class ExampleRows(Lazy[Row]):
 
 def config_of(config: RunConfig, section: SftConfig | PreferConfig | None) -> RunConfig:
     """The run's config with the optimizer of a section, and for text the log-probs of the model itself rather
-    than of a sampling temperature."""
+    than of a sampling temperature. With sft.distillation the KL is that of the section."""
     assert section is not None, "the plan checks that the section is set"
     train = config.train.model_copy(update={"optimizer": section.optimizer})
-    rollout = config.rollout
+    rollout, algorithm = config.rollout, config.algorithm
+    if isinstance(section, SftConfig) and (distillation := section.distillation) is not None:
+        settings = {"kl_mixture": distillation.mixture, "kl_top_k": distillation.top_k}
+        algorithm = algorithm.model_copy(update=settings)
     if not config.env.is_simulator:
         sampling = rollout.sampling.model_copy(update={"temperature": 1.0})
         rollout = rollout.model_copy(update={"sampling": sampling})
-    return config.model_copy(update={"train": train, "rollout": rollout})
+    return config.model_copy(update={"train": train, "rollout": rollout, "algorithm": algorithm})
 
 
 def sampler_of(

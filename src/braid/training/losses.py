@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,8 +22,10 @@ from braid.algorithms.segments import Segments, first_positions, segments
 from braid.algorithms.surrogate import Tokens
 from braid.algorithms.value_loss import value_loss
 from braid.checks.sampler import token_sums
+from braid.config.sft import DistillationConfig
 from braid.models.base import Output
 from braid.models.batch import PackedBatch
+from braid.types import TiledDivergence
 
 from .backend import Diagnostics, Loss
 
@@ -109,9 +112,18 @@ def with_value_loss(loss: Loss, recipe: Recipe) -> Loss:
     return replace(loss, outputs=loss.outputs | value_loss_of(recipe).outputs, compute=compute)
 
 
-def supervised_loss() -> Loss:
-    """Cross-entropy of the tokens at which the mask is True."""
-    return Loss(frozenset({"logprobs"}), _supervised_loss)
+def supervised_loss(distillation: DistillationConfig | None = None) -> Loss:
+    """Of the tokens at which the mask is True, with w the `weight` of `distillation` (0 without it):
+
+        (1 - w) * cross-entropy + w * divergence from the teacher
+
+    The divergence is over the whole vocabulary, which the model computes, or with top_k over `top_tokens`,
+    of which the field `top_logprobs` has the teacher's log-probs."""
+    outputs: list[Output] = ["logprobs"]
+    if distillation is not None:
+        whole = cast("TiledDivergence", distillation.divergence)
+        outputs.append(whole if distillation.top_k is None else "logprobs_of_top")
+    return Loss(frozenset(outputs), partial(_supervised_loss, distillation))
 
 
 def _policy_loss(
@@ -255,10 +267,22 @@ def _value_loss(recipe: Recipe, outputs: dict[str, Tensor], batch: PackedBatch) 
     return _reduced(per_token, batch), diagnostics
 
 
-def _supervised_loss(outputs: dict[str, Tensor], batch: PackedBatch) -> tuple[Tensor, Diagnostics]:
+def _supervised_loss(
+    distillation: DistillationConfig | None, outputs: dict[str, Tensor], batch: PackedBatch
+) -> tuple[Tensor, Diagnostics]:
     logprobs = outputs["logprobs"]
+    per_token = -logprobs
     means = {"token_probability": logprobs.detach().clamp(max=0).exp()}  # densities may exceed 1
-    return _reduced(-logprobs, batch), _diagnostics("sft", batch.mask, means)
+    if distillation is not None:
+        kind, weight = distillation.divergence, distillation.weight
+        if distillation.top_k is None:
+            distance = outputs[kind]
+        else:
+            both = over_top_k(outputs["logprobs_of_top"], batch.fields["top_logprobs"], distillation.rest)
+            distance = divergence(*both, kind=kind, weight=distillation.mixture)
+        per_token = (1.0 - weight) * per_token + weight * distance
+        means["divergence"] = distance.detach()
+    return _reduced(per_token, batch), _diagnostics("sft", batch.mask, means)
 
 
 def _valued(recipe: Recipe, batch: PackedBatch) -> PackedBatch:
