@@ -166,7 +166,7 @@ RUNS: dict[str, list[str]] = {
 LOSSES = {
     "policy_gradient": "rloo", "importance_sampling": "remax", "masked_is": "raft", "cispo": "maxrl", "sapo": "reinforce",
     "topr": "grpo", "kimi": "gigpo", "clip_cov": "grpo", "kl_cov": "grpo", "dppo": "{kind: pass_at_k, k: 1}", "cross_entropy": "grpo",
-    "gmpo": "opo", "vespo": "gpg",
+    "gmpo": "opo", "vespo": "gpg", "sequence_mask": "gdpo",
 }  # fmt: skip
 """Policy loss -> advantage; with ppo_clip and gae, of the run `everything`, they cover all of both."""
 RUNS |= {

@@ -560,6 +560,7 @@ class Row:
     than zero; `is_truncated` is True when any limit cut it. `group` is the prompt's index in the round,
     `baseline` the reward of its greedy answer, if there is one. `agent` is the index of the row's agent
     within its trajectory, `source` the prompt's source. `score` is the trajectory's reward before shaping.
+    `reward_parts` are the unweighted scores of its trajectory by part.
     `player` is the name of the row's agent if agents have rewards of their own: `score`, `baseline`, returns
     and comparisons within the group are then those of this agent.
     """
@@ -578,6 +579,7 @@ class Row:
     policy_versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     agent: int = 0
     source: str = ""
+    reward_parts: dict[str, float] = field(default_factory=dict)
     player: str = ""
     action_size: int = 1
     images: tuple[Placed, ...] = ()

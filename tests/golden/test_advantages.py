@@ -1,11 +1,15 @@
 """Advantages against numbers worked out by hand."""
 
+import numpy as np
 import pytest
 import torch
 
 from braid.algorithms.advantages.gae import gae
+from braid.algorithms.advantages.gdpo import Gdpo, decoupled_advantages
 from braid.algorithms.advantages.grpo import group_advantages
+from braid.algorithms.advantages.round import Round
 from braid.algorithms.advantages.whitening import whiten
+from braid.types import Row
 
 CLOSE = {"atol": 1e-6, "rtol": 0}  # expectations are given to six digits
 
@@ -24,6 +28,37 @@ def test_group_advantages_with_std_divide_by_the_unbiased_std_plus_epsilon():
     expected = torch.tensor([0.866024, -0.866024, -0.866024, 0.866024, 0.0, 0.0, 0.0, 0.0])
     advantages = group_advantages(rewards, groups, normalize_by_std=True)
     torch.testing.assert_close(advantages, expected, **CLOSE)
+
+
+def test_decoupled_advantages_normalise_each_part_before_the_sum():
+    # Group 0, parts a and b of weights 1 and -2, and what is left of the reward, 0.5 for the last answer:
+    # a: 1, 0, 1, mean 2/3, unbiased variance 1/3, std 0.577350: 0.577350, -1.154701, 0.577350
+    # b: 4, 2, 0, mean 2, std 2: 1, 0, -1, times -2
+    # left: 0, 0, 0.5, mean 1/6, variance (1/36 + 1/36 + 4/36) / 2 = 1/12, std 0.288675: -0.577350 twice, 1.154701
+    # Group 1: a equal, so 0; b: 1, 0, std 0.707107: 0.707107, -0.707107, times -2
+    scores = {"a": torch.tensor([1.0, 0.0, 1.0, 3.0, 3.0]), "b": torch.tensor([4.0, 2.0, 0.0, 1.0, 0.0])}
+    rewards = scores["a"] - 2 * scores["b"] + torch.tensor([0.0, 0.0, 0.5, 0.0, 0.0])
+    groups = torch.tensor([0, 0, 0, 1, 1])
+    got = decoupled_advantages(rewards.double(), scores, {"a": 1.0, "b": -2.0}, groups)
+    expected = torch.tensor([-2.0, -1.732051, 3.732051, -1.414214, 1.414214], dtype=torch.float64)
+    torch.testing.assert_close(got, expected, **CLOSE)
+
+
+def test_a_run_decouples_the_parts_of_its_rewards():
+    # (right, short): the sums 1 and 1 are equal in grpo, but each part distinguishes the answers.
+    parts = [{"right": 1.0, "short": 0.0}, {"right": 0.0, "short": 0.5}, {"right": 0.0, "short": 0.0}]
+    rows = [
+        Row(
+            {}, np.array([False, True]), 0, i, reward_parts=scores,
+            fields={"rewards": np.array([0.0, scores["right"] + 2 * scores["short"]])},
+        )
+        for i, scores in enumerate(parts)
+    ]  # fmt: skip
+    advantage = Gdpo().of_parts({"right": 1.0, "short": 2.0})
+    # right: mean 1/3, std 0.577350: 1.154701, -0.577350 twice; short the same for the second, times 2
+    expected = torch.tensor([0.0, 0.0, 0.0, 1.732051, 0.0, -1.732051], dtype=torch.float64)
+    torch.testing.assert_close(advantage.compute(Round.of(rows)), expected, **CLOSE)
+    assert Gdpo(weights={"right": 3.0}).of_parts({"right": 1.0}).weights == {"right": 3.0}
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tests.formulas import (
     policy_gradient,
     ppo_clip,
     sapo,
+    sequence_mask,
     topr,
     vespo,
 )
@@ -126,6 +127,22 @@ def test_vespo_equals_hand_computed_values():
     torch.testing.assert_close(loss, torch.tensor([1.0, 0.099574, -0.541341, -1.359141]), **CLOSE)
     loss.sum().backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([-1.0, -0.199148, 1.082682, 0.679570]), **CLOSE)
+
+
+def test_sequence_mask_drops_bad_sequences_that_became_unlikely():
+    # Two sequences of two tokens, mean gaps (0.9 + 0.3) / 2 = 0.6 and (0.1 + 0.7) / 2 = 0.4; and a good one, 1.0.
+    old = torch.full((5,), -1.0)
+    new = old - torch.tensor([0.9, 0.3, 0.1, 0.7, 1.0])
+    advantages = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0])
+    over = segments(torch.ones(5, dtype=torch.bool), torch.tensor([0, 0, 1, 1, 2]))
+    ratio = importance_ratio(new, old, None)
+    loss, diagnostics = sequence_mask(ratio, new, old, advantages, over, max_gap=0.5)
+    # exp(-0.1) = 0.904837, within the clip; exp(-0.7) = 0.497 clipped to 0.8; exp(-1) = 0.367879 for A = 1
+    torch.testing.assert_close(loss, torch.tensor([0.0, 0.0, 0.904837, 0.8, -0.367879]), **CLOSE)
+    assert diagnostics["masked_fraction"].tolist() == [1, 1, 0, 0, 0]
+    loss, diagnostics = sequence_mask(ratio, new, old, advantages, over, max_gap=0.7)
+    torch.testing.assert_close(loss[:2], torch.tensor([0.8, 0.8]), **CLOSE)
+    assert not diagnostics["masked_fraction"].any()
 
 
 def test_topr_equals_hand_computed_values():

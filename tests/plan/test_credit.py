@@ -7,7 +7,9 @@ import pytest
 from .test_checks import SIMULATOR, TEXT, complaints, warnings
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "rloo", "raft", "maxrl", "gigpo", "opo", "gpg", "pass_at_k"])
+@pytest.mark.parametrize(
+    "advantage", ["grpo", "rloo", "raft", "maxrl", "gigpo", "opo", "gpg", "pass_at_k", "gdpo"]
+)
 def test_advantages_that_compare_need_a_group(advantage: str) -> None:
     assert complaints(TEXT, f"algorithm.advantage={advantage}", "rollout.group_size=1") == [
         f"rollout.group_size: {advantage} compares the answers of a group, so with group_size=1 every "

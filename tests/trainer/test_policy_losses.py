@@ -35,6 +35,8 @@ def _lines(run: Path) -> list[dict]:
         ("opo", {"policy/ratio_mean"}),
         ("gpg", {"policy/ratio_mean"}),
         ("pass_at_k", {"policy/clip_fraction"}),
+        ("gdpo", {"policy/clip_fraction"}),
+        ("sequence_mask", {"policy/clip_fraction", "policy/masked_fraction"}),
         ("topr", {"policy/clip_fraction"}),
         ("dppo", {"policy/clip_fraction"}),
         ("clip_cov", {"policy/chosen_fraction", "policy/clip_fraction"}),

@@ -27,6 +27,7 @@ from braid.types import (
 
 from .advantages import Advantage
 from .advantages.gae import Gae
+from .advantages.gdpo import Gdpo
 from .advantages.gigpo import Gigpo
 from .advantages.gpg import Gpg
 from .advantages.grpo import Grpo
@@ -47,6 +48,7 @@ from .policy_losses.kl_cov import KlCov
 from .policy_losses.policy_gradient import PolicyGradient
 from .policy_losses.ppo_clip import PpoClip
 from .policy_losses.sapo import Sapo
+from .policy_losses.sequence_mask import SequenceMask
 from .policy_losses.topr import Topr
 from .policy_losses.vespo import Vespo
 
@@ -180,6 +182,8 @@ RECIPES: Mapping[str, Recipe] = {
     # Le Roux et al. 2025 (arXiv 2503.14286): no ratio for positive advantages, a ratio of at most 1 for the
     # others.
     "topr": Recipe(policy_loss=Topr(), reward_mean="group", advantage=Reinforce()),
+    # DeepSeek-AI 2025 (arXiv 2512.02556): no gradient from bad answers that the policy has moved away from.
+    "sequence_mask": Recipe(policy_loss=SequenceMask()),
     # Cui et al. 2025 (arXiv 2505.22617): two ways to prevent entropy collapse.
     "clip_cov": Recipe(policy_loss=ClipCov()),
     "kl_cov": Recipe(policy_loss=KlCov()),
@@ -215,6 +219,8 @@ RECIPES: Mapping[str, Recipe] = {
     "gpg": Recipe(advantage=Gpg(), policy_loss=PolicyGradient()),
     # Chen et al. 2025 (arXiv 2508.10751): rewards sets of k answers with a right one among them.
     "pass_at_k": Recipe(advantage=PassAtK()),
+    # Liu et al. 2026 (arXiv 2601.05242): normalises reward parts one by one, then their sum over the round.
+    "gdpo": Recipe(advantage=Gdpo(), whiten_advantages=True),
     # Feng et al. 2025 (arXiv 2505.10978): compares trajectories of a group, and turns that start in the same
     # state.
     "gigpo": Recipe(advantage=Gigpo()),

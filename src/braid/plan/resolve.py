@@ -134,6 +134,8 @@ def merge_recipe(config: RunConfig, *, has_gpus: bool) -> Recipe:
     settings = {name: value for name, value in algorithm if name in names and value is not None}
     recipe, corrections = RECIPES[algorithm.recipe], algorithm.corrections
     settings["advantage"] = with_settings(recipe.advantage, algorithm.advantage)
+    weights = {part.metric_name: part.weight for part in config.reward.parts}
+    settings["advantage"] = settings["advantage"].of_parts(weights)
     settings["policy_loss"] = with_settings(recipe.policy_loss, algorithm.policy_loss)
     if corrections is None and not recipe.corrections and algorithm.old_logprobs in ("auto", "recompute"):
         is_off = config.max_lag > 0 or samples_lower(config, has_gpus=has_gpus)

@@ -35,7 +35,7 @@ def group_rows(group: Group, place: int, first: int) -> list[Row]:
                 row.group, row.trajectory = place, number
                 if greedy is not None:
                     row.baseline = greedy.training_rewards.get(row.player, greedy.training_reward)
-                row.source = group.prompt.source
+                row.source, row.reward_parts = group.prompt.source, trajectory.reward_parts
                 rows.append(row)
     return rows
 

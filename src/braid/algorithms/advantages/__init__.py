@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from .base import Advantage
 from .gae import Gae
+from .gdpo import Gdpo
 from .gigpo import Gigpo
 from .gpg import Gpg
 from .grpo import Grpo
@@ -33,5 +34,6 @@ ADVANTAGES: Mapping[str, type[Advantage]] = {
     "opo": Opo,
     "gpg": Gpg,
     "pass_at_k": PassAtK,
+    "gdpo": Gdpo,
 }
 """The kinds of `algorithm.advantage`."""

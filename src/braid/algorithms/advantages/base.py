@@ -3,7 +3,7 @@ is read quickly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from braid.kinds import Kind
@@ -80,6 +80,10 @@ class Advantage(Kind):
 
     def of_simulator(self, level: Literal["action", "turn"]) -> Advantage:  # noqa: ARG002
         """The same for a simulator, whose returns and values are those of actions or decisions."""
+        return self
+
+    def of_parts(self, weights: Mapping[str, float]) -> Advantage:  # noqa: ARG002
+        """The same for rewards of these parts, by name with their weights."""
         return self
 
     def compute(self, round_: Round) -> Tensor:

@@ -19,6 +19,7 @@ from .masked_is import MaskedIs
 from .policy_gradient import PolicyGradient
 from .ppo_clip import PpoClip
 from .sapo import Sapo
+from .sequence_mask import SequenceMask
 from .topr import Topr
 from .vespo import Vespo
 
@@ -35,6 +36,7 @@ POLICY_LOSSES: Mapping[str, type[PolicyLoss]] = {
     "sapo": Sapo,
     "topr": Topr,
     "vespo": Vespo,
+    "sequence_mask": SequenceMask,
     "kimi": Kimi,
     "clip_cov": ClipCov,
     "kl_cov": KlCov,
