@@ -98,6 +98,7 @@ OTHER_VALUES = {
     "clip_high": 0.02,
     "dual_clip": 1.5,
     "mask": True,
+    "max_gap": 0.1,
     "tau": 0.7,
     "k_positive": 1.0,
     "lambda_positive": 1.0,

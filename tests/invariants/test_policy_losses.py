@@ -47,8 +47,8 @@ BASE = replace(
 )
 SETTINGS: dict[str, Any] = {"clip_low": 0.2, "clip_high": 0.2, "cov_low": 0.1, "cov_fraction": 0.2}
 
-BOUNDS = {"dppo": {"clip_low": 0.01, "clip_high": 0.01}}
-"""Narrow enough to bind for probabilities of about one in ten."""
+BOUNDS = {"dppo": {"clip_low": 0.01, "clip_high": 0.01}, "sequence_mask": {"max_gap": 0.02}}
+"""Narrow enough to bind: for probabilities of about one in ten, and for some sequences."""
 
 
 def _with_loss(name: str, **settings: Any) -> Recipe:
