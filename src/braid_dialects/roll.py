@@ -10,6 +10,7 @@ from . import roll_facts as facts
 from .roll_agentic import AGENTIC, missing_tags
 from .roll_agentic import base as agentic_base
 from .roll_data import DATA, REWARDS, missing_keys, reward_parts
+from .roll_distill import ROLL_DISTILLATION
 from .roll_facts import ROLE, TRAIN, role_of
 from .roll_pipeline import ALGORITHM, ALIASES, OTHER_PIPELINES, PIPELINE
 from .roll_sft import ROLL_SFT
@@ -64,7 +65,6 @@ def _micro_batches(source: Source) -> dict[str, Any]:
 
 
 _PIPELINES = {
-    "distillation pipeline of ROLL": "student_pretrain teacher_pretrain student logits_topk distill_loss_weight",
     "preference (DPO) pipeline of ROLL": "chosen_key rejected_key ipo",
 }
 """Pipelines that braid lacks -> keys and sections that only they have."""
@@ -80,11 +80,13 @@ _STUDENT = {
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], _: str | None) -> Dialect:
-    """Supervised fine-tuning has its own table. In distillation, the keys of the teacher are those of
+    """Supervised fine-tuning and distillation on a file have their own tables. In on-policy distillation, the keys of the teacher are those of
     the reference; without it, ROLL does not read them. A file with a student is one of pure distillation, whose
     launcher sets is_pure_opd, and the student is the actor."""
     if any(path.startswith("sft_train.") for path in values):
         return ROLL_SFT
+    if any(path.startswith("student.") for path in values):
+        return ROLL_DISTILLATION
     is_pure = values.get("is_pure_opd", any(path.startswith("student_train.") for path in values))
     if is_pure:
         rules = {**dialect.rules, "is_pure_opd": replace(dialect.rules["is_pure_opd"], default=True)}
@@ -123,7 +125,7 @@ ROLL = Dialect(
     checks=(missing_keys, missing_tags, _missing_teacher),
     aliases=ALIASES,
     of_file=_of_file,
-    others=(ROLL_SFT,),
+    others=(ROLL_SFT, ROLL_DISTILLATION),
     absent={
         key: (f"the {name}", lambda _: True) for name, keys in _PIPELINES.items() for key in keys.split()
     },

@@ -222,7 +222,7 @@ def trained_roles(source: Source) -> list[str]:
 def used(value: Any, source: Source) -> Any:
     """No effect for keys of a critic or reference that is not used, or has no separate settings."""
     role = role_of(source)
-    if role == "reference" and kl_place(source) is None:
+    if role == "reference" and not is_supervised(source) and kl_place(source) is None:
         return no_effect("there is no KL term, so no reference")
     if role == "critic" and role not in trained_roles(source):
         return no_effect(f"adv_estimator={source['adv_estimator']} uses no critic")

@@ -429,8 +429,8 @@ OTHER_PIPELINES = missing(
     "student_pretrain teacher_pretrain student.* question_key answer_key logits_topk distill_loss_weight "
     "kd_temperature teacher_temperature kd_objective adaptive_kl_alpha skew_lambda distill_on_prompt "
     "logits_transfer_backend",
-    "remove it; it belongs to another of ROLL's pipelines (preference or distillation), and only "
-    "RLVR, agentic and supervised configs are supported")
+    "remove it; it belongs to another of ROLL's pipelines: to preferences, which are not supported, or to distillation on a "
+    "file, which has the sections student and teacher")
 # fmt: on
 ALIASES = {
     "use_additional_prompts": "is_use_additional_prompts",

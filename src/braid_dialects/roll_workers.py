@@ -236,7 +236,7 @@ _WITH_LOGPROBS = section("{actor_train,critic,reference}")(
         to("expert_tensor_parallel_size", ".expert_tensor_parallel", "count?"),
         to("virtual_pipeline_model_parallel_size", ".virtual_pipeline", "count?",
            refused(lambda v, s: (v or 1) > 1 and
-                   s[accumulated := f"{role_of(s)}.training_args.gradient_accumulation_steps"] %
+                   (s[accumulated := f"{role_of(s)}.training_args.gradient_accumulation_steps"] or 1) %
                    (stages := s[".pipeline_model_parallel_size"] or 1) and
                    f"needs {accumulated} to be a multiple of pipeline_model_parallel_size={stages}; "
                    "change one of them")),

@@ -60,6 +60,7 @@ ALL_SEEDS = (
     Seed("roll-images", "roll", ("roll-rlvr-002.yaml", "roll-images.yaml")),
     Seed("rlinf-images", "rlinf", ("rlinf-math-003.yaml", "rlinf-images.yaml")),
     Seed("roll-sft", "roll", ("roll-sft.yaml",)),
+    Seed("roll-distill", "roll", ("roll-distill.yaml",)),
     Seed("skyrl-sft", "skyrl", ("skyrl-sft.yaml",)),
     Seed("rlinf-sft", "rlinf", ("rlinf-sft.yaml",)),
     Seed("verl-gsm8k", "verl", ("verl-gsm8k.yaml",)),

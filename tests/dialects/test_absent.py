@@ -21,7 +21,6 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "rlinf sac": ("SAC", _ROBOT | {"algorithm.adv_type": "embodied_sac", "algorithm.target_entropy": -4, "algorithm.q_head.num": 2}),
     "roll dpo": ("preference (DPO) pipeline of ROLL", {"exp_name": "x", "pretrain": "m", "chosen_key": "c", "beta": 0.1}),
-    "roll distillation": ("distillation pipeline of ROLL", {"exp_name": "x", "student_pretrain": "m", "kd_tau": 1}),
     "behavior": ("no simulator behavior", EVALUATION | {"env.eval.env_type": "behavior"}),
 }  # fmt: skip
 

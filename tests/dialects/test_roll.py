@@ -821,7 +821,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
 def test_keys_of_other_pipelines_are_known_and_not_supported(tmp_path: Path) -> None:
     text = problems(tmp_path, {"student_pretrain": "small"})
     assert "student_pretrain" in text
-    assert "the distillation pipeline of ROLL" in text
+    assert "distillation on a file, which has the sections student and teacher" in text
 
 
 def test_the_asynchronous_generation_ratio_bounds_the_lag(tmp_path: Path) -> None:

@@ -3,20 +3,28 @@ reason."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
+from braid.cli.main import main
+from braid.config.model import BuildSpec
 from braid.errors import ConfigError
+from braid.models.build import build_model
+from braid.models.causal_lm import CausalLM
+from braid.models.loading import save_pretrained
+from braid.models.tokenizer import character_tokenizer
 from braid.plan.resolve import merge_recipe
 from braid.training.advantages import compute_advantages
 from braid.types import Row
 from braid_dialects.load import read_config
 
-from .conftest import laid_over
+from .conftest import SEEDS, laid_over
 from .test_roll import SMALL, problems, read
 
 TEACHER = {"use_opd": True, "teacher": {"model_args": {"model_name_or_path": "teacher"}}}
@@ -176,6 +184,67 @@ def test_pure_distillation_learns_from_the_teacher_alone(tmp_path: Path, estimat
     for row, old, teacher in zip(rows, made["old"], made["teacher"], strict=True):
         expected = -0.5 * (old - teacher)[: len(row)]
         np.testing.assert_allclose(row.fields["advantages"], expected, atol=1e-6)  # float32 of about 3
+
+
+@pytest.mark.slow
+def test_a_file_of_distillation_on_answers_trains_two_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"question": letter, "answer": letter * 2} for letter in "abcdef"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = BuildSpec(
+        hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2, head_dim=8, characters="abcdef"
+    )
+    tokenizer = character_tokenizer(spec.characters)
+    for seed, name in enumerate(("student", "teacher")):
+        model = build_model(spec, tokenizer, dtype=torch.float32, seed=seed)
+        save_pretrained(CausalLM(model), tokenizer, tmp_path / name)
+    changes: dict[str, Any] = {
+        "student_pretrain": "student", "teacher_pretrain": "teacher", "logits_topk": 4, "sequence_length": 64,
+        "student": {
+            "data_args": {"file_name": "rows.jsonl", "template": "native"},
+            "model_args": {"attn_implementation": "sdpa"},
+            "training_args": {"num_train_epochs": 1, "gradient_accumulation_steps": 1, "warmup_steps": 0},
+        },
+        "braid": {"run": {"device": "cpu", "output_dir": "out", "name": "run"}, "report": {"console": "none"}},
+    }  # fmt: skip
+    tree = laid_over(yaml.safe_load((SEEDS / "roll-distill.yaml").read_text("utf-8")), changes)
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["train", "theirs.yaml", "--backend", "single", "--engine", "native"]) == 0, (
+        capsys.readouterr().err
+    )
+    lines = [json.loads(line) for line in (tmp_path / "out/run/metrics.jsonl").read_text().splitlines()]
+    trained = [line for line in lines if "sft/divergence" in line]
+    assert [line["step"] for line in trained] == [1, 2]
+    assert all(line["sft/divergence"] > 0 for line in trained)
+
+
+def test_a_file_of_distillation_sets_the_divergence_and_the_teacher(tmp_path: Path) -> None:
+    def made(**changes: Any) -> Any:
+        tree = yaml.safe_load((SEEDS / "roll-distill.yaml").read_text("utf-8"))
+        (tmp_path / "roll.yaml").write_text(yaml.safe_dump(laid_over(tree, changes)), "utf-8")
+        return read_config(tmp_path / "roll.yaml").loaded.config
+
+    config = made()
+    assert (config.reference.path, config.sft.shuffle, config.sft.rows_per_step) == (
+        "Qwen/Qwen3-8B",
+        True,
+        16,
+    )
+    distillation = config.sft.distillation
+    assert (distillation.weight, distillation.divergence, distillation.mixture) == (
+        0.65,
+        "skewed_forward_kl",
+        0.2,
+    )
+    assert (distillation.top_k, distillation.rest) == (64, "renormalize")
+    whole = made(kd_objective="reverse_kl", logits_topk=0).sft.distillation
+    assert (whole.divergence, whole.top_k) == ("kl", None)
+    with pytest.raises(ConfigError, match=r"kd_temperature.*set it to 1"):
+        made(kd_temperature=2)
+    with pytest.raises(ConfigError, match=r"computed over the likeliest tokens only"):
+        made(kd_objective="adaptive_kl", logits_topk=0)
 
 
 def test_pure_distillation_needs_a_teacher(tmp_path: Path) -> None:

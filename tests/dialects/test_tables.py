@@ -23,7 +23,7 @@ NAMED = ("cluster.placement", "cluster.group_names", "cluster.env", "env.kwargs"
 CHOSEN: tuple[tuple[str | None, str | None], ...] = (
     (None, None), ("single", "native"), ("fsdp2", "vllm"), ("megatron", "sglang"), ("deepspeed", "vllm")
 )  # fmt: skip
-SUPERVISED = ("roll-sft", "skyrl-sft", "rlinf-sft")
+SUPERVISED = ("roll-sft", "roll-distill", "skyrl-sft", "rlinf-sft")
 SEEDS = [
     seed
     for seed in ALL_SEEDS
