@@ -47,7 +47,15 @@ EVERY_ROLE: Settings = {
 }
 GREEDY: Settings = {"algorithm.recipe": "remax", "report.samples_every_rounds": 1}
 
+LIKELIEST: Settings = {
+    "algorithm": {"kl_coef": 0.1, "kl_estimator": "full_forward", "kl_top_k": 3, "kl_ratio_clip": 2.0},
+    "report.samples_every_rounds": 1,
+}
+_TWO_RANKS: Settings = {"train.backend": "fsdp2", "cluster.placement": {"policy,reference,rollout": "0-1"}}
+
 MODES: dict[str, tuple[Settings, Settings]] = {
+    "likeliest tokens of the reference": (LIKELIEST, _TWO_RANKS),
+    "likeliest tokens, adapters": ({**LIKELIEST, "model.lora": {"rank": 2}}, _TWO_RANKS),
     "collocated": (
         {**GREEDY, "algorithm.kl_estimator": "full"},
         {"train.backend": "fsdp2", "cluster.placement": {"policy,reference,rollout": "0-1"}},
