@@ -3,8 +3,8 @@
     python benchmarks/learned.py [TASK ...] --seeds 0 1 2
     python benchmarks/learned.py quickstart --seeds 0-19 --jobs 8      (from a clone without `make setup`: PYTHONPATH=src:.)
 
-Tasks are the configs of benchmarks/learned, among them a file of ROLL, and of examples; policies and
-demonstrations that they read are made first, except the pretrained model of smollm2, smollm2_lora and
+Tasks are the configs of benchmarks/learned, among them a file of ROLL, and of examples; policies,
+demonstrations and teachers that they read are made first, except the pretrained model of smollm2, smollm2_lora and
 smollm2_tool: `make smollm2`. Each run has a process of its own; `--jobs` of them at a time divide the cores.
 Prints each seed's result in the first evaluation, if there is one before training, and in the last, and the
 ranges of both over the seeds. Bars are in eval.target; the optimum, where it is known, is in a config's first
@@ -22,9 +22,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,15 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @dataclass(frozen=True)
 class Task:
-    """A config with overrides; `vla` is the kind of the policy that examples/vla.py makes for it, `script`
-    the example that writes its files of data."""
+    """A config with overrides; `script` is the example that writes the files that it reads, whose paths
+    relative to the script's folder `files` has by key. `vla` is the kind of the policy that examples/vla.py
+    makes for it."""
 
     config: Path
     overrides: Sequence[str] = ()
     vla: str | None = None
     script: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
@@ -66,10 +68,30 @@ TASKS = {path.stem: Task(path) for path in sorted(CONFIGS.glob("*.yaml"))} | {
     ),
     "button_press": Task(EXAMPLES / "robot.yaml", ["env.task=button-press-v3", "eval.target.min_final=0.8"]),
     **{name: Task(EXAMPLES / f"{name}.yaml") for name in ("smollm2", "smollm2_lora", "smollm2_tool")},
-    "pictures": Task(EXAMPLES / "pictures.yaml", script="pictures.py"),
-    "look_agent": Task(EXAMPLES / "look_agent.yaml", script="look_agent.py"),
-    "vla": Task(EXAMPLES / "vla.yaml", vla="openvla_oft"),
-    "pi0": Task(CONFIGS / "pi0.yaml", vla="pi0"),
+    "distillation": Task(
+        EXAMPLES / "distillation.yaml", script="distillation.py", files={"reference.path": "teacher"}
+    ),
+    "pictures": Task(
+        EXAMPLES / "pictures.yaml",
+        script="pictures.py",
+        files={
+            "data.train[0].path": "train.jsonl",
+            "data.eval[0].path": "eval.jsonl",
+            "sft.data[0].path": "sft.jsonl",
+        },
+    ),
+    "look_agent": Task(
+        EXAMPLES / "look_agent.yaml", script="look_agent.py", files={"sft.data[0].path": "sft.jsonl"}
+    ),
+    **{
+        name: Task(
+            folder / f"{name}.yaml",
+            vla=kind,
+            script="vla.py",
+            files={"model.path": "model", "sft.demonstrations": "demonstrations"},
+        )
+        for name, folder, kind in (("vla", EXAMPLES, "openvla_oft"), ("pi0", CONFIGS, "pi0"))
+    },
 }
 
 
@@ -87,19 +109,13 @@ class Result:
 def prepare(task: Task, folder: Path) -> list[str]:
     """Make what the task's config reads; returns its overrides. A failure is reported, and shows again in the
     runs."""
-    script = task.script if task.vla is None else "vla.py"
-    if script is None:
+    if task.script is None:
         return list(task.overrides)
-    command = [sys.executable, str(EXAMPLES / script), str(folder)]
+    command = [sys.executable, str(EXAMPLES / task.script), str(folder)]
     command += [] if task.vla is None else ["--kind", task.vla]
     if code := subprocess.run(command, check=False, stdout=sys.stderr).returncode:
-        print(f"{folder.name}: examples/{script} failed, exit code {code}", file=sys.stderr)
-    made = [f"model.path={folder}/model", f"sft.demonstrations={folder}/demonstrations"]
-    if task.vla is None:
-        uses = {"data.train[0]": "train", "data.eval[0]": "eval", "sft.data[0]": "sft"}
-        files = ((source, folder / f"{name}.jsonl") for source, name in uses.items())
-        made = [f"{source}.path={file}" for source, file in files if file.exists()]
-    return [*task.overrides, *made]
+        print(f"{folder.name}: examples/{task.script} failed, exit code {code}", file=sys.stderr)
+    return [*task.overrides, *(f"{key}={folder}/{name}" for key, name in task.files.items())]
 
 
 def train(
