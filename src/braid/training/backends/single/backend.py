@@ -177,7 +177,17 @@ class SingleBackend:
             self._observe(head, np.concatenate(returns))
         config = self._config
         try:
-            running = self._gradients_of(rows, weights, loss, spare)
+            while True:
+                cuts = self._cuts(rows, loss, self._micro_batch_tokens)
+                num_passes = self._num_passes(len(cuts))
+                try:
+                    running = self._running(rows, cuts, num_passes, spare)
+                    batches = self._batches(rows, cuts, num_passes, spare, weights)
+                    self._accumulate(batches, num_passes, loss, running)
+                    break
+                except RuntimeError as error:
+                    smaller = self._smaller(error, cuts, rows, loss)
+                self._start_again(smaller)  # not in the except clause, where the error holds the graph
             if self._scale is not None:
                 self._scale_gradients(1.0 / self._scale.value)
             report = self._report(running, sum(row.num_tokens for row in rows), loss.limits)
@@ -193,41 +203,6 @@ class SingleBackend:
         self._count(report, loss.limits)
         return report
 
-    def _gradients_of(
-        self, rows: Sequence[Row], weights: Sequence[float], loss: Loss, spare: Row | None
-    ) -> Running:
-        """Accumulate the gradients of a step. Where memory runs out in one process, they are computed again
-        from none, in smaller micro-batches, which stay so until the process ends: the loss is normalized
-        over the step, so the gradients are the same up to rounding. Ranks, whose passes are collective,
-        raise what the allocator did, and so does a step whose micro-batches cannot be smaller."""
-        while True:
-            cuts = self._cuts(rows, loss, self._micro_batch_tokens)
-            try:
-                return self._run_passes(cuts, rows, weights, loss, spare)
-            except RuntimeError as error:
-                if not is_out_of_memory(error) or dist.is_initialized():
-                    raise
-                smaller = self._smaller(cuts, rows, loss)
-                if smaller is None:
-                    error.add_note(
-                        "a micro-batch of a single row does not fit: set train.gradient_checkpointing=true, "
-                        "or lower rollout.sampling.max_new_tokens; braid plan says what takes the memory"
-                    )
-                    raise
-            # Not within the except clause, where the error holds the graph.
-            self._drop_gradients()
-            release_memory()
-            before, self._micro_batch_tokens = self._micro_batch_tokens, smaller
-            logger.warning(
-                "step %d of %d ran out of memory in micro-batches of up to %d tokens; taking it again in "
-                "micro-batches of %d, as all steps from here on (set train.micro_batch_tokens=%d)",
-                self._num_steps + 1,
-                self._total_steps,
-                before,
-                smaller,
-                smaller,
-            )
-
     def _cuts(self, rows: Sequence[Row], loss: Loss, max_tokens: int) -> list[list[int]]:
         """The rows of each micro-batch of a step."""
         whole = loss.whole_trajectories
@@ -235,26 +210,10 @@ class SingleBackend:
             rows, max_tokens, self._config.micro_batch_rows, whole_trajectories=whole
         )
 
-    def _smaller(self, cuts: Sequence[Sequence[int]], rows: Sequence[Row], loss: Loss) -> int | None:
-        """Tokens of micro-batches of which there are more than these `cuts`, from half of the largest on;
-        None if there cannot be more."""
-        tokens = min(self._micro_batch_tokens, max(sum(len(rows[i]) for i in cut) for cut in cuts))
-        while tokens > 1:
-            tokens //= 2
-            if len(self._cuts(rows, loss, tokens)) > len(cuts):
-                return tokens
-        return None
-
-    def _run_passes(
-        self,
-        cuts: Sequence[Sequence[int]],
-        rows: Sequence[Row],
-        weights: Sequence[float],
-        loss: Loss,
-        spare: Row | None,
+    def _running(
+        self, rows: Sequence[Row], cuts: Sequence[Sequence[int]], num_passes: int, spare: Row | None
     ) -> Running:
-        """The passes of a step in micro-batches `cuts`."""
-        num_passes = self._num_passes(len(cuts))
+        """The sums of a step before its first pass."""
         has_experts = self._model.num_experts > 0
         here = sum(map(len, rows)) if self._counts_rows else 0
         num_positions = self._over_ranks(here) if has_experts else [here]
@@ -263,8 +222,42 @@ class SingleBackend:
             is_one_pass = len(num_positions) == num_passes == 1
             counts = None if is_one_pass else self._choices(self._batches(rows, cuts, num_passes, spare))
             running.balance = Balance(self._config.router_aux_coef, running.num_positions, counts)
-        self._accumulate(self._batches(rows, cuts, num_passes, spare, weights), num_passes, loss, running)
         return running
+
+    def _smaller(
+        self, error: RuntimeError, cuts: Sequence[Sequence[int]], rows: Sequence[Row], loss: Loss
+    ) -> int:
+        """Tokens of micro-batches of which there are more than these `cuts`, with which memory ran out: from
+        half of the largest on. Raises `error` if it is another, if they cannot be smaller, or on ranks,
+        whose passes are collective."""
+        if not is_out_of_memory(error) or dist.is_initialized():
+            raise error
+        tokens = min(self._micro_batch_tokens, max(sum(len(rows[i]) for i in cut) for cut in cuts))
+        while tokens > 1:
+            tokens //= 2
+            if len(self._cuts(rows, loss, tokens)) > len(cuts):
+                return tokens
+        error.add_note(
+            "a micro-batch of a single row does not fit: set train.gradient_checkpointing=true, or lower "
+            "rollout.sampling.max_new_tokens; braid plan says what takes the memory"
+        )
+        raise error
+
+    def _start_again(self, smaller: int) -> None:
+        """Free what the step has computed, to take it in micro-batches of `smaller` tokens, as all steps
+        from here on. The loss is normalized over the step, so the gradients are the same up to rounding."""
+        self._drop_gradients()
+        release_memory()
+        before, self._micro_batch_tokens = self._micro_batch_tokens, smaller
+        logger.warning(
+            "step %d of %d ran out of memory in micro-batches of up to %d tokens; taking it again in "
+            "micro-batches of %d, as all steps from here on (set train.micro_batch_tokens=%d)",
+            self._num_steps + 1,
+            self._total_steps,
+            before,
+            smaller,
+            smaller,
+        )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         self._masters = master_weights(self._model.module)
