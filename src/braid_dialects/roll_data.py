@@ -11,7 +11,9 @@ from braid.config.data import REST
 from . import roll_facts as facts
 from .conditions import refused, unless
 from .conversions import at_least_0, computed, greedy_at_0, null_as, unless_null
+from .devices import DEVICES
 from .roll_facts import HAS_IMAGES, NO_VALIDATION, role_of
+from .roll_judges import check_mapping, judge_devices, judge_part, loads_judge
 from .rows import always, ignored, missing, rows, section, to
 from .table import Became, Convert, Source, implied, unsupported
 from .values import choice
@@ -126,7 +128,7 @@ def _scored(source: Source) -> list[str]:
         domain
         for domain in facts.domains(source)
         if (worker := _worker(source, domain)) in _PARTS
-        and (worker != _JUDGE or source[f"rewards.{domain}.judge_model_type"] in (None, "api"))
+        and (worker != _JUDGE or source[f"rewards.{domain}.judge_model_type"] in (None, "api", "inference"))
     ]
 
 
@@ -144,7 +146,9 @@ def reward_parts(source: Source) -> list[dict[str, Any]]:
         tags = {"sources": _sources(source, domain)} if len(facts.domains(source)) > 1 else {}
         part = {"name": domain, **_PARTS[worker], **tags}
         out.append(part)
-        if worker == _JUDGE:
+        if worker == _JUDGE and loads_judge(source, domain):
+            part |= judge_part(source, domain)
+        elif worker == _JUDGE:
             part |= {"url": source[f"{at}.judge_api_url"], "model": source[f"{at}.judge_model_name"]}
         elif worker == _CHOICE:
             part["scores"] = _CHOICE_SCORES.get(source[f"{at}.reward_type"])
@@ -177,7 +181,11 @@ def missing_keys(source: Source) -> Iterator[tuple[str, str]]:
             needed["tag_included"] = "with several domains, each must list the tags of its rows"
         if worker == _CHOICE:
             needed["reward_type"] = f"set it to one of {', '.join(_CHOICE_SCORES)}"
-        if worker == _JUDGE and domain in _scored(source):
+        if worker == _JUDGE and loads_judge(source, domain):
+            if not (source[f"rewards.{domain}.model_args"] or {}).get("model_name_or_path"):
+                why = "required for a judge with judge_model_type=inference: its model folder"
+                yield f"rewards.{domain}.model_args.model_name_or_path", why
+        elif worker == _JUDGE and domain in _scored(source):
             why = "required for a judge: a model on an OpenAI-compatible server"
             needed |= {"judge_api_url": why, "judge_model_name": why}
         for name, why in needed.items():
@@ -197,8 +205,8 @@ def _domain(source: Source) -> str:
     return source.at.split(".")[1]
 
 
-_LOCAL_JUDGE = (
-    "start a server for the judge, and set judge_model_type: api, judge_api_url and judge_model_name"
+_JUDGE_CLUSTER = (
+    "set judge_model_type: inference in the domain, with model_args, strategy_args and device_mapping of its own"
 )
 _PARTS_OF_ALL = computed(reward_parts)
 
@@ -212,8 +220,10 @@ _SAMPLES = unless(lambda s: role_of(s) == "validation" and not (facts.validates(
 _SEVERAL = unless(lambda s: len(facts.domains(s)) <= 1, "there is one reward domain, which scores all rows")
 _IS_SCORED = unless(lambda s: _domain(s) not in _scored(s),
                     "the domain's worker is unsupported, so its rows are dropped")
-_IS_JUDGE = unless(lambda s: _worker(s, _domain(s)) != _JUDGE or _domain(s) not in _scored(s),
-                   "for judges on a server only (judge_model_type: api)")
+_IS_JUDGE = unless(lambda s: _worker(s, _domain(s)) != _JUDGE or _domain(s) not in _scored(s)
+                   or loads_judge(s, _domain(s)), "for judges on a server only (judge_model_type: api)")
+_LOADS_JUDGE = unless(lambda s: _worker(s, _domain(s)) != _JUDGE or not loads_judge(s, _domain(s)),
+                      "a rule has no model and no device")
 _HAS_COLUMN = refused(lambda _, s: facts.column_of(s, role_of(s)) is None and "set its column: "
                       "data_args.prompt for plain text, or data_args.messages for chat messages")
 _ONE_COLUMN = refused(lambda v, s: v and s[".prompt"] and "conflicts with data_args.prompt; set one of them, "
@@ -306,7 +316,17 @@ REWARDS = rows(
         missing("response_length_penalty_coef", "use braid.reward.overlong.buffer_tokens", default=0),
         to("judge_api_url judge_model_name", ".parts", "text", _IS_JUDGE, _PARTS_OF_ALL,
            note="of an OpenAI-compatible server"),
-        missing("judge_model_type", f"{_LOCAL_JUDGE}; if ignored, its rows are dropped", default="api"),
+        to("judge_model_type", ".parts", "text",
+           unless(lambda s: _worker(s, _domain(s)) != _JUDGE, "the domain has no judge"),
+           lambda v, _: v if v in ("api", "inference") else unsupported(
+               f"{_JUDGE_CLUSTER}; if ignored, its rows are dropped"), _PARTS_OF_ALL,
+           note="inference: a model that the run loads, by model_args and strategy_args; api: on a server"),
+        to("model_args data_args generating_args strategy_args", ".parts", "{any}?", _LOADS_JUDGE,
+           check_mapping, _PARTS_OF_ALL, note="of a judge with judge_model_type=inference"),
+        to("device_mapping", "cluster.placement.reward", DEVICES, _LOADS_JUDGE, judge_devices,
+           note="of a judge with judge_model_type=inference; on rollout's devices it is beside its engines"),
+        to("num_gpus_per_worker", ".parts", "count", _LOADS_JUDGE, _PARTS_OF_ALL, default=1,
+           note="devices of the judge's engine, unless tensor_parallel_size is set"),
         ignored("judge_prompt", "the judge is asked whether the answer agrees with the reference"),
         missing("judge_api_key", "remove it; name its environment variable in reward.parts (api_key_env)"),
         missing("reward_manager_config format_pattern code_url", "write a function (braid.reward.parts)"),
@@ -315,8 +335,7 @@ REWARDS = rows(
         to("system_envs", ".parts", "{text}",
            unless(lambda s: _worker(s, _domain(s)) != _DETECTION, "a rule reads none"), _IS_SCORED, _PARTS_OF_ALL,
            note="DET_IOU_THRESHOLD only"),
-        ignored("infer_batch_size num_gpus_per_worker device_mapping model_args data_args generating_args "
-                "strategy_args", "a rule has no model and no device")),
-    missing("reward_model.*", _LOCAL_JUDGE),
+        ignored("infer_batch_size", "requests of a judge are sampled together; a rule has no model")),
+    missing("reward_model.*", _JUDGE_CLUSTER),
 )
 # fmt: on

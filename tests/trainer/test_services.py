@@ -9,7 +9,7 @@ from tests.pictures import TOKENIZER, picture, vision_of
 from braid.errors import RewardError
 from braid.models.tokenizer import character_tokenizer
 from braid.rollout.engine import Completion, Request
-from braid.trainer.services import PolicyJudge
+from braid.trainer.services import EngineJudge
 
 
 class _Says:
@@ -29,7 +29,7 @@ class _Says:
 def test_a_policy_that_reasons_judges_by_its_answer() -> None:
     tokenizer = character_tokenizer("ask 0123456789<>/think")
     said = tokenizer.encode("<think>2 or 9</think>7", add_special_tokens=False)
-    judge = PolicyJudge(_Says([*said, 1]), tokenizer, (1,), seed=0)  # pyright: ignore[reportArgumentType]
+    judge = EngineJudge(_Says([*said, 1]), tokenizer, (1,), seed=0)  # pyright: ignore[reportArgumentType]
     asked = judge([{"role": "user", "content": "ask"}], max_tokens=30, temperature=0.0, key=(1,))
     assert asyncio.run(asked) == "7"
 
@@ -37,7 +37,7 @@ def test_a_policy_that_reasons_judges_by_its_answer() -> None:
 def test_a_policy_that_reads_images_judges_with_them() -> None:
     vision = vision_of("qwen3_vl")
     says = _Says([*TOKENIZER.encode("yes", add_special_tokens=False), 1])
-    judge = PolicyJudge(says, TOKENIZER, (1,), seed=0, vision=vision)  # pyright: ignore[reportArgumentType]
+    judge = EngineJudge(says, TOKENIZER, (1,), seed=0, vision=vision)  # pyright: ignore[reportArgumentType]
 
     def ask(content: Any) -> str:
         asked = judge([{"role": "user", "content": content}], max_tokens=30, temperature=0.0, key=(1,))

@@ -46,7 +46,7 @@ def _absolute(name: str, value: str, start: Path, kind: object) -> str:
     path = start / Path(value).expanduser()
     if _FOLDERS.fullmatch(name) or (_CHECKPOINT.fullmatch(name) and value not in ("none", "latest")):
         return str(path)
-    if _FUNCTIONS.fullmatch(name) and kind != "model":
+    if _FUNCTIONS.fullmatch(name) and kind not in ("model", "judge"):
         file, colon, names = value.rpartition(":")
         return f"{start / Path(file).expanduser()}:{names}" if colon else value
     if _FILES_OR_TEXT.fullmatch(name):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Union
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from braid.rewards.kinds import REWARDS, ModelReward, RewardPart
+from braid.rewards.kinds import REWARDS, JudgeReward, ModelReward, RewardPart
 from braid.sections import Section, Unused
 
 if TYPE_CHECKING:
@@ -68,6 +68,14 @@ class RewardConfig(Section):
         """(index, part) of each reward model."""
         return ((i, part) for i, part in enumerate(self.parts) if isinstance(part, ModelReward))
 
+    def judges(self) -> Iterator[tuple[int, JudgeReward]]:
+        """(index, part) of each judge with a model that the run loads."""
+        return (
+            (i, part)
+            for i, part in enumerate(self.parts)
+            if isinstance(part, JudgeReward) and part.path is not None
+        )
+
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
         if not self.parts:
             yield "there are no reward parts", "reward.{timeout_s,retries,concurrency}"
@@ -75,3 +83,10 @@ class RewardConfig(Section):
             yield "judges have their own retries", "reward.retries"
         if not any(part.runs_programs for part in self.parts):
             yield "no reward part runs programs", "reward.code"
+        of_engine = "reward.parts[].engine"
+        yield (
+            "a judge loads its weights once, on every worker of its role",
+            f"{of_engine}.{{load_weights,replicas,recompute_cache}}",
+        )
+        if not any(part.engine.is_served for _, part in self.judges()):
+            yield "a judge's requests have a single turn", f"{of_engine}.prefix_caching"

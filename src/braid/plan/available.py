@@ -7,8 +7,10 @@ cannot run is reported before the run starts, with a value that works.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 
+from braid.config.model import ModelConfig
 from braid.config.schema import RunConfig
 from braid.config.train import TrainConfig
 from braid.gguf_file import is_gguf
@@ -17,6 +19,7 @@ from .machine import count_gpus, memory_bytes
 from .parallel import served_engine
 from .placement import format_numbers, parse_placement
 from .plan import Plan
+from .sizes import size_of_folder
 
 
 def missing_parts(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]:
@@ -71,6 +74,12 @@ def machine_problems(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
         yield "cluster.placement", f"{why}; use those, or run on a cluster (cluster.address)"
     is_on_cpu = not num_gpus or config.run.device == "cpu"
     yield from config.rollout.engine.problems(config, plan, on_cpu=is_on_cpu)
+    for number, part in config.reward.judges():
+        model = ModelConfig(path=part.path, dtype=part.weights_dtype)
+        as_policy = config.model_copy(update={"model": model})
+        size = size_of_folder(part.path)
+        for key, why in part.engine.problems(as_policy, replace(plan, model_size=size), on_cpu=is_on_cpu):
+            yield f"reward.parts[{number}].{key.removeprefix('rollout.').removeprefix('model.')}", why
 
 
 def _needs_gpu(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -87,6 +96,13 @@ def _needs_gpu(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str, str]]:
     engine = served_engine(config)
     if engine is not None and engine.needs_gpu and not engine.servers:
         yield "rollout.engine", engine.kind, "set rollout.engine.servers, or set it to native"
+    for number, part in config.reward.judges():
+        if part.engine.needs_gpu:
+            yield (
+                f"reward.parts[{number}].engine",
+                part.engine.kind,
+                "set it to native, or url instead of path",
+            )
     yield from config.env.needs_gpu()
 
 
@@ -102,6 +118,11 @@ def missing_packages(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
     if engine is not None and engine.package and not engine.servers:
         instead = "set rollout.engine.servers, or set it to native"
         needed.append(("rollout.engine", engine.package, engine.install, instead))
+    needed += [
+        (f"reward.parts[{number}].engine", judge.engine.package, judge.engine.install, "set it to native")
+        for number, judge in config.reward.judges()
+        if judge.engine.package
+    ]
     if is_gguf(config.model.source or ""):
         needed.append(("model.path", "gguf", "'braid-rl[gguf]'", "set it to a Hugging Face folder"))
     if (package := config.env.package) is not None:
@@ -151,6 +172,21 @@ def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
     except ValueError:
         return  # reported as a refusal of the layout
     reward, rollout = placed.get("reward"), plan.layout.role("rollout")
+    judges = list(config.reward.judges())
+    has = (
+        config.rollout.engine.num_devices() if reward is None or plan.layout.role("reward") is None else None
+    )
+    for number, judge in judges:
+        needs, key = judge.engine.num_devices(), f"reward.parts[{number}].engine"
+        if has is not None and needs != (has or 1):
+            why = f"an engine of {needs} devices does not fit on the devices of a rollout engine, {has or 1}"
+            yield (
+                key,
+                f"{why}; place reward on other devices (cluster.placement), or change its parallel sizes",
+            )
+        elif needs != (most := max(part.engine.num_devices() for _, part in judges)):
+            why = f"it has {needs} devices and another judge's engine {most}, on the same workers"
+            yield key, f"{why}; give both the same parallel sizes"
     if any(config.reward.models()) and reward and rollout and not set(reward.numbers) <= set(rollout.devices):
         where = f"the devices of rollout ({format_numbers(rollout.devices)}) in this version"
         why = f"reward models run on {where}, but reward is placed on {format_numbers(reward.numbers)}"

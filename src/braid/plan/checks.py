@@ -365,7 +365,7 @@ def _pipeline(config: RunConfig, plan: Plan) -> Iterator[Finding]:
     if config.pipeline is None or plan.verb != "train":
         return
     layout, rollout = plan.layout, plan.layout.role("rollout")
-    if layout.has_gpus and layout.mode != "in_process" and layout.engines_sharing_devices and rollout:
+    if layout.has_gpus and layout.mode != "in_process" and layout.sharing_devices("rollout") and rollout:
         shared = f"as some of rollout's GPUs {format_numbers(rollout.devices)} do"
         why = f"engines sample during training, so they cannot share GPUs with it, {shared}"
         yield "pipeline", f"{why}; separate the roles in cluster.placement, or set pipeline=null"

@@ -3,8 +3,9 @@
 Training roles have one rank per device; rollout has one engine per device, or one per `tensor_parallel` *
 `pipeline_parallel` devices. A role that is not in `cluster.placement` is placed with the policy, and a policy
 that is not, on all devices (with backend `single` on device 0). `inference` has workers only on devices
-without the policy. Simulators have workers if `env` is placed on other devices than rollout; otherwise they
-and reward models run on the rollout devices.
+without the policy. Simulators have workers if `env` is placed on other devices than rollout, and so have
+judges with models of their own by the placement of `reward`; otherwise they and reward models run on the
+rollout devices.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from .sizes import ModelSize
 Mode = Literal["in_process", "collocated", "disaggregated", "hybrid"]
 """in_process: everything in the driver process. collocated: all roles on the same devices, in turns.
 disaggregated: no device has two roles. hybrid: some devices have several."""
-WITH_WORKERS: tuple[Role, ...] = (*TRAINING_ROLES, "rollout", "env")
+WITH_WORKERS: tuple[Role, ...] = (*TRAINING_ROLES, "rollout", "env", "reward")
 """Roles that may have workers."""
 
 
@@ -90,12 +91,11 @@ class Layout:
         """Workers of a role; None if it has no separate workers."""
         return next((role for role in self.roles if role.role == name), None)
 
-    @property
-    def engines_sharing_devices(self) -> tuple[int, ...]:
-        """Rollout ranks on devices that a training role uses too."""
+    def sharing_devices(self, name: str) -> tuple[int, ...]:
+        """Ranks of a role that samples on devices that a training role uses too."""
         trained = {device for role in self.roles if role.role in TRAINING_ROLES for device in role.devices}
-        rollout = self.role("rollout")
-        workers = () if rollout is None else rollout.workers
+        sampling = self.role(name)
+        workers = () if sampling is None else sampling.workers
         return tuple(worker.rank for worker in workers if trained.intersection(worker.devices))
 
 
@@ -143,7 +143,7 @@ def _lay_out(config: RunConfig, needs: Needs) -> Layout:
         return Layout("in_process", num_nodes, per_node or 1, (), refusals=(refusal,))
     refusals = list(_unknown(placed))
     if not needs.has_workers:
-        apart = ("inference", "env")
+        apart = ("inference", "env", "reward")
         alone: list[Role] = [role for role in WITH_WORKERS if role in needs.roles and role not in apart]
         roles = tuple(_role_layout(config, role, [(0,)], 1) for role in alone)
         return Layout("in_process", 1, 1, roles, refusals=tuple(refusals))
@@ -184,9 +184,11 @@ def _devices_by_rank(
             continue
         if role not in placed:
             ranks = ranks[: device_limit(config, role)]
-        out[role] = _of_engines(config, ranks) if role == "rollout" else ranks
+        out[role] = _of_engines(ranks, _engine_devices(config, role)) if role in _SAMPLING else ranks
     if "env" not in placed or _all(out.get("env", ())) == _all(out["rollout"]):
         out.pop("env", None)
+    if "reward" not in placed or _all(out.get("reward", ())) <= _all(out["rollout"]):
+        out.pop("reward", None)
     return out
 
 
@@ -206,9 +208,20 @@ def _per_rollout_worker(ranks: Ranks, num_rollout: int) -> tuple[Ranks, list[Ref
     ), []
 
 
-def _of_engines(config: RunConfig, ranks: Ranks) -> Ranks:
-    """Devices of each engine: those of a process, or of several processes with one device each."""
-    each = config.rollout.engine.num_devices()
+_SAMPLING: tuple[Role, ...] = ("rollout", "reward")
+"""Roles whose workers have engines."""
+
+
+def _engine_devices(config: RunConfig, role: Role) -> int:
+    """Devices of each worker of a role."""
+    if role == "reward":
+        return max((part.engine.num_devices() for _, part in config.reward.judges()), default=1)
+    return config.rollout.engine.num_devices() if role == "rollout" else 1
+
+
+def _of_engines(ranks: Ranks, each: int) -> Ranks:
+    """Devices of each engine with `each` devices: those of a process, or of several processes with one device
+    each."""
     if not each:
         return [()]  # external servers
     singles = [device for devices in ranks for device in devices]
@@ -225,12 +238,12 @@ def _device_refusals(
     if counts := list(count_refusals(config, role, len(devices))):
         yield from counts
         return
-    each = config.rollout.engine.num_devices() if role == "rollout" else 1
+    each = _engine_devices(config, role)
     for rank, rank_devices in enumerate(ranks):
         nodes = sorted({device // per_node for device in rank_devices})
         problem = ""
         if len(rank_devices) != each:
-            uses = f"an engine uses {each}" if role == "rollout" else "a rank uses one"
+            uses = f"an engine uses {each}" if role in _SAMPLING else "a rank uses one"
             problem = f"has {len(rank_devices)} devices, but {uses}"
         elif len(nodes) > 1:
             where = f"on machines {_listed(nodes)} of {per_node} devices each"
@@ -256,11 +269,10 @@ def _role_layout(config: RunConfig, role: Role, ranks: Ranks, per_node: int) -> 
     workers = tuple(
         Worker(rank, devices[0] // per_node if devices else 0, devices) for rank, devices in enumerate(ranks)
     )
-    if role in ("rollout", "env"):
-        return RoleLayout(
-            role, config.rollout.engine.kind if role == "rollout" else config.env.kind, workers, {}
-        )
-    assert role in TRAINING_ROLES, f"{role} has no separate workers"
+    if role not in TRAINING_ROLES:
+        judges = dict.fromkeys(part.engine.kind for _, part in config.reward.judges())
+        kinds = {"rollout": config.rollout.engine.kind, "env": config.env.kind, "reward": ", ".join(judges)}
+        return RoleLayout(role, kinds[role], workers, {})
     train = train_config(config, role)
     offload = tuple(name for name, is_moved in train.offload if is_moved)
     backend = train.backend

@@ -84,7 +84,12 @@ class Plan:
     def engines_in_turns(self) -> tuple[int, ...]:
         """Rollout ranks whose engines sleep during training, since it uses their devices. None with a
         pipeline."""
-        return () if self.is_pipelined else self.layout.engines_sharing_devices
+        return () if self.is_pipelined else self.layout.sharing_devices("rollout")
+
+    @property
+    def judges_in_turns(self) -> tuple[int, ...]:
+        """Ranks of the role reward whose judges sleep during training, as in `engines_in_turns`."""
+        return () if self.is_pipelined else self.layout.sharing_devices("reward")
 
     @property
     def num_parameters(self) -> int | None:

@@ -189,6 +189,7 @@ def derive(config: RunConfig, num_prompts: int | None, verb: Verb, num_gpus: int
         "inference": verb == "train" and old_logprobs == "recompute",
         "rollout": True,
         "env": config.env.is_simulator,
+        "reward": any(config.reward.judges()),
     }
     needs = Needs(
         roles=tuple(role for role, is_one in is_used.items() if is_one),
@@ -367,10 +368,12 @@ def _memory(
         roles.append(Memory("reference", held, held * width))
     held_by_engine = config.rollout.engine.held_bytes(config, policy.parameters, has_gpus=has_gpus)
     roles += [Memory(name, policy.parameters, held) for name, held in held_by_engine.items()]
-    for _, part in config.reward.models():
+    judges = {part.engine_key: part for _, part in config.reward.judges()}  # those of one engine once
+    scoring = [(part, part.dtype) for _, part in config.reward.models()]
+    for part, dtype in (*scoring, *((judge, judge.weights_dtype) for judge in judges.values())):
         if (size := size_of_folder(part.path)) is not None:
-            name, held = part.metric_name, size.parameters * BYTES[part.dtype]
-            roles.append(Memory(f"reward:{name}", size.parameters, held))
+            held = size.parameters * BYTES[dtype]
+            roles.append(Memory(f"reward:{part.metric_name}", size.parameters, held))
     return tuple(roles)
 
 

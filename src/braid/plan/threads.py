@@ -11,7 +11,7 @@ from braid.cores import num_cores, num_threads
 from .layout import Layout
 from .plan import Plan
 
-_SAMPLING = ("rollout", "env")
+_SAMPLING = ("rollout", "env", "reward")
 """Roles that work during rollout; the others work between rollouts, or beside them in a pipeline."""
 
 

@@ -6,7 +6,7 @@ Every failure is a RewardError. Weights, retries and sums are in scorer.py.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,12 +46,21 @@ class Classifier(Protocol):
 
 
 class Generate(Protocol):
-    """Generates a reply of the policy that is not trained on. Raises RewardError on failure."""
+    """Generates a reply of the policy, which is not trained on, or of a judge's model. Raises RewardError on
+    failure."""
 
     async def __call__(
-        self, messages: Sequence[Message], *, max_tokens: int, temperature: float, key: tuple[int, ...]
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int,
+        temperature: float,
+        key: tuple[int, ...],
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> str:
-        """Return the reply to `messages`. `temperature` 0 is greedy; `key` seeds the sampling."""
+        """Return the reply to `messages`. `temperature` 0 is greedy; `key` seeds the sampling; `top_p` and
+        `top_k` as in rollout.engine.Sampling."""
         ...
 
 
@@ -60,13 +69,14 @@ class Services:
     """Models and rollout engine for the parts that need them, provided when the run is built. A part whose
     service is missing is refused.
 
-    `classifiers` maps the number of a part to its reward model; `image_size` is the width and height in
-    pixels of an image as the policy reads it.
+    `classifiers` maps the number of a part to its reward model, `judges` to its judge's model; `generate` is
+    the policy. `image_size` is the width and height in pixels of an image as the policy reads it.
     """
 
     classifiers: Mapping[int, Classifier]
     generate: Generate | None = None
     image_size: Callable[[Image], tuple[int, int]] | None = None
+    judges: Mapping[int, Generate] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

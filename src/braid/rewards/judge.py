@@ -1,4 +1,4 @@
-"""LLM judges: a language model scores the response, over HTTP or on the policy's own engine.
+"""LLM judges: a language model scores the response, over HTTP or on an engine of the run.
 
 Owns the prompt, the request, parsing the score from the reply, and the delay before a retry; scorer.py
 retries. The server's key is read from the environment when the run is built; only the client keeps it, which
@@ -62,7 +62,8 @@ def judge(config: JudgeReward, chat: Chat, *, timeout_s: float, seed: int, base_
             error = RewardError(f"no reply within {timeout_key}={timeout_s:g}")
         except RewardError as failure:
             error = failure
-        error.wait_s = max(error.wait_s, backoff_s(config, seed, name, attempt))
+        if not config.is_on_engine:  # where an engine of the run would only stand idle
+            error.wait_s = max(error.wait_s, backoff_s(config, seed, name, attempt))
         if error.wait_s > config.max_backoff_s:
             raise RewardError(
                 f"{error}; the server asks to wait {error.wait_s:g} s, above {key}.max_backoff_s="
@@ -172,14 +173,20 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARACTERS else f"...{text[-SHOWN_CHARACTERS:]}")
 
 
-def policy_chat(config: JudgeReward, generate: Generate) -> Chat:
-    """The policy's own engine as the judge. Sampling is seeded by messages and attempt number, so that a
-    judgement neither depends on other requests nor affects them."""
+def engine_chat(config: JudgeReward, generate: Generate) -> Chat:
+    """The policy, or a model of the judge's own, on an engine of the run. Sampling is seeded by messages and
+    attempt number, so that a judgement neither depends on other requests nor affects them."""
 
     async def chat(messages: list[Message], attempt: int) -> str:
         digest = sha256(json.dumps(messages, default=lambda image: image.key).encode()).digest()
-        key = (int.from_bytes(digest[:7]), attempt)
-        return await generate(messages, max_tokens=config.max_tokens, temperature=config.temperature, key=key)
+        return await generate(
+            messages,
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            key=(int.from_bytes(digest[:7]), attempt),
+        )
 
     return chat
 
@@ -190,7 +197,7 @@ class HttpChat:
     def __init__(self, config: JudgeReward, *, key: str) -> None:
         """Raises ConfigError for an invalid URL, and if the environment variable of the key is not set."""
         secret = None if config.api_key_env is None else _secret(config.api_key_env, key=key)
-        self._url = _endpoint(config.url, key=key)
+        self._url = _endpoint(config.url or "", key=key)
         self._max_tokens_key = f"{key}.max_tokens"
         fields = {
             "model": config.model,

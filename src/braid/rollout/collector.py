@@ -145,16 +145,18 @@ class Collector:
         close_envs: Callable[[], Awaitable[None]] | None = None,
         in_background: bool = False,
         opponent: Opponent | None = None,
+        judges: Sequence[Engine] = (),
         spaces: Spaces | None = None,
         bos_id: int | None = None,
     ) -> None:
         """All drivers sample with `engine`. `receiver` receives new weights; None if the engine reads the
         trainer's tensors. `check` is called with each new version. `close_envs` ends what environments share.
-        Sampling goes on `in_background`, or only while the caller waits for groups. `spaces` are a
-        simulator's. `bos_id` is the token that contexts of text begin with, if there is one."""
+        Sampling goes on `in_background`, or only while the caller waits for groups. `judges` are engines of
+        judges in this process, which sleep, wake and close with `engine`. `spaces` are a simulator's.
+        `bos_id` is the token that contexts of text begin with, if there is one."""
         self._groups: dict[Use, _Groups] = {use: _Groups(stream) for use, stream in streams.items()}
         self._engine, self._scorer, self._receiver, self._check = engine, scorer, receiver, check
-        self._close_envs, self._opponent = close_envs, opponent
+        self._close_envs, self._opponent, self._judges = close_envs, opponent, judges
         self._opponent_version, self._spaces, self._bos_id = 0, spaces, bos_id
         self._row_sums: Sums = {}
         self._loop = Loop(in_background=in_background)
@@ -308,7 +310,7 @@ class Collector:
 
     @property
     def _engines(self) -> list[Engine]:
-        return [self._engine, *([] if self._opponent is None else [self._opponent.engine])]
+        return [self._engine, *([] if self._opponent is None else [self._opponent.engine]), *self._judges]
 
     def cache_bytes(self) -> int:
         return sum(engine.cache_bytes for engine in self._engines)

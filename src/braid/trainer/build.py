@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from braid.envs.kinds import SimulatorEnv
     from braid.envs.simulators.base import Simulator
     from braid.envs.simulators.remote import Peer, SimulatorHost
+    from braid.rollout.engines.hosted import EngineHost
     from braid.training.group import ModelGroup
     from braid.training.soft_actor_critic import SoftActorCritic
 
@@ -253,12 +254,22 @@ class _Workers:
             inputs=inputs,
             run_dir=run_dir,
         )
-        return self._cluster.make({"rollout": collector, ROWS: partial(_rollout_buffer, plan)}, self._logs)
+        factories: dict[str, Factory[Any]] = {"rollout": collector, ROWS: partial(_rollout_buffer, plan)}
+        if plan.layout.role("reward") is not None:
+            assert isinstance(self._cluster, RayCluster), "workers are on Ray"
+            hosts = self._cluster.groups["reward"].peers()
+            factories["rollout"] = partial(collector, judge_hosts=hosts)
+            factories["reward"] = partial(
+                _judge_host, config=self._cluster.config, plan=plan, run_dir=run_dir
+            )
+        return self._cluster.make(factories, self._logs)
 
     def _rollouts(self, groups: Mapping[str, WorkerGroup[Any]], run_dir: Path) -> Rollouts:
         config, plan = self._cluster.config, self._spec.plan
         prompts = self._reset_states() if self._spec.inputs is None else self._spec.inputs.prompts
         rollouts = Rollouts(groups["rollout"], prompts, plan.engines_in_turns)
+        if "reward" in groups:
+            rollouts.judges, rollouts.judges_in_turns = groups["reward"], plan.judges_in_turns
         if not isinstance(self._cluster, OneProcess) and not plan.trains_reward_model:
             device = torch.device(config.run.device)  # resolved by the cluster: the driver may have no GPU
             rollouts.policy, rollouts.merged = groups["policy"], config.rollout.engine.is_served
@@ -350,6 +361,13 @@ def _collector(place: Place, **settings: Any) -> Collector:
     from .collectors import make_collector  # models, engines and rewards: of no use to a driver with workers
 
     return make_collector(place, **settings)
+
+
+def _judge_host(place: Place, **settings: Any) -> EngineHost:
+    """A worker of the role `reward`."""
+    from .judges import make_host
+
+    return make_host(place, **settings)
 
 
 def _rollout_buffer(plan: Plan, place: Place) -> RolloutBuffer:

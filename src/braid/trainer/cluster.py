@@ -3,6 +3,7 @@
     policy ranks     policy, and those of critic, reference and inference with its placement and backend
     NAME ranks       any other of these roles
     env              simulators, if they are placed apart from rollout
+    reward           judges with models of their own, likewise
     rollout          engines with drivers and scorer
     rows             the rollout buffer
 
@@ -52,6 +53,7 @@ ROWS = "rows"
 _READS = {
     "env": "braid.envs.simulators.processes",
     "rollout": "braid.trainer.collectors",
+    "reward": "braid.trainer.judges",
     ROWS: "braid.training.rollout_buffer",
 }
 """Module that a group's workers import at startup; those of Rank and its models in all other groups."""
@@ -281,7 +283,7 @@ def environment_of(config: RunConfig, name: str) -> dict[str, str | None]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": None,
     }  # None: its share of the cores. Child processes inherit it
-    if name in ("rollout", "env"):
+    if name in ("rollout", "env", "reward"):
         return env
     train = train_config(config, cast("TrainingRole", name))
     env |= {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}

@@ -15,6 +15,7 @@ from braid.cluster.workers import Factory, Place
 from braid.config.rollout import SamplingConfig
 from braid.config.schema import RunConfig
 from braid.envs.simulators.base import Simulator
+from braid.envs.simulators.remote import Peer
 from braid.errors import ModelError
 from braid.models.causal_lm import CausalLM
 from braid.models.cpu_kernels import cpu_kernels
@@ -42,6 +43,7 @@ from braid.weights.receiver import ModelReceiver
 from .conversations import chat_format
 from .engines import PolicyReceiver, as_one, start_engines
 from .inputs import TextInputs
+from .judges import hosted_engines, load_engines
 from .services import reward_services
 from .weight_sync import send_options
 
@@ -58,11 +60,12 @@ def make_collector(
     inputs: TextInputs | None,
     run_dir: Path,
     new_simulator: Factory[Simulator] | None,
+    judge_hosts: Sequence[Peer] = (),
 ) -> Collector:
     """Create the collector of a rollout worker. In the driver's process a native engine reads the policy's
     own tensors, which are then not offloaded, or copies them in a pipelined run; in a separate process it has
     a copy of the model. Other engines have child processes, or are servers. Weight syncs update the weights
-    of all but the first."""
+    of all but the first. Judges with models of their own are on `judge_hosts`, if there are any."""
     if plan.trains_reward_model:
         return Collector({}, NoEngine(), Scorer([], concurrency=1))
     device, is_local = device_of(config), plan.layout.mode == "in_process"
@@ -104,6 +107,11 @@ def make_collector(
     opponent = None
     if (every := config.env.opponents_every_rounds) is not None:
         opponent = Opponent(native_engine(config, inputs.decode, lm, owns_weights=True), every)
+    if judge_hosts:
+        judges = hosted_engines(config, judge_hosts)
+    else:
+        sleeps = place.rank in plan.engines_in_turns
+        judges = load_engines(config, plan, sleeps=sleeps, logs=run_dir / "logs" / f"judges-{place.rank}")
     in_background = plan.is_pipelined or not is_local
     return text_collector(
         config,
@@ -115,6 +123,7 @@ def make_collector(
         check=check,
         in_background=in_background,
         opponent=opponent,
+        judges=judges,
     )
 
 
@@ -199,8 +208,11 @@ def text_collector(  # noqa: PLR0913
     check: Callable[[int], None] | None = None,
     in_background: bool = False,
     opponent: Opponent | None = None,
+    judges: Mapping[int, RolloutEngine] | None = None,
 ) -> Collector:
-    """A collector of text episodes sampled with `engine`; the others as in Collector."""
+    """A collector of text episodes sampled with `engine`; the others as in Collector. `judges` are engines of
+    judges with models of their own, by the number of the reward part."""
+    judges = judges or {}
     env, rollout = config.text_env, config.rollout
     chat = chat_format(config, inputs.tokenizer, inputs.end_token_ids, inputs.vision)
     new_driver, close_envs = env.drivers(base_dir, needs_reward=not config.reward.parts)
@@ -231,13 +243,14 @@ def text_collector(  # noqa: PLR0913
             config.reward,
             base_dir=base_dir,
             seed=config.run.seed,
-            services=reward_services(config, engine, inputs, device_of(config)),
+            services=reward_services(config, engine, inputs, device_of(config), judges),
         ),
         receiver=receiver,
         check=check,
         close_envs=close_envs,
         in_background=in_background,
         opponent=opponent,
+        judges=list({id(judge): judge for judge in judges.values()}.values()),
         bos_id=bos_id if isinstance(bos_id := inputs.tokenizer.bos_token_id, int) else None,
     )
 

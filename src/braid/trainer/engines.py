@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +48,9 @@ def make_engine(
         return engine.connect(
             engine.servers[number], max_tokens=max_tokens, sending=sending, timeout_s=timeout_s
         )
-    with ExitStack() as undo:
-        folder = Path(mkdtemp(prefix=folder_prefix(os.getpid())))
-        undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        model = Model(
+
+    def model(folder: Path) -> Model:
+        return Model(
             _model_folder(config, inputs.tokenizer, folder, has_weights=engine.load_weights),
             tokenizer=str(folder),
             dtype=config.model.dtype,
@@ -61,15 +60,35 @@ def make_engine(
             seed=config.run.seed,
             vision=inputs.vision,
         )
+
+    return start_engine(
+        engine, number, config, model=model, sending=sending, log=logs / f"engine_{number}.log"
+    )
+
+
+def start_engine(
+    engine: ServedEngine,
+    number: int,
+    config: RunConfig,
+    *,
+    model: Callable[[Path], Model],
+    sending: SendOptions,
+    log: Path,
+) -> RemoteEngine:
+    """Start a child process with an engine. `model` is what it loads, and may write to the folder that it
+    gets, which the engine removes. Raises EngineError on failure."""
+    with ExitStack() as undo:
+        folder = Path(mkdtemp(prefix=folder_prefix(os.getpid())))
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
         process = Process(
-            logs / f"engine_{number}.log",
+            log,
             sending,
             start_timeout_s=config.cluster.start_timeout_s,
-            timeout_s=timeout_s,
+            timeout_s=config.cluster.call_timeout_s,
             folder=folder,
             on_gpu=device_of(config).type == "cuda",
         )
-        started = engine.start(number, model, process)
+        started = engine.start(number, model(folder), process)
         undo.pop_all()  # the engine owns the folder from here on
         return started
 

@@ -92,7 +92,7 @@ def _own_problems(config: RunConfig, plan: Plan) -> list[Problem]:
     return [Problem(kind.config_key, f"{kind.kind!r}: {why}") for kind, why in tried if why]
 
 
-async def _no_policy(*_: object, **__: object) -> str:
+async def _no_model(*_: object, **__: object) -> str:
     raise AssertionError("judges are not called before a run")
 
 
@@ -102,8 +102,9 @@ def _no_image(_: object) -> tuple[int, int]:
 
 def _part_problems(loaded: Loaded, number: int, prompts: Prompts, chat: ChatFormat) -> Iterator[Problem]:
     config, base_dir, key = loaded.config, loaded.base_dir, f"reward.parts[{number}]"
+    part = config.reward.parts[number]
     image_size = None if config.model.vision is None else _no_image
-    part, services = config.reward.parts[number], Services({}, _no_policy, image_size)
+    services = Services({}, _no_model, image_size, {number: _no_model})
     if part.has_model:
         return
     try:

@@ -17,6 +17,7 @@ from braid.cluster.workers import Pending, Ref, WorkerGroup, wait_for_all
 from braid.report.metrics import Metrics
 from braid.rollout.collector import Collector, GroupMetadata, Use
 from braid.rollout.engine import NewWeights
+from braid.rollout.engines.hosted import EngineHost
 from braid.training.worker import Rank
 from braid.types import Group, Key, Prompt
 from braid.weights.sending import SendOptions
@@ -45,6 +46,10 @@ class Rollouts:
     policy: WorkerGroup[Rank] | None = None
     sending: SendOptions | None = None
     merged: bool = False
+    judges: WorkerGroup[EngineHost] | None = None
+    """Workers of the role reward, if there are any."""
+    judges_in_turns: Sequence[int] = ()
+    """Ranks of those whose devices are also used for training."""
     _ticket: Mapping[str, Any] | None = None
     """That of the sender, once it is open."""
     _streams: dict[Use, _Stream] = field(default_factory=lambda: {"train": _Stream(), "eval": _Stream()})
@@ -188,14 +193,18 @@ class Rollouts:
     def sleep(self) -> None:
         """Have the engines that share devices with training free the memory that they do not need until
         `wake`."""
-        self._call_in_turns(Collector.sleep)
+        self._call_in_turns(Collector.sleep, EngineHost.sleep)
 
     def wake(self) -> None:
         """Prepare all engines for sampling and scoring."""
-        self._call_in_turns(Collector.wake)
+        self._call_in_turns(Collector.wake, EngineHost.wake)
 
-    def _call_in_turns(self, method: Callable[[Collector], None]) -> None:
+    def _call_in_turns(
+        self, method: Callable[[Collector], None], of_judges: Callable[[EngineHost], None]
+    ) -> None:
         pending = [self.workers.start_on(rank, method) for rank in self.in_turns]
+        if self.judges is not None:
+            pending += [self.judges.start_on(rank, of_judges) for rank in self.judges_in_turns]
         for call in pending:
             call.wait()
 
@@ -207,3 +216,5 @@ class Rollouts:
     def close(self) -> None:
         """Stop the workers."""
         self.workers.close()
+        if self.judges is not None:
+            self.judges.close()

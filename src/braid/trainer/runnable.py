@@ -4,6 +4,7 @@ that precede everything that a run starts or writes. Imports transformers only w
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from braid.config.roles import TrainingRole, train_config
 from braid.config.schema import RunConfig
@@ -30,7 +31,8 @@ def _missing_folders(config: RunConfig, plan: Plan) -> Iterator[Problem]:
         **(config.reference.folders if plan.needs_reference else {}),
     }
     if plan.verb != "sft":
-        folders |= {f"reward.parts[{i}].path": part.path for i, part in config.reward.models()}
+        parts = chain(config.reward.models(), config.reward.judges())
+        folders |= {f"reward.parts[{i}].path": part.path for i, part in parts}
     for key, path in folders.items():
         try:
             if path is not None:

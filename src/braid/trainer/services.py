@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -21,25 +21,35 @@ from braid.types import Message, Placed, images_in
 from braid.users import encodable
 
 from .inputs import TextInputs
+from .judges import judge_tokenizer
 from .keys import JUDGE_KEY
 
 
 def reward_services(
-    config: RunConfig, engine: RolloutEngine, inputs: TextInputs, device: torch.device
+    config: RunConfig,
+    engine: RolloutEngine,
+    inputs: TextInputs,
+    device: torch.device,
+    judges: Mapping[int, RolloutEngine],
 ) -> Services:
-    """Load the reward models of the config, and provide the policy as a judge."""
+    """Load the reward models of the config, and provide the policy as a judge, and judges with the engines
+    `judges` of their own, by the number of the part."""
     classifiers = {
         i: load_classifier(part, device=device, key=f"reward.parts[{i}]")
         for i, part in config.reward.models()
     }
-    judge = PolicyJudge(
-        engine, inputs.tokenizer, inputs.end_token_ids, seed=config.run.seed, vision=inputs.vision
-    )
-    return Services(classifiers, judge, inputs.vision and inputs.vision.scaled_size)
+    seed = config.run.seed
+    policy = EngineJudge(engine, inputs.tokenizer, inputs.end_token_ids, seed=seed, vision=inputs.vision)
+    parts = dict(config.reward.judges())
+    own = {
+        i: EngineJudge(judge, *judge_tokenizer(parts[i], f"reward.parts[{i}]"), seed=seed)
+        for i, judge in judges.items()
+    }
+    return Services(classifiers, policy, inputs.vision and inputs.vision.scaled_size, own)
 
 
-class PolicyJudge:
-    """The policy's engine as a judge, with the chat template if the tokenizer has one; see
+class EngineJudge:
+    """A model on an engine as a judge, with the chat template if its tokenizer has one; see
     rewards.base.Generate."""
 
     def __init__(
@@ -56,12 +66,21 @@ class PolicyJudge:
         self._chat = ChatFormat(tokenizer, end_token_ids=end_token_ids)
 
     async def __call__(
-        self, messages: Sequence[Message], *, max_tokens: int, temperature: float, key: tuple[int, ...]
+        self,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int,
+        temperature: float,
+        key: tuple[int, ...],
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> str:
         sampling = Sampling(
             max_new_tokens=max_tokens,
             temperature=temperature or 1.0,
             greedy=temperature == 0,
+            top_p=top_p,
+            top_k=top_k,
             stop_token_ids=self._ends,
         )
         ids, images = self._prompt(messages)
@@ -90,7 +109,7 @@ class PolicyJudge:
                 )
             except (jinja2.TemplateError, TypeError, ValueError) as error:
                 raise RewardError(
-                    f"the policy's chat template rejects the judge's messages: {error}", is_final=True
+                    f"the chat template of the judge's model rejects its messages: {error}", is_final=True
                 ) from error
         ids: Any = self._tokenizer(encodable(text), add_special_tokens=not has_template, verbose=False)[
             "input_ids"

@@ -54,11 +54,6 @@ class RewardPart(Section):
         return self.name or self.kind
 
     @property
-    def asks_policy(self) -> bool:
-        """Whether the policy itself scores."""
-        return False
-
-    @property
     def shows_images(self) -> bool:
         """Whether a model that scores reads the images of prompts."""
         return False

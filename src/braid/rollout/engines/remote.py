@@ -199,6 +199,10 @@ class RemoteEngine(SyncedEngine):
             ) from None
         self._version = version
 
+    def use_loaded_weights(self) -> None:
+        """Sample with the weights that the engine loaded at its start, as version 0."""
+        self._version = 0
+
     def close(self) -> None:
         """Close the weight sender, if one is open."""
         if self._sender is not None:
