@@ -29,6 +29,13 @@ class SglangServer(ServerEngine):
 
     _reader: ThreadPoolExecutor
 
+    _version_of_start: str | None = None
+    """What the server calls the version of the weights that it started with, if these are used."""
+
+    def use_loaded_weights(self) -> None:
+        super().use_loaded_weights()
+        self._version_of_start = "default"
+
     @property
     def receivers(self) -> Sequence[str]:
         """See RemoteEngine. One name: the server reads files and opens no connections."""
@@ -84,7 +91,7 @@ class SglangServer(ServerEngine):
             raise EngineError(f"{self.name} ended a request with {about['finish_reason']}")
         if reason == "abort" and not about.get("output_token_logprobs"):  # in SGLang's queue
             return [], [], reason
-        if about["weight_version"] != str(version):
+        if about["weight_version"] not in (str(version), self._version_of_start):
             raise EngineError(
                 f"{self.name} answered with version {about['weight_version']} of the weights instead of "
                 f"{version}: another process has updated them"
