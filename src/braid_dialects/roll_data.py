@@ -205,9 +205,7 @@ def _domain(source: Source) -> str:
     return source.at.split(".")[1]
 
 
-_JUDGE_CLUSTER = (
-    "set judge_model_type: inference in the domain, with model_args, strategy_args and device_mapping of its own"
-)
+_JUDGE_CLUSTER = "set judge_model_type: inference in the domain, with model_args, strategy_args and device_mapping of its own"
 _PARTS_OF_ALL = computed(reward_parts)
 
 # One rule per line.

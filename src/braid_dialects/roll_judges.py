@@ -3,7 +3,7 @@ sampling and devices are those of any worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from braid.plan.placement import format_numbers
@@ -28,18 +28,18 @@ _KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     "strategy_args": (frozenset({"strategy_name", "strategy_config"}), frozenset()),
 }
 """Mapping of a reward worker -> its keys that a judge reads, and those without effect on it."""
-_OF_ENGINE: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "gpu_memory_utilization": ("memory_fraction", float),
-    "mem_fraction_static": ("memory_fraction", float),
-    "max_model_len": ("max_model_tokens", int),
-    "context_length": ("max_model_tokens", int),
-    "block_size": ("block_size", int),
-    "tensor_parallel_size": ("tensor_parallel", int),
-    "tp_size": ("tensor_parallel", int),
-    "max_num_seqs": ("max_running", int),
-    "enforce_eager": ("cuda_graphs", lambda eager: not eager),
+_OF_ENGINE = {
+    "gpu_memory_utilization": "memory_fraction",
+    "mem_fraction_static": "memory_fraction",
+    "max_model_len": "max_model_tokens",
+    "context_length": "max_model_tokens",
+    "block_size": "block_size",
+    "tensor_parallel_size": "tensor_parallel",
+    "tp_size": "tensor_parallel",
+    "max_num_seqs": "max_running",
+    "enforce_eager": "cuda_graphs",  # its opposite
 }
-"""Key of strategy_config -> that of `engine`, and its value."""
+"""Key of strategy_config -> that of `engine`."""
 _OF_WEIGHTS = {"load_format", "sleep_level"}
 """Keys of strategy_config about weights, which a judge loads once."""
 
@@ -52,7 +52,7 @@ def loads_judge(source: Source, domain: str) -> bool:
 def judge_part(source: Source, domain: str) -> dict[str, Any]:
     """The judge's model, engine and sampling, as keys of a reward part. ROLL's defaults apply."""
     at = f"rewards.{domain}"
-    model, sampling = (source[f"{at}.{name}"] or {} for name in ("model_args", "generating_args"))
+    model, sampling = (_mapping(source[f"{at}.{name}"]) for name in ("model_args", "generating_args"))
     part = {
         "path": model.get("model_name_or_path"),
         "dtype": model.get("dtype") or "bf16",
@@ -64,29 +64,34 @@ def judge_part(source: Source, domain: str) -> dict[str, Any]:
     if temperature == 0 or sampling.get("do_sample") is False:
         return part
     top_k = sampling.get("top_k", 50)
-    sampled = {"temperature": temperature, "top_p": sampling.get("top_p", 0.7), "top_k": max(0, top_k)}
-    return part | sampled
+    kept = {"top_p": sampling.get("top_p", 0.7), "top_k": 0 if top_k == -1 else top_k}
+    return part | {"temperature": temperature} | kept
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """The value, or an empty mapping for any other, which its own row refuses."""
+    return value if isinstance(value, dict) else {}
 
 
 def _engine(source: Source, at: str) -> dict[str, Any]:
     """The judge's engine. One chosen on the command line takes precedence, without the file's settings."""
-    strategy = source[f"{at}.strategy_args"] or {}
-    kind = ENGINES[strategy.get("strategy_name") or "hf_infer"]
+    strategy = _mapping(source[f"{at}.strategy_args"])
+    kind = ENGINES.get(strategy.get("strategy_name") or "hf_infer", "native")
     if source.engine not in (None, kind) or kind == "native":
         return {"kind": source.engine or kind}
-    settings = strategy.get("strategy_config") or {}
+    settings = _mapping(strategy.get("strategy_config"))
     made: dict[str, Any] = {"kind": kind}
-    if (per_worker := source[f"{at}.num_gpus_per_worker"] or 1) > 1:
+    if (per_worker := source[f"{at}.num_gpus_per_worker"] or 1) != 1:
         made["tensor_parallel"] = per_worker
-    for key, (native, convert) in _OF_ENGINE.items():
-        if settings.get(key) is not None:
-            made[native] = convert(settings[key])
+    for key, native in _OF_ENGINE.items():
+        if (setting := settings.get(key)) is not None:
+            made[native] = not setting if key == "enforce_eager" else setting
     return made
 
 
 def check_mapping(value: Mapping[str, Any] | None, source: Source) -> Any:
     """Refuse keys of a judge's mapping that braid does not know, and values that it does not have."""
-    (read, without), given = _KEYS[source.name], value or {}
+    (read, without), given = _KEYS[source.name], _mapping(value)
     if unknown := sorted(given.keys() - read - without):
         known = ", ".join(sorted(read))
         return unsupported(f"remove {', '.join(unknown)}; a judge's {source.name} has {known}")
@@ -101,18 +106,20 @@ def check_mapping(value: Mapping[str, Any] | None, source: Source) -> Any:
                 "in the tokenizer's folder"
             )
         case "strategy_args":
-            return _check_strategy(given, value)
+            return _check_strategy(given, value, _mapping(source[".generating_args"]))
         case _:
             return value
 
 
-def _check_strategy(given: Mapping[str, Any], value: Any) -> Any:
+def _check_strategy(given: Mapping[str, Any], value: Any, sampling: Mapping[str, Any]) -> Any:
     name = given.get("strategy_name")
     if name not in (None, *ENGINES):
         return unsupported(f"strategy_name={name} is not one of {_ENGINES}; use one of them")
-    settings = given.get("strategy_config") or {}
+    settings = _mapping(given.get("strategy_config"))
     if ENGINES[name or "hf_infer"] == "native":
         return value
+    if name == "sglang" and (sampling.get("top_p", 0.7) != 1 or sampling.get("top_k", 50) not in (0, -1)):
+        return unsupported("set generating_args.top_p to 1 and top_k to 0, or strategy_name to vllm")
     if unknown := sorted(settings.keys() - _OF_ENGINE.keys() - _OF_WEIGHTS):
         known = ", ".join(_OF_ENGINE)
         return unsupported(f"remove {', '.join(unknown)} of strategy_config; a judge's engine has {known}")

@@ -102,10 +102,13 @@ ROLL: dict[str, tuple[Any, str]] = {
     "rewards.ifeval.tag_included": (["ifeval"], APPLIED),
     "rewards.llm_judge.worker_cls": (
         "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker",
-        NOTHING,
+        APPLIED,
     ),
-    "rewards.llm_judge.judge_model_type": ("inference", MISSING),
-    "rewards.llm_judge.tag_included": (["RLVR"], NOTHING),
+    "rewards.llm_judge.judge_model_type": ("inference", APPLIED),
+    "rewards.llm_judge.tag_included": (["RLVR"], APPLIED),
+    "rewards.llm_judge.model_args": ({"model_name_or_path": "judge", "dtype": "bf16"}, APPLIED),
+    "rewards.llm_judge.strategy_args": ({"strategy_name": "hf_infer", "strategy_config": None}, APPLIED),
+    "rewards.llm_judge.device_mapping": ("list(range(4,8))", APPLIED),
     "rewards.code_sandbox.worker_cls": (
         "roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker",
         APPLIED,
@@ -327,10 +330,8 @@ MATH_ALONE: dict[str, Any] = {
 """null removes a key."""
 _FSDP = {"fsdp_size": 4, "param_dtype": "bf16", "reduce_dtype": "float32", "offload_policy": False}
 _MOE = {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
-UNSCORED = {"rewards.llm_judge.judge_model_type"}
-
 KINDS: dict[str, tuple[list[dict[str, Any]], Collection[str]]] = {
-    "megatron": ([], UNSCORED),
+    "megatron": ([], ()),
     "fsdp2": (
         [
             {
@@ -345,7 +346,7 @@ KINDS: dict[str, tuple[list[dict[str, Any]], Collection[str]]] = {
                 },
             }
         ],
-        UNSCORED,
+        (),
     ),
     "experts": (
         [
@@ -380,7 +381,7 @@ KINDS: dict[str, tuple[list[dict[str, Any]], Collection[str]]] = {
                 },
             }
         ],
-        UNSCORED,
+        (),
     ),
     "sglang": (
         [
@@ -398,7 +399,7 @@ KINDS: dict[str, tuple[list[dict[str, Any]], Collection[str]]] = {
                 }
             }
         ],
-        UNSCORED,
+        (),
     ),
     "packing": (
         [
@@ -416,7 +417,7 @@ KINDS: dict[str, tuple[list[dict[str, Any]], Collection[str]]] = {
                 for role in ("actor_train", "reference")
             }
         ],
-        UNSCORED,
+        (),
     ),
     "off-policy": (
         [
@@ -511,7 +512,7 @@ def test_an_rlvr_example_of_roll_is_accepted(tmp_path: Path, kind: str) -> None:
 
 
 def test_the_rows_of_roll_s_five_domains_stay_where_they_are(tmp_path: Path) -> None:
-    """Rows of domains that are not scored are left out, and rows with another tag belong to math_rule."""
+    """Each domain has its share, and rows with another tag belong to math_rule."""
     tags = ["deepmath_103k", "KodCode", "RLVR", "crossthinkqa", "ifeval"]
     for name, tag in zip(_SHARES, tags, strict=True):
         row = {"messages": json.dumps([{"role": "user", "content": "a"}]), "ground_truth": "B", "tag": tag}
@@ -524,13 +525,12 @@ def test_the_rows_of_roll_s_five_domains_stay_where_they_are(tmp_path: Path) -> 
         "braid.model.build={characters: ab}",
         f'braid.model.chat_template="{template}"',
     ]
-    unscored = ["rewards.llm_judge"]
     loaded = read_config(
-        tmp_path / "roll.yaml", built, dialect="roll", allowed=unscored, backend="single", engine="native"
+        tmp_path / "roll.yaml", built, dialect="roll", backend="single", engine="native"
     ).loaded
     inputs = read_inputs(loaded, "train")
     assert inputs is not None
     check_sources(loaded, inputs)
     prompts = inputs.train.prompts
     drawn = Counter(prompts[i].source for i in prompt_sampler(loaded.config, len(prompts), prompts).take(90))
-    assert drawn == {"deepmath_103k": 40, "KodCode": 30, "crossthinkqa": 10, "ifeval": 10}
+    assert drawn == {"deepmath_103k": 36, "KodCode": 27, "RLVR": 9, "crossthinkqa": 9, "ifeval": 9}

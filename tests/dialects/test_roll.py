@@ -3,11 +3,13 @@ aliases."""
 
 from __future__ import annotations
 
+import json
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,11 +23,15 @@ from braid.algorithms.policy_losses.policy_gradient import PolicyGradient
 from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.algorithms.policy_losses.topr import Topr
 from braid.config.load import Loaded
+from braid.config.model import BuildSpec
 from braid.errors import ConfigError
+from braid.models.build import build_model
+from braid.models.tokenizer import character_tokenizer
 from braid.plan import resolve
 from braid.plan.placement import format_numbers
 from braid.plan.placement import parse_devices as parse_native
 from braid.rewards.kinds import ChoiceReward, IfevalReward, JudgeReward, RepetitionReward
+from braid.trainer import commands
 from braid_dialects.devices import MAX_DEVICES, parse_devices
 from braid_dialects.load import Read, read_config
 
@@ -668,6 +674,99 @@ def test_a_judge_is_called_at_its_server(tmp_path: Path) -> None:
     assert "rewards.llm_judge.judge_api_url: required for a judge" in problems(
         tmp_path, {"rewards": {"llm_judge": judge}}
     )
+
+
+_SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 8,
+}
+JUDGE = {
+    "worker_cls": "roll.pipeline.rlvr.rewards.llm_judge_reward_worker.LLMJudgeRewardWorker",
+    "judge_model_type": "inference",
+    "judge_prompt": "Qwen2.5-7B-Instruct-RLVR-prompt",
+    "model_args": {"model_name_or_path": "judge", "attn_implementation": "fa2", "dtype": "fp32"},
+    "generating_args": {"max_new_tokens": 100, "top_p": 0.8, "top_k": 50, "num_beams": 1, "temperature": 0.8},
+    "data_args": {"template": "qwen2_5"},
+    "strategy_args": {
+        "strategy_name": "vllm",
+        "strategy_config": {"gpu_memory_utilization": 0.4, "max_model_len": 4096, "load_format": "auto"},
+    },
+    "device_mapping": "list(range(6,8))",
+}
+
+
+def test_a_judge_of_inference_is_a_model_that_the_run_loads(tmp_path: Path) -> None:
+    loaded = read(tmp_path, {"rewards": {"llm_judge": JUDGE}}).loaded
+    part = loaded.config.reward.parts[0]
+    assert isinstance(part, JudgeReward)
+    assert (part.path, part.dtype, part.url) == ("judge", "fp32", None)
+    assert (part.max_tokens, part.temperature, part.top_p, part.top_k) == (100, 0.8, 0.8, 50)
+    engine = part.engine.model_dump()
+    assert (engine["kind"], engine["memory_fraction"], engine["max_model_tokens"]) == ("vllm", 0.4, 4096)
+    assert loaded.config.cluster.placement["reward"] == "6-7"
+    greedy = JUDGE | {"generating_args": {"temperature": 0}, "strategy_args": {"strategy_name": "hf_infer"}}
+    part = read(tmp_path, {"rewards": {"llm_judge": greedy}}).loaded.config.reward.parts[0]
+    assert isinstance(part, JudgeReward)
+    assert (part.engine.kind, part.temperature, part.top_p, part.max_tokens) == ("native", 0, 1, 1024)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model_args": {}}, r"model_args\.model_name_or_path: required for a judge"),
+        (
+            {"model_args": {"model_name_or_path": "j", "lora_rank": 8}},
+            "remove lora_rank; a judge's model_args",
+        ),
+        ({"generating_args": {"num_beams": 4}}, "set num_beams to 1"),
+        ({"data_args": {"template": "base"}}, "template=base is not the tokenizer's own"),
+        (
+            {"strategy_args": {"strategy_name": "megatron_infer"}},
+            "strategy_name=megatron_infer is not one of",
+        ),
+        (
+            {"strategy_args": {"strategy_name": "vllm", "strategy_config": {"swap_space": 4}}},
+            "remove swap_space of strategy_config",
+        ),
+        ({"judge_model_type": "cluster"}, "set judge_model_type: inference in the domain"),
+    ],
+)
+def test_what_a_judge_of_inference_cannot_have_is_named(
+    tmp_path: Path, change: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read(tmp_path, {"rewards": {"llm_judge": JUDGE | change}})
+
+
+def test_a_file_with_a_judge_of_inference_trains_two_rounds(tmp_path: Path) -> None:
+    words = ["yes", "no"]
+    tokenizer = character_tokenizer(" .", words=words)
+    spec = BuildSpec.model_validate({**_SIZES, "characters": " .", "words": words})
+    build_model(spec, tokenizer, dtype=torch.float32, seed=0).save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    row = {"messages": json.dumps([{"role": "user", "content": "a"}]), "ground_truth": "b", "tag": "RLVR"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    rows = {"file_name": "rows.jsonl", "messages": "messages", "prompt": None}
+    changes = {
+        "rollout_batch_size": 4, "prompt_length": 8, "response_length": 4, "num_return_sequences_in_group": 2,
+        "max_steps": 2, "rewards": {"llm_judge": JUDGE | {"tag_included": ["RLVR"]}},
+        "actor_train": {"data_args": rows, "training_args": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}, "device_mapping": "[0]"},
+    }  # fmt: skip
+    overrides = [
+        "braid.model.path=null", f"braid.model.build={json.dumps({**_SIZES, 'characters': 'ab'})}",
+        "braid.model.chat_template='{{ messages[-1].content }}'", f"braid.run.output_dir={tmp_path}",
+        "braid.report.console=none",
+    ]  # fmt: skip
+    loaded = read(tmp_path, changes, *overrides, backend="single", engine="native").loaded
+    run = commands.train(loaded).run_dir
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    scores = [line["reward/part/llm_judge"] for line in lines if "reward/part/llm_judge" in line]
+    assert len(scores) == 2
+    assert all(0 <= score <= 1 for score in scores)
 
 
 def test_a_domain_without_a_native_part_suggests_an_alternative(tmp_path: Path) -> None:
