@@ -70,9 +70,11 @@ OTHER_ENGINES = {
     "braid/config/rollout.py": {"native", "Native"},
     "braid/config/train.py": {"single", "Single"},
     "braid/cli/main.py": {"native"},
+    "braid/rewards/kinds/judge.py": {"native", "Native"},
     "braid/trainer/collectors.py": {"Native"},
+    "braid/trainer/judges.py": {"Native"},
 }
-"""The defaults, braid's own config language, and the builder of engines that sample with the policy's model."""
+"""The defaults, braid's own config language, and the builders of engines that sample in the run's processes."""
 
 
 def _names(kinds: Mapping[str, type[Kind]], know: tuple[str, ...]) -> Iterator[tuple[str, int, str]]:
@@ -116,7 +118,12 @@ BUILDERS = {
     "env": (set(ENVIRONMENTS.values()), ("braid/config/schema.py", "braid/envs/")),
     "reward": (
         set(REWARDS.values()),
-        ("braid/config/reward.py", "braid/rewards/", "braid/models/sequence_classifier.py"),
+        (
+            "braid/config/reward.py",
+            "braid/rewards/",
+            "braid/models/sequence_classifier.py",
+            "braid/trainer/judges.py",
+        ),
     ),
     "policy": (set(PolicyKind.__subclasses__()), ("braid/config/model.py", "braid/models/")),
 }

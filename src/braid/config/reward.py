@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, Union
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     PartKind = RewardPart
 else:
     PartKind = Annotated[Union[tuple(REWARDS.values())], Field(discriminator="kind")]  # noqa: UP007
+
+P = TypeVar("P", bound=RewardPart)
 
 
 class OverlongConfig(Section):
@@ -66,15 +68,14 @@ class RewardConfig(Section):
 
     def models(self) -> Iterator[tuple[int, ModelReward]]:
         """(index, part) of each reward model."""
-        return ((i, part) for i, part in enumerate(self.parts) if isinstance(part, ModelReward))
+        return self._of_kind(ModelReward)
 
     def judges(self) -> Iterator[tuple[int, JudgeReward]]:
         """(index, part) of each judge with a model that the run loads."""
-        return (
-            (i, part)
-            for i, part in enumerate(self.parts)
-            if isinstance(part, JudgeReward) and part.path is not None
-        )
+        return ((i, part) for i, part in self._of_kind(JudgeReward) if part.path is not None)
+
+    def _of_kind(self, kind: type[P]) -> Iterator[tuple[int, P]]:
+        return ((i, part) for i, part in enumerate(self.parts) if isinstance(part, kind))
 
     def unused(self, config: RunConfig, plan: Plan) -> Unused:
         if not self.parts:
