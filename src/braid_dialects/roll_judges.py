@@ -91,31 +91,31 @@ def _engine(source: Source, at: str) -> dict[str, Any]:
 
 def check_mapping(value: Mapping[str, Any] | None, source: Source) -> Any:
     """Refuse keys of a judge's mapping that braid does not know, and values that it does not have."""
-    (read, without), given = _KEYS[source.name], _mapping(value)
-    if unknown := sorted(given.keys() - read - without):
+    (read, without), keys = _KEYS[source.name], _mapping(value)
+    if unknown := sorted(keys.keys() - read - without):
         known = ", ".join(sorted(read))
         return unsupported(f"remove {', '.join(unknown)}; a judge's {source.name} has {known}")
     match source.name:
-        case "model_args" if given.get("dtype") not in (None, *_DTYPES):
-            return unsupported(f"dtype={given['dtype']} is not one of {', '.join(_DTYPES)}; use one of them")
-        case "generating_args" if (given.get("num_beams") or 1) != 1:
+        case "model_args" if keys.get("dtype") not in (None, *_DTYPES):
+            return unsupported(f"dtype={keys['dtype']} is not one of {', '.join(_DTYPES)}; use one of them")
+        case "generating_args" if (keys.get("num_beams") or 1) != 1:
             return unsupported("set num_beams to 1; beam search is not supported")
-        case "data_args" if given.get("template") not in (None, "native", "qwen2_5", "qwen3"):
+        case "data_args" if keys.get("template") not in (None, "native", "qwen2_5", "qwen3"):
             return unsupported(
-                f"template={given['template']} is not the tokenizer's own; set it to native, and the template "
+                f"template={keys['template']} is not the tokenizer's own; set it to native, and the template "
                 "in the tokenizer's folder"
             )
         case "strategy_args":
-            return _check_strategy(given, value, _mapping(source[".generating_args"]))
+            return _check_strategy(keys, value, _mapping(source[".generating_args"]))
         case _:
             return value
 
 
-def _check_strategy(given: Mapping[str, Any], value: Any, sampling: Mapping[str, Any]) -> Any:
-    name = given.get("strategy_name")
+def _check_strategy(keys: Mapping[str, Any], value: Any, sampling: Mapping[str, Any]) -> Any:
+    name = keys.get("strategy_name")
     if name not in (None, *ENGINES):
         return unsupported(f"strategy_name={name} is not one of {_ENGINES}; use one of them")
-    settings = _mapping(given.get("strategy_config"))
+    settings = _mapping(keys.get("strategy_config"))
     if ENGINES[name or "hf_infer"] == "native":
         return value
     if name == "sglang" and (sampling.get("top_p", 0.7) != 1 or sampling.get("top_k", 50) not in (0, -1)):

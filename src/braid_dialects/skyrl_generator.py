@@ -11,7 +11,7 @@ from .conditions import BY_ENGINE, of_engine, refused, unless
 from .conversions import already, as_is, at_least_0, greedy_at_0, opposite, unless_null
 from .rows import always, ignored, missing, rows, section, to
 from .skyrl_facts import HAS_IMAGES, NO_EVALUATION, ONE_PROCESS, SERVED, engine, is_remote
-from .table import Became, Source, implied, no_effect, unsupported
+from .table import Became, Source, implied, unsupported
 
 _FILES = (".parquet", ".json", ".jsonl")
 ANSWER_KEYS = {"gsm8k": "reward_spec.ground_truth", "aime": "reward_model.ground_truth"}
@@ -117,15 +117,6 @@ def _longest(source: Source) -> int:
     return (source["generator.max_input_length"] or source["trainer.max_prompt_length"]) + max(answers)
 
 
-def _engine_arguments(value: Any, source: Source) -> Any:
-    """engine_init_kwargs. A context in which every request fits has no effect."""
-    match value:
-        case {"max_model_len": int(length), **others} if not others and length >= _longest(source):
-            return no_effect("the context is max_input_length plus the longest answer")
-        case _:
-            return value
-
-
 def _has_tools(source: Source) -> bool:
     return source.braid_values.get("env.kind") == "tools" or facts.has_turns(source)
 
@@ -210,7 +201,22 @@ NEWER = section("{generator,generator.inference_engine}")(
     missing("language_model_only", "set it to false, or vision_language_generator",
             unless(lambda s: not facts.reads_images(s),
                    "the model reads only text, with the language model alone"), default=False),
-    missing("engine_init_kwargs", "remove it, or use rollout.engine in docs/config.md", _engine_arguments),
+    section("engine_init_kwargs")(
+        to("max_model_len", "rollout.max_sequence_tokens", "count",
+           unless(lambda s: (s[s.at] or 0) >= _longest(s), "the context is max_input_length plus the longest answer"),
+           note="a response ends where the engine's context does"),
+        to("max_num_batched_tokens max_num_seqs gpu_memory_utilization block_size attention_backend",
+           "rollout.engine.{prefill_tokens,max_running,memory_fraction,block_size,attention}", "any", _IS_SERVED),
+        to("{enable_prefix_caching,enable_chunked_prefill}",
+           "rollout.engine.{prefix_caching,chunked_prefill}", "bool", _IS_VLLM),
+        to("enforce_eager disable_log_stats", "rollout.engine.{cuda_graphs,log_stats}", "bool", _IS_VLLM, opposite),
+        to("chat_template", "model.chat_template", "path", note="path of a Jinja file"),
+        ignored("compilation_config gdn_prefill_backend enable_log_requests disable_log_requests seed",
+                "vLLM's kernels and logs, which change no result; requests have seeds of their own"),
+        missing("language_model_only", "set it to false, or vision_language_generator",
+                unless(lambda s: not facts.reads_images(s),
+                       "the model reads only text, with the language model alone"), default=False),
+        missing("*", "an argument of vLLM that braid does not pass; remove it, or use rollout.engine in docs/config.md")),
     missing("speculative_config", "remove it, or use rollout.engine in docs/config.md"),
     ignored("enable_return_routed_experts", "engines return them where they are replayed: see "
             "trainer.policy.megatron_config.moe_enable_routing_replay", "bool"),

@@ -280,7 +280,7 @@ def test_skyrl_s_generator_and_megatron_s_keys_say_what_is_trained(
         (["trainer.strategy=megatron", f"+{_FREEZE}_vision_projection=true"], "freezes the projector alone"),
         (["trainer.strategy=megatron", f"+{_FREEZE}_language_model=true"], "set it to false"),
         (["trainer.policy.language_model_only=true"], "set it to false, or vision_language_generator"),
-        (["+generator.inference_engine.engine_init_kwargs.max_model_len=512"], "remove it"),
+        (["+generator.inference_engine.engine_init_kwargs.quantization=fp8"], "does not pass; remove it"),
         (["environment.env_class=visgym"], "examples.train.visgym.env_instruct.VisGymEnv"),
     ],
 )
@@ -293,7 +293,9 @@ def test_what_skyrl_s_files_with_images_ask_beyond_braid_is_refused(
 
 def test_a_context_of_the_engine_in_which_requests_fit_has_no_effect(reader: Reader) -> None:
     key = "generator.inference_engine.engine_init_kwargs"
-    disposition, _ = note_of(read(reader, "skyrl-images", f"+{key}.max_model_len=60000"), key)
+    disposition, _ = note_of(
+        read(reader, "skyrl-images", f"+{key}.max_model_len=60000"), f"{key}.max_model_len"
+    )
     assert disposition == "no effect"
 
 

@@ -622,3 +622,29 @@ def test_fully_asynchronous_training_is_the_pipelined_loop(file: Path) -> None:
 )  # fmt: skip
 def test_values_and_keys_that_are_refused(file: Path, override: str, expected: str) -> None:
     assert problems(file, override) == [expected]
+
+
+_KWARGS = "generator.engine_init_kwargs"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "expected"),
+    [
+        ([f"+{_KWARGS}.max_model_len=600"], "rollout.max_sequence_tokens", 600),
+        ([f"+{_KWARGS}.max_num_seqs=7"], "rollout.engine.max_running", 7),
+        ([f"+{_KWARGS}.enforce_eager=true"], "rollout.engine.cuda_graphs", False),
+        ([f"+{_KWARGS}.disable_log_stats=true"], "rollout.engine.log_stats", False),
+        ([f"+{_KWARGS}.chat_template=own.jinja"], "model.chat_template", "own.jinja"),
+        ([f"+{_KWARGS}.compilation_config.level=3"], "rollout.engine.cuda_graphs", True),
+    ],
+)
+def test_arguments_of_vllm_are_settings_of_the_engine(
+    file: Path, overrides: list[str], key: str, expected: object
+) -> None:
+    config = read(file, *overrides).loaded.config
+    assert attrgetter(key)(config) == expected
+
+
+def test_an_argument_of_vllm_without_a_setting_is_refused_by_name(file: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine_init_kwargs\.kv_transfer_config: .*does not pass"):
+        read(file, f"+{_KWARGS}.kv_transfer_config={{kv_role: both}}")

@@ -66,11 +66,11 @@ def test_a_judge_of_the_policys_weights_scores_as_the_policy_does(
     make_judge("judge", 3)
     policy = "model={build: null, path: judge}"
     still = ("train.optimizer.lr=1e-30", "run.max_rounds=2")
-    own = rounds(load_tiny(policy, *still, parts(judge(path="judge", name="j"))))
+    separate = rounds(load_tiny(policy, *still, parts(judge(path="judge", name="j"))))
     itself = rounds(load_tiny(policy, *still, "run.name=itself", parts(judge(url="policy", name="j"))))
-    assert own == itself
-    assert all(line["status/invalid"] == 0 for line in own if "status/invalid" in line)
-    assert sum("reward/part/j" in line for line in own) >= 2
+    assert separate == itself
+    assert all(line["status/invalid"] == 0 for line in separate if "status/invalid" in line)
+    assert sum("reward/part/j" in line for line in separate) >= 2
 
 
 def test_two_judges_have_different_models_and_a_shared_one_is_loaded_once(

@@ -41,11 +41,11 @@ def reward_services(
     seed = config.run.seed
     policy = EngineJudge(engine, inputs.tokenizer, inputs.end_token_ids, seed=seed, vision=inputs.vision)
     parts = dict(config.reward.judges())
-    own = {
+    of_judges = {
         i: EngineJudge(judge, *judge_tokenizer(parts[i], f"reward.parts[{i}]"), seed=seed)
         for i, judge in judges.items()
     }
-    return Services(classifiers, policy, inputs.vision and inputs.vision.scaled_size, own)
+    return Services(classifiers, policy, inputs.vision and inputs.vision.scaled_size, of_judges)
 
 
 class EngineJudge:
