@@ -46,15 +46,23 @@ _LOSSES = {
     "clip_cov": policy_loss(
         "clip_cov", "like regular, but drops some tokens with high covariance; SkyRL drops none"),
     "kl_cov": policy_loss("kl_cov", "-r*A, plus |logp - old logp| where the covariance is highest"),
-    "dppo": policy_loss("dppo", "-r*A where the token's probability has not moved too far from the sampler's",
-                        old_logprobs="behavior"),
+    "dppo": lambda _, s: policy_loss(
+        "dppo", "-r*A where the token's probability has not moved too far from the sampler's", **_to_sampler(s)),
     "cross_entropy": policy_loss("cross_entropy", "-logp"),
-    "rollout_is": policy_loss(
+    "rollout_is": lambda _, s: policy_loss(
         "masked_is", "-A*sg(r)*logp where 1-eps_clip_low < r < 1+eps_clip_high, r against the sampler",
-        old_logprobs="behavior"),
+        **_to_sampler(s)),
     "importance_sampling": policy_loss(
         "importance_sampling", "-r*A, reduced by loss_reduction; SkyRL sums over tokens"),
 }  # fmt: skip
+
+
+def _to_sampler(source: Source) -> dict[str, str]:
+    """The ratio is to the sampler. Corrections also need log-probs that the trainer computes before the
+    update."""
+    return {"ratio_to": "behavior"} if corrections(source) else {"old_logprobs": "behavior"}
+
+
 _REDUCTIONS = {
     "sequence_mean": "sequence_mean_token_mean",
     "token_mean": "token_mean", "token_mean_legacy": "token_mean",
@@ -206,9 +214,10 @@ ALGORITHM = section("trainer.algorithm", "algorithm")(
        lambda *_: implied("all log-probs use the sampling temperature"), default=None),
     to("cispo.cispo_eps_clip_low", ".policy_loss.clip_low", "non-negative", _CISPO, default=1.0),
     to("cispo.cispo_eps_clip_high", ".policy_loss.clip_high", "non-negative", _CISPO, default=4.0),
-    to("cispo.cispo_anchor", ".old_logprobs", {"old": "recompute", "rollout": "behavior"}, _CISPO,
-       refused(lambda v, s: v == "rollout" and corrections(s) and
-               "already corrects; disable off_policy_correction, or set cispo_anchor=old"), default="old"),
+    to("cispo.cispo_anchor", ".old_logprobs", {
+        "old": "recompute",
+        "rollout": lambda _, s: Became({"algorithm.policy_loss.ratio_to": "behavior"}) if corrections(s)
+        else "behavior"}, _CISPO, default="old"),
     to("sapo.tau_pos", ".policy_loss.tau_positive", "positive", _SAPO, default=1.0),
     to("sapo.tau_neg", ".policy_loss.tau_negative", "positive", _SAPO, default=1.05),
     to("clip_cov.clip_ratio", ".policy_loss.cov_fraction", "share", _CLIP_COV, default=0.0002),

@@ -165,6 +165,10 @@ _A = "trainer.algorithm"
         ((f"{_A}.advantage_estimator=rloo",), {"recipe": "grpo", "advantage": Rloo()}),
         ((f"{_A}.advantage_estimator=reinforce++",), {"advantage": Reinforce(gamma=1.0), "whiten_advantages": True}),
         ((f"{_A}.policy_loss_type=rollout_is",), {"policy_loss": MaskedIs(clip_low=0.2), "old_logprobs": "behavior"}),
+        (
+            (f"{_A}.policy_loss_type=rollout_is", f"+{_A}.off_policy_correction.tis_ratio_type=token"),
+            {"policy_loss": MaskedIs(clip_low=0.2, ratio_to="behavior"), "old_logprobs": "recompute"},
+        ),
         ((f"{_A}.policy_loss_type=importance_sampling",), {"policy_loss": ImportanceSampling()}),
         (("generator.n_samples_per_prompt=1",), {"advantage": Reinforce()}),
         ((f"{_A}.advantage_batch_normalize=true",), {"whiten_advantages": True}),

@@ -12,6 +12,7 @@ from tests.formulas import advantage_of
 from torch import Tensor
 
 from braid.algorithms.policy_losses.kimi import Kimi
+from braid.algorithms.policy_losses.masked_is import MaskedIs
 from braid.algorithms.policy_losses.policy_gradient import PolicyGradient
 from braid.algorithms.policy_losses.ppo_clip import PpoClip
 from braid.algorithms.recipes import RECIPES, Correction, Recipe
@@ -279,6 +280,26 @@ def test_a_masked_token_keeps_its_place_in_the_denominator() -> None:
     assert grads["logprobs"][1].item() == 0.0
     assert means["policy/correction_mean"] == 0.5
     assert means["policy/correction_masked_fraction"] == 0.5
+
+
+def test_a_ratio_to_the_sampler_stands_beside_corrections_of_the_old_policy() -> None:
+    """SkyRL's rollout_is with a correction: -w sg(rho) A log pi with rho = pi / mu where it is within bounds,
+    and w = old / mu."""
+    loss, grads, diagnostics = _policy(
+        replace(
+            GRPO,
+            policy_loss=MaskedIs(clip_low=0.5, clip_high=0.5, ratio_to="behavior"),
+            corrections=(Correction(level="token", mode="truncate", low=0.0, high=1.25),),
+        ),
+        [-1.0, -2.0],
+        advantages=[1.0, -3.0],
+        old_logprobs=[-1.0 + math.log(2.0), -2.0],
+        behavior_logprobs=[-1.0 - math.log(1.2), -2.0 - math.log(1.6)],
+    )
+    # rho = (1.2, 1.6), of which the second is masked; w = (2.4, 1.6), truncated at 1.25
+    assert loss.item() == pytest.approx(0.5 * (1.25 * 1.2 * 1.0 * 1.0), **CLOSE)
+    assert grads["logprobs"].tolist() == pytest.approx([0.0, -0.5 * 1.25 * 1.2, 0.0], **CLOSE)
+    assert _means(diagnostics)["policy/ratio_mean"] == pytest.approx(1.4, **CLOSE)
 
 
 def test_corrections_multiply() -> None:

@@ -195,6 +195,7 @@ class AlgorithmConfig(Section):
             yield why, "algorithm.{value_clip,huber_delta,value_loss_coef}"
         if plan.old_logprobs == "behavior":
             yield f"{old_logprobs} there is nothing to correct", "algorithm.corrections"
+            yield f"{old_logprobs} ratios are to the engine already", "algorithm.policy_loss.ratio_to"
         if plan.old_logprobs == "interpolated" and not config.max_lag:
             yield (
                 "rounds are sampled with the weights that they start from, so interpolated log-probs are the "
@@ -202,7 +203,10 @@ class AlgorithmConfig(Section):
                 "algorithm.corrections",
             )
         if plan.old_logprobs == "current":
-            yield f"{old_logprobs} all ratios are 1", "algorithm.{early_stop_ratio,kl_ratio_clip}"
+            keys = (
+                "kl_ratio_clip" if recipe.policy_loss.compares_sampler else "{early_stop_ratio,kl_ratio_clip}"
+            )
+            yield f"{old_logprobs} all ratios are 1", f"algorithm.{keys}"
         has_chunks = config.env.is_simulator and config.model.num_action_chunks > 1
         if not (has_chunks and plan.learns_values):
             yield "only values of chunks of several actions depend on it", "algorithm.reward_level"

@@ -44,6 +44,11 @@ class PolicyLoss(Kind):
         return False
 
     @property
+    def compares_sampler(self) -> bool:
+        """Whether its ratio is to the sampling engine, whatever algorithm.old_logprobs is."""
+        return False
+
+    @property
     def reads_sequences(self) -> bool:
         """Whether its ratio is one of whole sequences, so that a trajectory's rows must be in one
         micro-batch."""
@@ -78,6 +83,9 @@ class RatioLoss(PolicyLoss):
     ratio_level: RatioLevel = "token"
     """Level of the probability ratio: per token; the geometric mean over a turn or a sequence (GSPO); or the
     product over them, the ratio of the whole turn or sequence (turn_product, sequence_product)."""
+    ratio_to: Literal["old", "behavior"] = "old"
+    """Denominator of the ratio: algorithm.old_logprobs (old), or the engine's log-probs (behavior) while
+    corrections compare the old ones with the engine's."""
     log_ratio_min: Annotated[float, Field(le=0.0)] | Literal["off"] = "off"
     """Lower bound on the log ratio, before any clipping; tokens below it have no gradient. off for -20."""
     log_ratio_max: NonNegativeFloat | Literal["off"] = "off"
@@ -86,6 +94,10 @@ class RatioLoss(PolicyLoss):
     @property
     def has_segment_ratio(self) -> bool:
         return self.ratio_level != "token"
+
+    @property
+    def compares_sampler(self) -> bool:
+        return self.ratio_to == "behavior"
 
     @property
     def reads_sequences(self) -> bool:
