@@ -246,7 +246,7 @@ AGENTIC = rows(
             "skip_mock_system_prompt", "not read by ROLL, or for tool calls, which follow the chat template"),
     missing("exp_mode", "use braid train, or braid eval for evaluation alone", default="train"),
     missing("reward.*", "use the environment's rewards, or braid.reward.parts"),
-    ignored("custom_env.* agent_config_common.* all_response_pattern action_pattern think_action_pattern "
+    ignored("{custom_env,gem_math,gem_games,gem_rg,gem_qa,gem_code}.* agent_config_common.* all_response_pattern action_pattern think_action_pattern "
             "max_tokens_per_step max_actions_per_traj sokoban_format_penalty frozen_format_penalty "
             "env_manager_cls agent_runner_cls agent_system_template agent_template "
             "single_prompt_agent_system_template single_prompt_agent_template default_history_length",

@@ -216,6 +216,24 @@ def test_roll_s_turn_level_estimators(tmp_path: Path) -> None:
     assert algorithm.policy_loss == PpoClip(ratio_level="turn")
 
 
+def test_presets_of_gem_count_where_custom_envs_refers_to_them(tmp_path: Path) -> None:
+    math = {"env_type": "math:Math12K", "tool_wrapper": {"tool_configs": [{"tool_id": "python_code"}]}}
+    presets = {
+        "gem_games": {"Hangman": {"env_type": "game:Hangman-v0-easy", "env_config": {"max_turns": 3}}},
+        "gem_math": {"MathEnv": math},
+    }
+    assert "Hangman" not in roll(tmp_path, presets).loaded.config.env.mixture
+    chosen = {
+        "custom_envs": {"Hangman": "${gem_games.Hangman}"},
+        "train_env_manager": {"tags": ["Hangman"]},
+        "val_env_manager": {"tags": ["Hangman"], "num_groups_partition": [96]},
+    }
+    kwargs = roll(tmp_path, presets | chosen).loaded.config.env.mixture["Hangman"].kwargs
+    assert (kwargs["id"], kwargs["env_kwargs"]) == ("game:Hangman-v0-easy", {"max_turns": 3})
+    tools = {"custom_envs": {"FrozenLake": "${gem_math.MathEnv}"}}
+    assert "use tool calls: braid.env.kind=tools" in refusal(tmp_path, presets | tools)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
