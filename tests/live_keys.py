@@ -455,10 +455,11 @@ def _placed(config: Any, key: str) -> tuple[str, Any, Any]:
     """(path, annotation, value) of a key; of lists the first item that has it."""
     *parents, name = key.split(".")
     section, path = config, ""
-    for parent in parents:
+    for parent, child in zip(parents, [*parents[1:], name], strict=True):
         section, path = getattr(section, parent.removesuffix("[]")), f"{path}{parent.removesuffix('[]')}"
         if parent.endswith("[]"):
-            index = next(i for i, item in enumerate(section) if name in type(item).model_fields)
+            below = child.removesuffix("[]")
+            index = next(i for i, item in enumerate(section) if below in type(item).model_fields)
             section, path = section[index], f"{path}[{index}]"
         path += "."
     return path + name, type(section).model_fields[name].annotation, getattr(section, name)

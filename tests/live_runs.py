@@ -159,6 +159,11 @@ RUNS: dict[str, list[str]] = {
         "reward.parts=[{kind: judge, url: SERVER, model: some, prompt: '{response}', api_key_env: HOME, "
         "backoff_s: 1e-3}]"
     ],
+    "own judge": [
+        "reward.parts=[{kind: judge, path: model, prompt: '{response}', pattern: '(.)', scores: {a: 1, b: 0}, "
+        "temperature: 1, max_tokens: 60}]",
+        "rollout.max_invalid_fraction=1",
+    ],
     "pipelined": ["pipeline={on_new_weights: interrupt}", "run.max_rounds=2"],
     "fsdp2": ["train.backend=fsdp2", "cluster={runtime: ray}", "algorithm.recipe=ppo", "critic.train={backend: fsdp2}"],
     "fsdp": ["train.backend=fsdp", "cluster={runtime: ray}", "algorithm={recipe: ppo, kl_coef: 0.1}", "reference.train={backend: fsdp}"],

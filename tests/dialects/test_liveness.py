@@ -42,6 +42,9 @@ from braid.envs.kinds import (
     ToolsEnv,
 )
 from braid.errors import ConfigError
+from braid.rollout.engines.native.kind import Native
+from braid.rollout.engines.sglang.kind import Sglang
+from braid.rollout.engines.vllm.kind import Vllm
 from braid.trainer import collectors, commands
 from braid_dialects.load import DIALECTS, read_foreign
 from braid_dialects.table import Rule
@@ -75,7 +78,7 @@ TRIED: dict[str, tuple[str, ...]] = {
     "pictures": ("model.", "data.", "sft."),
     "sac": ("sac.",),
     "supervised": ("sft.", "eval.", "train.", "run."),
-    **dict.fromkeys(("rewards", "detection", "programs", "judge"), ("reward.",)),
+    **dict.fromkeys(("rewards", "detection", "programs", "judge", "own judge"), ("reward.",)),
     **dict.fromkeys((*LOSSES, "distillation"), ("algorithm.",)),
     "distillation on examples": ("sft.distillation", "reference.path"),
     "teachers": ("reference.teachers",),
@@ -150,6 +153,14 @@ NEVER = {
     *(f"sft.{use}[].tools_key" for use in ("data", "eval_data")),
     # tests/trainer/test_vla_runs.py
     "sft.demonstrations",
+    # engines of judges in processes of their own, which get what rollout.engine's get; tests/trainer/test_judges.py
+    *(
+        path
+        for engine in (Vllm, Sglang)
+        for path, _ in fields_of(engine, "reward.parts[].engine.")
+        if path.rpartition(".")[2] not in Native.model_fields
+    ),
+    *(f"reward.parts[].engine.{name}" for name in ("kind", "prefix_caching", "recompute_cache")),
     # only one valid value
     "sac.optimizer.schedule.warmup_fraction", "sac.critic_optimizer.schedule.warmup_fraction",
     "rollout.engine.replicas",

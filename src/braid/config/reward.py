@@ -84,6 +84,8 @@ class RewardConfig(Section):
             yield "judges have their own retries", "reward.retries"
         if not any(part.runs_programs for part in self.parts):
             yield "no reward part runs programs", "reward.code"
+        if all(part.is_on_engine for _, part in self._of_kind(JudgeReward)):
+            yield "no judge is on a server", "reward.parts[].{backoff_s,max_backoff_s}"
         of_engine = "reward.parts[].engine"
         yield (
             "a judge loads its weights once, on every worker of its role",

@@ -50,7 +50,7 @@ class _Native(NativeEngine):
             release_memory()
 
     def wake(self) -> None:
-        """See Engine."""
+        """Bring the weights back to the device."""
         move_weights(self._lm.model, self._device)
         super().wake()
 

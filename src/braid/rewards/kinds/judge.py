@@ -153,7 +153,7 @@ class JudgeReward(RewardPart):
             raise ValueError("model is missing; set it to the name of the model on the server")
 
     def _set(self, names: tuple[str, ...]) -> list[str]:
-        """Those of the keys whose values are not their defaults."""
+        """Which of these keys have another value than their default."""
         return [
             name
             for name in names

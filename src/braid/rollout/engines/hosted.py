@@ -33,12 +33,12 @@ class EngineHost:
         return self._loop.run(ask_all())
 
     def sleep(self) -> None:
-        """See Engine."""
+        """Put the engines to sleep, while no requests run."""
         for engine in self._engines.values():
             engine.sleep()
 
     def wake(self) -> None:
-        """See Engine."""
+        """Wake the engines."""
         for engine in self._engines.values():
             engine.wake()
 
