@@ -455,7 +455,7 @@ def _placed(config: Any, key: str) -> tuple[str, Any, Any]:
     """(path, annotation, value) of a key; of lists the first item that has it."""
     *parents, name = key.split(".")
     section, path = config, ""
-    for parent, child in zip(parents, [*parents[1:], name], strict=True):
+    for parent, child in zip(parents, [*parents, name][1:], strict=True):
         section, path = getattr(section, parent.removesuffix("[]")), f"{path}{parent.removesuffix('[]')}"
         if parent.endswith("[]"):
             below = child.removesuffix("[]")

@@ -121,6 +121,18 @@ def test_reward_models_run_where_rollout_does() -> None:
     assert "it runs with rollout, so devices 2 are unused" in apart["cluster.placement"]
 
 
+def test_engines_of_judges_on_rollout_workers_have_as_many_devices() -> None:
+    reward = "reward.parts=[{kind: judge, path: x, prompt: '{response}', engine: {kind: vllm, tensor_parallel: 2}}]"
+    messages = complaints(reward)
+    assert (
+        "its engine has 2 devices, on the same workers as rollout's engine with 1"
+        in messages["reward.parts[0].engine"]
+    )
+    assert "reward.parts[0].engine" not in complaints(
+        reward, "cluster.placement={policy: 0, rollout: 1, reward: 2-3}"
+    )
+
+
 def test_a_package_that_is_not_installed_is_missed_by_a_run_and_not_by_a_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -396,3 +396,34 @@ def test_every_cluster_is_laid_out_soundly_or_refused_with_values_that_fit(
         assert (layout.mode == "collocated") == all(devices == sets[0] for devices in sets)
         is_apart = sum(map(len, sets)) == len(set[int]().union(*sets))
         assert (layout.mode == "disaggregated") == (is_apart and layout.mode != "collocated")
+
+
+JUDGE = "reward.parts=[{{kind: judge, path: judge, prompt: '{{response}}', engine: {}}}]"
+
+
+def test_judges_have_workers_on_devices_apart_from_rollout() -> None:
+    apart = plan_of(JUDGE.format("native"), "cluster.placement={policy: 0, rollout: 1, reward: 2-3}")
+    assert apart.layout.mode == "disaggregated"
+    assert ranks_of(apart.layout, "reward") == [(0, 0, (2,)), (1, 0, (3,))]
+    assert apart.judges_in_turns == ()
+    in_turns = plan_of(JUDGE.format("native"), "cluster.placement={policy: 0, rollout: 1, reward: 0}")
+    assert in_turns.judges_in_turns == (0,)
+    beside = plan_of(JUDGE.format("native"), "cluster.placement={policy: 0, rollout: 1-2, reward: 1}")
+    assert beside.layout.role("reward") is None
+    assert plan_of(JUDGE.format("native")).layout.mode == "in_process"
+
+
+def test_a_judges_engine_takes_its_devices_on_one_worker() -> None:
+    of_two = JUDGE.format("{kind: vllm, tensor_parallel: 2}")
+    layout = laid_out(
+        of_two,
+        "cluster.placement={policy: 0, rollout: 1, reward: 2-5}",
+        roles=("policy", "rollout", "reward"),
+    )
+    assert ranks_of(layout, "reward") == [(0, 0, (2, 3)), (1, 0, (4, 5))]
+    (refusal,) = laid_out(
+        of_two,
+        "cluster.placement={policy: 0, rollout: 1, reward: 2-4}",
+        roles=("policy", "rollout", "reward"),
+    ).refusals
+    assert "rank 1 of reward has 1 devices, but an engine uses 2" in refusal.message

@@ -172,21 +172,18 @@ def _missing_devices(config: RunConfig, plan: Plan) -> Iterator[tuple[str, str]]
     except ValueError:
         return  # reported as a refusal of the layout
     reward, rollout = placed.get("reward"), plan.layout.role("rollout")
-    judges = list(config.reward.judges())
-    has = (
-        config.rollout.engine.num_devices() if reward is None or plan.layout.role("reward") is None else None
-    )
-    for number, judge in judges:
-        needs, key = judge.engine.num_devices(), f"reward.parts[{number}].engine"
-        if has is not None and needs != (has or 1):
-            why = f"an engine of {needs} devices does not fit on the devices of a rollout engine, {has or 1}"
-            yield (
-                key,
-                f"{why}; place reward on other devices (cluster.placement), or change its parallel sizes",
-            )
-        elif needs != (most := max(part.engine.num_devices() for _, part in judges)):
-            why = f"it has {needs} devices and another judge's engine {most}, on the same workers"
-            yield key, f"{why}; give both the same parallel sizes"
+    sizes = {
+        f"reward.parts[{number}].engine": judge.engine.num_devices()
+        for number, judge in config.reward.judges()
+    }
+    where, num = "another judge's", max(sizes.values(), default=1)
+    if plan.layout.role("reward") is None:
+        where, num = "rollout's", config.rollout.engine.num_devices() or 1
+    for key, size in sizes.items() if rollout else ():
+        if size != num:
+            why = f"its engine has {size} devices, on the same workers as {where} engine with {num}"
+            fix = "give both the same parallel sizes, or place reward on other devices (cluster.placement)"
+            yield key, f"{why}; {fix}"
     if any(config.reward.models()) and reward and rollout and not set(reward.numbers) <= set(rollout.devices):
         where = f"the devices of rollout ({format_numbers(rollout.devices)}) in this version"
         why = f"reward models run on {where}, but reward is placed on {format_numbers(reward.numbers)}"
