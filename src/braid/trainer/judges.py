@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from braid.cluster.workers import Place
@@ -158,7 +157,7 @@ def _served(
         number,
         config,
         model=lambda _: model,
-        sending=send_options(config, plan.layout, "", torch.device("cpu")),
+        sending=send_options(config, plan.layout, "", device_of(config)),
         log=logs / f"judge_{number}.log",
     )
     engine.use_loaded_weights()
