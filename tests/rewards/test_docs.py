@@ -42,7 +42,8 @@ def test_configs_build(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     config = load_config(tmp_path / "run.yaml").config.reward
     models = {i: _Classifier() for i, part in enumerate(config.parts) if isinstance(part, ModelReward)}
     config = config.model_copy(update={"code": CodeConfig.model_validate({"isolation": isolation})})
-    build_scorer(config, base_dir=tmp_path, services=Services(models, _generate)).close()
+    judges = {i: _generate for i, _ in config.judges()}
+    build_scorer(config, base_dir=tmp_path, services=Services(models, _generate, judges)).close()
 
 
 @pytest.mark.parametrize("text", PROGRAMS)

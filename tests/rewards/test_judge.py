@@ -393,8 +393,15 @@ def test_the_policy_judges_by_its_own_engine(answered: Answered, tmp_path: Path)
     asked: list[tuple[Any, ...]] = []
 
     async def generate(
-        messages: Sequence[Message], *, max_tokens: int, temperature: float, key: tuple[int, ...]
+        messages: Sequence[Message],
+        *,
+        max_tokens: int,
+        temperature: float,
+        key: tuple[int, ...],
+        top_p: float = 1.0,
+        top_k: int = 0,
     ) -> str:
+        assert (top_p, top_k) == (0.9, 4)
         asked.append((json.dumps(messages), max_tokens, temperature, key))
         if len(asked) == 1:
             raise RewardError("the judge's reply was truncated")
@@ -402,7 +409,7 @@ def test_the_policy_judges_by_its_own_engine(answered: Answered, tmp_path: Path)
 
     part = {
         "kind": "judge", "url": "policy", "prompt": "Is {response} good?", "scores": {"yes": 1, "no": 0},
-        "max_tokens": 8, "temperature": 0.5, "backoff_s": 0.0,
+        "max_tokens": 8, "temperature": 0.5, "top_p": 0.9, "top_k": 4,
     }  # fmt: skip
     scorer = build_scorer(
         RewardConfig.model_validate({"parts": [part]}), base_dir=tmp_path, services=Services({}, generate)
