@@ -145,7 +145,7 @@ SKYRL: dict[str, tuple[Any, str]] = {
     "generator.http_endpoint_port": (8000, NOTHING),
     "generator.fully_sharded_loras": (False, NOTHING),
     "generator.enable_ray_prometheus_stats": (False, NOTHING),
-    "generator.engine_init_kwargs": ({}, NOTHING),
+    "generator.engine_init_kwargs": ({}, IMPLIED),
     "generator.chat_template_kwargs": ({"reasoning_effort": "low"}, APPLIED),
     "generator.rope_scaling": ("${trainer.rope_scaling}", NOTHING),
     "generator.rope_theta": ("${trainer.rope_theta}", NOTHING),
