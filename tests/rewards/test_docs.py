@@ -43,7 +43,7 @@ def test_configs_build(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     models = {i: _Classifier() for i, part in enumerate(config.parts) if isinstance(part, ModelReward)}
     config = config.model_copy(update={"code": CodeConfig.model_validate({"isolation": isolation})})
     judges = {i: _generate for i, _ in config.judges()}
-    build_scorer(config, base_dir=tmp_path, services=Services(models, _generate, judges)).close()
+    build_scorer(config, base_dir=tmp_path, services=Services(models, _generate, judges=judges)).close()
 
 
 @pytest.mark.parametrize("text", PROGRAMS)
