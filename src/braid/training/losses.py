@@ -142,9 +142,8 @@ def _policy_loss(
         )
     decisions = _segments(batch, recipe.logprob_level)
     denominator = fields["behavior_logprobs"] if recipe.policy_loss.compares_sampler else old
-    acted, acted_old = logprobs, denominator
-    if decisions is not None:
-        acted, acted_old = decisions.sum(logprobs), decisions.sum(denominator)
+    parts = (logprobs, denominator)
+    acted, acted_old = parts if decisions is None else map(decisions.sum, parts)
     ratio = recipe.policy_loss.ratio(acted, acted_old, partial(_segments, batch))
     is_chosen = fields["is_chosen"] if recipe.policy_loss.selects_tokens else torch.zeros_like(old)
     sequences = segments(batch.mask, batch.trajectory) if recipe.policy_loss.reads_sequences else None
