@@ -160,8 +160,8 @@ PIPELINE = rows(
     # Other features
     missing("tag_to_template", "use a single template for all rows: data_args.template"),
     missing("teacher.*",
-        "set use_opd to true with one teacher and no reference: ROLL reads a teacher only for distillation; "
-        "several are braid.reference.teachers"),
+        "braid has one reference, which is the teacher with use_opd: set use_opd to true and remove the other "
+        "model; several teachers are braid.reference.teachers"),
     ignored("use_policy_loss_type use_topr_loss postive_loss_coef positive_loss_coef use_topr_neg_loss_coef "
             "balance_length minibatch_data_iter_num l2 use_reward_scaling use_reward_norm add_len_reward "
             "report_length_and_rewards length_profiler_dir val_greedy val_n_sample mask_type local_rank "

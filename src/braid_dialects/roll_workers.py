@@ -24,6 +24,10 @@ _SCHEDULES = _DECAYS | dict.fromkeys(
     ("cosine_with_restarts", "polynomial", "reduce_lr_on_plateau", "cosine_with_min_lr"),
     unsupported(f"use one of {', '.join(_DECAYS)}"),
 )
+_WARMS_UP = unless(
+    lambda s: s[".lr_scheduler_type"] == "constant" and s.place("backend") != "megatron",
+    "transformers' schedule constant has no warm-up; constant_with_warmup has",
+)
 _TORCH_DTYPES = {name: name for name in ("fp32", "bf16", "fp16")} | {
     "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"
 }  # fmt: skip
@@ -186,8 +190,8 @@ _TRAINED = section("{actor_train,critic}")(
         to("adam_beta2", ".betas", "number >= 0 and <= 0.9999", _BETAS, default=0.999),
         to("adam_epsilon", ".eps", "positive", default=1e-8),
         to("lr_scheduler_type", ".schedule.decay", _SCHEDULES, default="linear"),
-        to("warmup_steps", ".schedule.warmup_steps", "natural", default=0),
-        to("warmup_ratio", ".schedule.warmup_fraction", "number >= 0 and <= 0.9",
+        to("warmup_steps", ".schedule.warmup_steps", "natural", _WARMS_UP, default=0),
+        to("warmup_ratio", ".schedule.warmup_fraction", "number >= 0 and <= 0.9", _WARMS_UP,
            unless(lambda s: s[".warmup_steps"], "overridden by warmup_steps"), default=0.0),
         to("per_device_train_batch_size", "{train}.micro_batch_rows", "count",
            lambda v, s: Became(facts.batches(s)) if s["..use_dynamic_batching_in_train"] else

@@ -111,7 +111,15 @@ OTHER_VALUES = {
     "cov_coef": 3.0,
     "divergence": "kl",
 }
-BEFORE_THE_LOSS = {"ratio_level", "log_ratio_min", "log_ratio_max", "cov_fraction", "cov_low", "cov_high"}
+BEFORE_THE_LOSS = {
+    "ratio_level",
+    "ratio_to",
+    "log_ratio_min",
+    "log_ratio_max",
+    "cov_fraction",
+    "cov_low",
+    "cov_high",
+}
 """Keys used where ratios are computed and tokens are selected."""
 
 

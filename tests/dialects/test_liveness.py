@@ -416,6 +416,11 @@ EQUAL: dict[str, dict[str, tuple[tuple[Any, ...], ...]]] = {
         "actor_train.strategy_args.strategy_config.param_dtype": (("bf16", "bfloat16"),),
         "actor_train.strategy_args.strategy_config.reduce_dtype": (("fp32", "float32"),),
         "actor_train.strategy_args.strategy_config.reshard_after_forward": ((None, True),),
+        # four devices are all that student and teacher have
+        "student.strategy_args.strategy_config.fsdp_size": ((4, 1),),
+        "teacher.strategy_args.strategy_config.fsdp_size": ((4, 1),),
+        "student.device_mapping": (("list(range(0,4))", [0, 1, 2, 3]),),
+        "student.data_args.template": (("native", "qwen2_5", "qwen3"),),
     },
     "verl": {"actor_rollout_ref.actor.ppo_mini_batch_size": ((None, 256),)},
     "trl": {
