@@ -89,7 +89,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["zzz"],
             "braid: unknown command 'zzz'; the commands are train, sft, prefer, eval, show, plan, explain, "
-            "convert, init, export, ls, samples, compare, diagnose, view, doctor, schema\ntry: braid --help\n",
+            "convert, init, export, ls, samples, compare, diagnose, view, doctor, schema, completion\ntry: braid --help\n",
         ),
         (
             ["c.yaml"],

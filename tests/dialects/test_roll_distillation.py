@@ -145,7 +145,9 @@ def _merged(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_teachers_of_several_domains_are_refused(tmp_path: Path) -> None:
-    assert "several teachers are braid.reference.teachers" in problems(tmp_path, {"use_opd": True, "teacher": {"math": TEACHER["teacher"]}})
+    assert "several teachers are braid.reference.teachers" in problems(
+        tmp_path, {"use_opd": True, "teacher": {"math": TEACHER["teacher"]}}
+    )
 
 
 def test_a_teacher_is_needed_for_distillation_and_only_there(tmp_path: Path) -> None:

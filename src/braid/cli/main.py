@@ -71,6 +71,8 @@ exit codes: 0 finished, 1 the run failed, 2 invalid command, config, data or mod
 
 _RUNS = ("train", "sft", "prefer", "eval")
 """Verbs that run something; the output of the others is their result."""
+_WITH_CONFIG = (*_RUNS, "show", "plan", "explain", "convert")
+"""Verbs that read a config."""
 _BEFORE = "interrupted before the run began; nothing was written"
 
 
@@ -444,6 +446,17 @@ def _schema(args: argparse.Namespace) -> int:
     return OK
 
 
+def _completion(args: argparse.Namespace) -> int:
+    from braid.cli.completion import script
+
+    options = {
+        name: [option for action in verb._actions for option in action.option_strings]
+        for name, verb in args.verbs.items()
+    }
+    sys.stdout.write(script(args.shell, options, _WITH_CONFIG))
+    return OK
+
+
 def _load(args: argparse.Namespace) -> tuple[Loaded, Plan]:
     """Load and check the config of a verb that runs something, and print its warnings. Also stores it in
     `args`, so that problems found later can be reported with their origin."""
@@ -550,6 +563,7 @@ _VERBS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
         "Say whether this machine can run braid, and train two rounds on each installed backend and engine.",
     ),
     "schema": (_schema, "Print the JSON schema of the config, for completion in editors."),
+    "completion": (_completion, "Print a script that completes commands, files and config keys in a shell."),
 }
 
 
@@ -562,7 +576,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         verb = verbs.add_parser(name, prog=f"braid {name}", description=text, allow_abbrev=False)
         verb.add_argument("--debug", action="store_true", help="print tracebacks of errors")
         verb.set_defaults(run=run)
-        if name in (*_RUNS, "show", "plan", "explain", "convert"):
+        if name in _WITH_CONFIG:
             _add_config(verb, is_optional=name == "explain")
     show, plan, explain, convert, export, schema = (
         verbs.choices[name] for name in ("show", "plan", "explain", "convert", "export", "schema")
@@ -628,10 +642,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     doctor.add_argument("--quick", action="store_true", help="look only, train nothing")
     doctor.add_argument("--model", metavar="FOLDER", help="also load a model's tokenizer and chat template")
     doctor.add_argument("--json", action="store_true", help="print JSON")
+    completion = verbs.choices["completion"]
+    completion.add_argument(
+        "shell",
+        choices=("bash", "zsh", "fish"),
+        help="bash and zsh: source <(braid completion SHELL); fish: braid completion fish | source",
+    )
+    completion.set_defaults(verbs=verbs.choices)
     schema.add_argument("--markdown", action="store_true", help="print the Markdown reference instead")
     args, extra = parser.parse_known_args(argv)
     if args.verb_name is None:
-        lines = [f"  {name:<8} {text}" for name, (_, text) in _VERBS.items()]
+        lines = [f"  {name:<10} {text}" for name, (_, text) in _VERBS.items()]
         sys.stdout.write(_HELP.format(commands="\n".join(lines)))
         raise SystemExit(OK if args.help or not argv else USAGE)
     _take_extra(args, extra, verbs.choices[args.verb_name])
