@@ -146,7 +146,7 @@ def test_the_config_trains_a_model_whose_tokenizer_and_size_tell_lengths_and_lea
         ({"text": "a"}, [], "no column for prompts among text; rename one to prompt"),
         ({"prompt": "a"}, [], "column prompt has prompts, but no column has answers (answer, "),
         ({"prompt": "a"}, ["--reward", "matth"], "no kind of reward is called 'matth', did you mean 'math'?"),
-        ({"prompt": "a"}, ["--reward", "judge"], "reward.parts[0].url: missing required key"),
+        ({"prompt": "a"}, ["--reward", "judge"], "reward.parts[0].prompt: missing required key"),
         ({"chosen": "a", "rejected": "b"}, ["--reward", "math"], "responses need no reward; leave out math"),
         ({"prompt": "a", "answer": "b"}, ["--output", "rows.jsonl"], "--output: rows.jsonl exists"),
         ({"prompt": "a", "answer": "b"}, ["--output", "no/rows.yaml"], "cannot write no/rows.yaml: No such file"),

@@ -53,9 +53,9 @@ def script(shell: str, verbs: Mapping[str, Sequence[str]], with_keys: Sequence[s
 def _fish(verbs: Mapping[str, Sequence[str]], with_keys: Sequence[str], keys: Sequence[str]) -> list[str]:
     lines = [f"complete -c braid -n __fish_use_subcommand -f -a '{' '.join(verbs)}'\n"]
     for name, options in verbs.items():
-        seen = f"'__fish_seen_subcommand_from {name}'"
+        after = f"'__fish_seen_subcommand_from {name}'"
         lines += [
-            f"complete -c braid -n {seen} -l {option[2:]}\n" for option in options if option[:2] == "--"
+            f"complete -c braid -n {after} -l {option[2:]}\n" for option in options if option[:2] == "--"
         ]
     words = " ".join(f"{key}=" for key in keys)
     lines.append(f"complete -c braid -n '__fish_seen_subcommand_from {' '.join(with_keys)}' -a '{words}'\n")
