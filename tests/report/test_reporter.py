@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from braid.report.names import describe
 from braid.report.reporter import Reporter
 from braid.report.run_dir import RunDir
 from braid.report.samples import read_samples
-from braid.report.sinks.base import Sink
+from braid.report.sinks.base import Shown, Sink
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.types import Group, Prompt, Row, Segment, Trajectory, Turn
@@ -51,6 +51,24 @@ class BrokenSink:
 
     def close(self) -> None:
         self.calls.append("close")
+
+
+@dataclass
+class TableSink:
+    """A tracker that shows a trajectory at a time."""
+
+    name: str = "a tracker"
+    num_samples: int = 1
+    tables: list[tuple[str, int, Sequence[Shown]]] = field(default_factory=list)
+
+    def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
+        """Numbers are not looked at."""
+
+    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
+        self.tables.append((use, round_, samples))
+
+    def close(self) -> None:
+        """Nothing to free."""
 
 
 def reporter_of(path: Path, *sinks: Sink) -> Reporter:
@@ -99,6 +117,16 @@ def run(reporter: Reporter, rounds: range, states: dict[int, dict[str, Any]] | N
         reporter.log(i, 2 * i, metrics_of(i))
         if states is not None:
             states[i] = reporter.state(i)
+
+
+def test_trackers_show_what_was_written(tmp_path: Path) -> None:
+    sink = TableSink()
+    run(reporter_of(tmp_path, sink), range(2))
+    assert sink.tables == [
+        ("train", 0, [Shown("sums:0", "1 + 2 =", "three (0)", 1.0, "finished")]),
+        ("eval", 0, [Shown("sums:0", "1 + 2 =", "answer 0", 0.0, "finished")]),
+        ("train", 1, [Shown("sums:0", "1 + 2 =", "three (1)", 1.0, "finished")]),
+    ]
 
 
 def test_a_finished_run_shows_what_was_learned(tmp_path: Path) -> None:

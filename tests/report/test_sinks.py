@@ -19,7 +19,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from braid.errors import ReportError
 from braid.report.run_dir import RunDir
-from braid.report.sinks.base import run_id
+from braid.report.sinks.base import Shown, run_id
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.jsonl import JsonlSink
 from braid.report.sinks.tensorboard import TensorboardSink
@@ -78,6 +78,22 @@ def test_tensorboard_drops_rounds_that_the_same_process_does_again(tmp_path: Pat
     assert scalars(tmp_path, "reward/mean") == [(0, 1.0), (1, 2.0), (2, 2.0)]
 
 
+def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
+    """Of a round that is done again both, the later one last: TensorBoard drops numbers alone."""
+    sink = TensorboardSink(tmp_path, num_samples=2)
+    for i, answer in ((0, "a"), (1, "b"), (1, "c")):
+        sink.log_samples("train", i, [Shown(f"sums:{i}", "1 + 1 =\n", f"# {answer}", 0.5, "finished")])
+        sink.log(i, i, {"reward/mean": 0.5})
+    sink.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    shown = events.Tensors("samples/train/text_summary")
+    assert [event.step for event in shown] == [0, 1, 1]
+    text = shown[-1].tensor_proto.string_val[0].decode()
+    assert text == "**sums:1**: reward 0.5, finished\n\n    1 + 1 =\n\n\n    # c"
+    assert scalars(tmp_path, "reward/mean") == [(0, 0.5), (1, 0.5)]
+
+
 def test_tensorboard_drops_rounds_that_a_resumed_run_does_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,13 +137,14 @@ TRACKED_RUN = textwrap.dedent(
     import math, sys
     from pathlib import Path
     from braid.report.run_dir import RunDir
-    from braid.report.sinks.base import Tracker
+    from braid.report.sinks.base import Shown, Tracker
     from braid.report.sinks.build import build_sinks
 
     run = RunDir(Path(sys.argv[2]))
-    tracker = Tracker("a-project", "a-name", "offline", {"train": {"lr": 0.1}})
+    tracker = Tracker("a-project", "a-name", "offline", 4, {"train": {"lr": 0.1}})
     jsonl, sink = build_sinks(run, tensorboard_queue=None, **{sys.argv[1]: tracker})
     for i in range(3):
+        sink.log_samples("train", i, [Shown("sums:1", "1 + 1 =", "2", 1.0, "finished")])
         sink.log(i, i, {"reward/mean": i / 2, "policy/kl": math.nan})
     sink.close()
     """
@@ -159,6 +176,7 @@ def test_an_offline_tracker_writes_files_and_sends_no_requests(
     content = written[0].read_bytes()
     assert b"reward/mean" in content
     assert b"a-name" in content
+    assert b"samples/train" in content
     assert asked == []
     assert done.stdout == ""  # the terminal is the run's own
 

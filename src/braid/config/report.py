@@ -198,6 +198,8 @@ class WandbConfig(Section):
     """Name of the run in Weights & Biases; run.name when null."""
     mode: Literal["online", "offline"] = "offline"
     """Mode; offline writes only to the run's folder."""
+    samples: NonNegativeInt = 0
+    """Trajectories shown as a table whenever samples are stored; 0 for none."""
 
 
 class SwanlabConfig(Section):
@@ -209,12 +211,14 @@ class SwanlabConfig(Section):
     """Name of the run in SwanLab; run.name when null."""
     mode: Literal["cloud", "local", "offline"] = "offline"
     """Mode; offline writes only to the run's folder."""
+    samples: NonNegativeInt = 0
+    """Trajectories shown as texts whenever samples are stored; 0 for none."""
 
 
 class ReportConfig(Section):
     """Logging and reports. metrics.jsonl is always written."""
 
-    unused_while = (("tensorboard", False, "tensorboard_queue"),)
+    unused_while = (("tensorboard", False, "tensorboard_queue tensorboard_samples"),)
 
     console: Literal["auto", "live", "plain", "none"] = "auto"
     """Console output. auto: a live display on a terminal, one line per round otherwise."""
@@ -224,6 +228,8 @@ class ReportConfig(Section):
     """Write TensorBoard event files to tensorboard/."""
     tensorboard_queue: PositiveInt = 10
     """Number of values buffered before they are written."""
+    tensorboard_samples: NonNegativeInt = 8
+    """Trajectories shown as text whenever samples are stored; 0 for none."""
     wandb: WandbConfig | None = None
     """Weights & Biases (extra `wandb`)."""
     swanlab: SwanlabConfig | None = None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from math import isnan, nan
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,19 +20,23 @@ from typing import Any, Literal, Protocol
 from rich.console import RenderableType
 
 from braid.errors import ReportError, StopTraining, WorkerError, disk_fix
-from braid.types import Group, Row
+from braid.types import Group, Row, text_of
 
 from .batches import write_batch
 from .closing import closing
 from .metrics import Metrics
 from .run_dir import RunDir
 from .samples import Decode, write_samples
-from .sinks.base import Sink
+from .sinks.base import Shown, ShowsSamples, Sink
 from .sinks.console import Console, clock
 
 logger = logging.getLogger(__name__)
 
 Status = Literal["running", "finished", "failed", "interrupted", "stopped", "not_learned"]
+
+
+_MOST_CHARACTERS = 2000
+"""Of a prompt or an answer in the tables of sinks: its end, and its start."""
 
 
 class Counted(Protocol):
@@ -156,6 +161,11 @@ class Reporter:
         logged."""
         write = partial(write_samples, groups=groups, rows=rows, decode=self.decode)
         self._store("samples", self._samples(name), write)
+        kind, _, number = name.partition("_")
+        for sink in tuple(self._sinks):
+            if isinstance(sink, ShowsSamples) and (table := _table(groups, sink.num_samples)):
+                use = "eval" if kind == "eval" else "train"
+                self._try(sink, partial(sink.log_samples, use, int(number), table))
 
     def store_batch(self, name: str, groups: Sequence[Group], rows: Sequence[Row]) -> None:
         """Store all arrays of training rows as batches/`name`. Write errors are only logged."""
@@ -347,3 +357,18 @@ def _eval_results(flat: Mapping[str, float]) -> dict[str, dict[str, float]]:
             source, _, what = name.removeprefix("eval/").rpartition("/")
             results.setdefault(source, {})[what] = value
     return results
+
+
+def _table(groups: Sequence[Group], most: int) -> list[Shown]:
+    """One trajectory of each of the first groups that have text."""
+    firsts = (group.trajectories[0] for group in groups if group.trajectories)
+    return [
+        Shown(
+            trajectory.prompt.uid,
+            text_of(trajectory.prompt.messages[-1]["content"])[-_MOST_CHARACTERS:],
+            trajectory.answer_text[:_MOST_CHARACTERS],
+            trajectory.reward,
+            trajectory.status.value,
+        )
+        for trajectory in islice((t for t in firsts if t.prompt.messages and t.answer_text), most)
+    ]

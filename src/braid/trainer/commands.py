@@ -355,8 +355,9 @@ def _sink_settings(loaded: Loaded, name: str) -> dict[str, Any]:
     return {
         "folder": None if report.dir is None else Path(report.dir),
         "tensorboard_queue": report.tensorboard_queue if report.tensorboard else None,
+        "tensorboard_samples": report.tensorboard_samples,
     } | {
-        key: Tracker(section.project, section.name or name, section.mode, shown)
+        key: Tracker(section.project, section.name or name, section.mode, section.samples, shown)
         for key, section in trackers.items()
         if section
     }

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,27 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+class Shown(NamedTuple):
+    """A trajectory as a row of a table."""
+
+    uid: str
+    prompt: str
+    answer: str
+    reward: float | None
+    status: str
+
+
+@runtime_checkable
+class ShowsSamples(Protocol):
+    """A sink that also shows trajectories, at most `num_samples` at a time."""
+
+    num_samples: int
+
+    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
+        """Show trajectories of a round (`use` is train) or of the evaluation after it (eval)."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Tracker:
     """Settings of an experiment tracker; fields as in config.report, with `name` filled in. `config` is the
@@ -34,6 +55,7 @@ class Tracker:
     project: str
     name: str
     mode: str
+    num_samples: int = 0
     config: dict[str, Any] = field(default_factory=dict)
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Literal
 
 from braid.errors import ConfigError, Problem
 
-from .base import Tracker, run_id
+from .base import Shown, Tracker, run_id
 
 MODES: dict[str, Literal["online", "local", "offline"]] = {
     "cloud": "online",
@@ -33,6 +33,7 @@ class SwanlabSink:
     def __init__(self, tracker: Tracker, *, folder: Path, id_file: Path) -> None:
         import swanlab  # noqa: TID251  # an extra; plan.available reports a missing one
 
+        self.num_samples, self._text = tracker.num_samples, swanlab.Text
         is_online = tracker.mode == "cloud"
         try:
             with redirect_stdout(io.StringIO()):
@@ -55,6 +56,13 @@ class SwanlabSink:
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
         self._run.log({"step": step, **flat}, step=round_)
+
+    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
+        texts = [
+            self._text(f"{sample.prompt}\n\n{sample.answer}", caption=f"{sample.uid}: {sample.reward}")
+            for sample in samples
+        ]
+        self._run.log({f"samples/{use}": texts}, step=round_)
 
     def close(self) -> None:
         with redirect_stdout(io.StringIO()):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from .base import Shown
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -16,12 +19,13 @@ class TensorboardSink:
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path, *, queue: int = 1) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, queue: int = 1, num_samples: int = 0) -> None:
+        self._folder, self.num_samples = folder, num_samples
         self._queue = queue
         self._writer: SummaryWriter | None = None
         self._last_round = -1
-        self._waiting: list[tuple[str, float, int]] = []
+        self._waiting: list[tuple[str, float | str, int]] = []
+        """Names, values or texts, and rounds."""
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
         if round_ <= self._last_round:
@@ -30,6 +34,18 @@ class TensorboardSink:
         self._waiting += [(name, value, round_) for name, value in {"step": float(step), **flat}.items()]
         if len(self._waiting) >= self._queue:
             self._write()
+
+    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
+        if round_ <= self._last_round:  # these precede the round's numbers
+            self._repeat(round_)
+            self._last_round = round_ - 1
+        # as code, in which Markdown leaves line breaks and signs as they are
+        blocks = (
+            f"**{sample.uid}**: reward {sample.reward}, {sample.status}\n\n"
+            + "\n\n".join(textwrap.indent(text, "    ") for text in (sample.prompt, sample.answer))
+            for sample in samples
+        )
+        self._waiting.append((f"samples/{use}", "\n\n".join(blocks), round_))
 
     def close(self) -> None:
         if self._waiting:
@@ -54,6 +70,9 @@ class TensorboardSink:
 
             self._writer = SummaryWriter(str(self._folder), purge_step=self._waiting[0][2])
         for name, value, round_ in self._waiting:
-            self._writer.add_scalar(name, value, round_)
+            if isinstance(value, str):
+                self._writer.add_text(name, value, round_)
+            else:
+                self._writer.add_scalar(name, value, round_)
         self._writer.flush()
         self._waiting.clear()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from braid.errors import ConfigError, Problem
 
-from .base import Tracker, run_id
+from .base import Shown, Tracker, run_id
 
 
 class WandbSink:
@@ -23,6 +23,7 @@ class WandbSink:
     def __init__(self, tracker: Tracker, *, folder: Path, id_file: Path) -> None:
         import wandb  # noqa: TID251  # an extra; plan.available reports a missing one
 
+        self.num_samples, self._table = tracker.num_samples, wandb.Table
         is_offline = tracker.mode == "offline"
         if is_offline:  # else its service sends error reports over the network
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
@@ -47,6 +48,10 @@ class WandbSink:
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
         self._run.log({"round": round_, "step": step, **flat})
+
+    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
+        table = self._table(columns=list(Shown._fields), data=[list(sample) for sample in samples])
+        self._run.log({"round": round_, f"samples/{use}": table})
 
     def close(self) -> None:
         self._run.finish()
