@@ -22,6 +22,7 @@ SHORT = (
     "rollout.group_size=2",
     "rollout.sampling.max_new_tokens=4",
     "run.max_rounds=1",
+    "report.samples_every_rounds=1",
 )
 
 

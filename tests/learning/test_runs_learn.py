@@ -49,7 +49,7 @@ def test_a_language_model_learns_to_write_one_letter(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", ["agent", "openai_agent"])
+@pytest.mark.parametrize("example", [pytest.param("agent", marks=pytest.mark.nightly), "openai_agent"])
 def test_an_example_of_an_agent_runs(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For one round: that it learns takes minutes, and is held by benchmarks/learned.py."""
     monkeypatch.chdir(tmp_path)

@@ -134,6 +134,7 @@ def _folder_of(file: str) -> tuple[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_that_want_a_file_at_the_same_time_convert_it_once(
     write: Callable[..., Path], cache: Path
 ) -> None:

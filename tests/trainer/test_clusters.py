@@ -174,6 +174,7 @@ def test_a_run_on_two_machines_matches_one_process_and_cleans_up_the_cluster(
     _assert_as_before(cluster)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_removes_only_the_workers_of_the_run_from_the_cluster(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -69,8 +69,8 @@ def _assert_alike(mine: list[dict[str, float]], other: list[dict[str, float]]) -
 @pytest.mark.parametrize(
     "backend",
     [
-        "fsdp2",
-        pytest.param("single", marks=pytest.mark.nightly),
+        pytest.param("fsdp2", marks=pytest.mark.nightly),
+        "single",
         pytest.param("deepspeed", marks=pytest.mark.nightly),
     ],
 )
