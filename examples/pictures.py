@@ -74,7 +74,7 @@ def main() -> None:
     made = {
         "train": rows(2_000, seed=0),
         "eval": rows(300, seed=1_000_000),
-        "sft": rows(8_000, seed=500_000),
+        "sft": rows(16_000, seed=500_000),
     }
     images = np.random.default_rng(0).permutation([row["image"] for row in made["eval"]])
     made["shuffled"] = [row | {"image": str(image)} for row, image in zip(made["eval"], images, strict=True)]
