@@ -84,8 +84,8 @@ _ABSENT: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _base(source: Source) -> dict[str, Any]:
-    """Derive the number of engine replicas, the maximum response length if the file does not set it, and
-    the critic's settings."""
+    """Derive the number of engine replicas, the maximum response length if the file does not set it, and the
+    critic's settings."""
     native: dict[str, Any] = rlinf_agents.base(source)
     engine = facts.engine(source)
     if engine != "native" and facts.devices_of(source, "rollout") is not None:

@@ -1,5 +1,5 @@
-"""RLinf's keys of robot policies below `actor.model`, and those of robots, methods and models that braid
-does not have."""
+"""RLinf's keys of robot policies below `actor.model`, and those of robots, methods and models that braid does
+not have."""
 
 from __future__ import annotations
 

@@ -80,9 +80,9 @@ _STUDENT = {
 
 
 def _of_file(dialect: Dialect, values: Mapping[str, Any], _: str | None) -> Dialect:
-    """Supervised fine-tuning and distillation on a file have their own tables. In on-policy distillation, the keys of the teacher are those of
-    the reference; without it, ROLL does not read them. A file with a student is one of pure distillation, whose
-    launcher sets is_pure_opd, and the student is the actor."""
+    """Supervised fine-tuning and distillation on a file have separate tables. In on-policy distillation, the keys of
+    the teacher are those of the reference; without it, ROLL does not read them. A file with a student is one of
+    pure distillation, whose launcher sets is_pure_opd, and the student is the actor."""
     if any(path.startswith("sft_train.") for path in values):
         return ROLL_SFT
     if any(path.startswith("student.") for path in values):

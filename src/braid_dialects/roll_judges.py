@@ -14,7 +14,7 @@ from .roll_facts import ENGINES, ONE_PROCESS
 from .table import Became, Source, unsupported
 
 _ENGINES = ", ".join(ENGINES)
-_DTYPES = {name: name for name in ("fp32", "bf16", "fp16")}
+_DTYPES = ("fp32", "bf16", "fp16")
 _KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
     "model_args": (
         frozenset({"model_name_or_path", "dtype"}),

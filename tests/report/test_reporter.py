@@ -20,7 +20,7 @@ from braid.report.names import describe
 from braid.report.reporter import Reporter
 from braid.report.run_dir import RunDir
 from braid.report.samples import read_samples
-from braid.report.sinks.base import Shown, Sink
+from braid.report.sinks.base import SampleRow, Sink
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.console import Console
 from braid.types import Group, Prompt, Row, Segment, Trajectory, Turn
@@ -59,12 +59,12 @@ class TableSink:
 
     name: str = "a tracker"
     num_samples: int = 1
-    tables: list[tuple[str, int, Sequence[Shown]]] = field(default_factory=list)
+    tables: list[tuple[str, int, Sequence[SampleRow]]] = field(default_factory=list)
 
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
         """Numbers are not looked at."""
 
-    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
+    def log_samples(self, use: str, round_: int, samples: Sequence[SampleRow]) -> None:
         self.tables.append((use, round_, samples))
 
     def close(self) -> None:
@@ -123,9 +123,9 @@ def test_trackers_show_what_was_written(tmp_path: Path) -> None:
     sink = TableSink()
     run(reporter_of(tmp_path, sink), range(2))
     assert sink.tables == [
-        ("train", 0, [Shown("sums:0", "1 + 2 =", "three (0)", 1.0, "finished")]),
-        ("eval", 0, [Shown("sums:0", "1 + 2 =", "answer 0", 0.0, "finished")]),
-        ("train", 1, [Shown("sums:0", "1 + 2 =", "three (1)", 1.0, "finished")]),
+        ("train", 0, [SampleRow("sums:0", "1 + 2 =", "three (0)", 1.0, "finished")]),
+        ("eval", 0, [SampleRow("sums:0", "1 + 2 =", "answer 0", 0.0, "finished")]),
+        ("train", 1, [SampleRow("sums:0", "1 + 2 =", "three (1)", 1.0, "finished")]),
     ]
 
 

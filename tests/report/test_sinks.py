@@ -19,7 +19,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from braid.errors import ReportError
 from braid.report.run_dir import RunDir
-from braid.report.sinks.base import Shown, run_id
+from braid.report.sinks.base import SampleRow, run_id
 from braid.report.sinks.build import build_sinks
 from braid.report.sinks.jsonl import JsonlSink
 from braid.report.sinks.tensorboard import TensorboardSink
@@ -82,7 +82,7 @@ def test_tensorboard_shows_samples_as_text(tmp_path: Path) -> None:
     """Of a round that is done again both, the later one last: TensorBoard drops numbers alone."""
     sink = TensorboardSink(tmp_path, num_samples=2)
     for i, answer in ((0, "a"), (1, "b"), (1, "c")):
-        sink.log_samples("train", i, [Shown(f"sums:{i}", "1 + 1 =\n", f"# {answer}", 0.5, "finished")])
+        sink.log_samples("train", i, [SampleRow(f"sums:{i}", "1 + 1 =\n", f"# {answer}", 0.5, "finished")])
         sink.log(i, i, {"reward/mean": 0.5})
     sink.close()
     events = EventAccumulator(str(tmp_path))
@@ -137,14 +137,14 @@ TRACKED_RUN = textwrap.dedent(
     import math, sys
     from pathlib import Path
     from braid.report.run_dir import RunDir
-    from braid.report.sinks.base import Shown, Tracker
+    from braid.report.sinks.base import SampleRow, Tracker
     from braid.report.sinks.build import build_sinks
 
     run = RunDir(Path(sys.argv[2]))
     tracker = Tracker("a-project", "a-name", "offline", 4, {"train": {"lr": 0.1}})
     jsonl, sink = build_sinks(run, tensorboard_queue=None, **{sys.argv[1]: tracker})
     for i in range(3):
-        sink.log_samples("train", i, [Shown("sums:1", "1 + 1 =", "2", 1.0, "finished")])
+        sink.log_samples("train", i, [SampleRow("sums:1", "1 + 1 =", "2", 1.0, "finished")])
         sink.log(i, i, {"reward/mean": i / 2, "policy/kl": math.nan})
     sink.close()
     """

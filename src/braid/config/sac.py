@@ -160,7 +160,7 @@ class SacConfig(Section):
             if name not in ("backend", "offload", "count_flops", "record_memory", "optimizer", "grad_scaler")
         )
         yield (
-            "SAC has settings of its own (sac)",
+            "SAC reads the section sac instead",
             "algorithm.* critic.* reference.* inference.* checks.* train.optimizer.* train.grad_scaler "
             f"train.{{{train}}} train.offload.{{weights,gradients,optimizer}} model.mlp.initial_std",
         )

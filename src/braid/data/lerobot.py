@@ -1,5 +1,4 @@
-"""Demonstrations in LeRobot's format: parquet files with states, actions and PNG images, and JSON about
-them.
+"""Demonstrations in LeRobot's format: parquet files with states, actions and PNG images, and JSON about them.
 
     meta/info.json      features, frames per second
     meta/tasks.jsonl    instructions by number (tasks.parquet in version 3)

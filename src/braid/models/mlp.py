@@ -55,9 +55,9 @@ class MlpPolicy(TrainableModel):
 
     Discrete actions: categorical distributions with the outputs as logits. Continuous actions: independent
     Gaussians with the outputs as means, and standard deviations that are parameters independent of the
-    observation; or, with `num_bins`, for each component a categorical distribution over evenly spaced
-    values from -1 to 1. A position of a row is a component of an action (`level` token), an action (None),
-    or a chunk. Entropies are those of `entropy_level` (see base.at_level).
+    observation; or, with `num_bins`, for each component a categorical distribution over evenly spaced values
+    from -1 to 1. A position of a row is a component of an action (`level` token), an action (None), or a
+    chunk. Entropies are those of `entropy_level` (see base.at_level).
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class MlpPolicy(TrainableModel):
     def add_value_head(
         self, name: str, *, num_values: int = 1, normalizes: bool = False, detaches: Detaching = "never"
     ) -> None:
-        """Add a head that predicts values from the hidden layers of the policy. `num_values` and
-        `normalizes` as in ValueHead."""
+        """Add a head that predicts values from the hidden layers of the policy. `num_values` and `normalizes`
+        as in ValueHead."""
         if hasattr(self._net, name):
             raise taken_name(name)
         self.value_head = ValueHead(self._net.head.in_features, num_values=num_values, normalizes=normalizes)
@@ -104,8 +104,8 @@ class MlpPolicy(TrainableModel):
         return self._net.flops(sum(lengths))
 
     def forward(self, batch: PackedBatch, outputs: frozenset[Output]) -> dict[str, Tensor]:
-        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; with a value head also the outputs
-        of MlpValue."""
+        """`logprobs` [T] and `entropy` [T], 0 where the mask is False; with a value head also the outputs of
+        MlpValue."""
         features, computed = self._net.body(batch.observations), {}
         if self.value_head is not None and outputs & VALUES:
             values = self.value_head(detached(features, self._detaches, outputs))

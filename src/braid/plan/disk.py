@@ -59,5 +59,10 @@ def checkpoint_bytes(config: RunConfig, plan: Plan) -> int:
 
 def free_disk(config: RunConfig) -> int:
     """Free bytes where the run's folder will be."""
+    return disk_usage(existing_folder(config)).free
+
+
+def existing_folder(config: RunConfig) -> Path:
+    """The folder of runs, or the nearest one above it that exists."""
     folder = Path(config.run.output_dir).expanduser().absolute()
-    return disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
+    return next(place for place in (folder, *folder.parents) if place.exists())

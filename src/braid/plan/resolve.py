@@ -362,9 +362,8 @@ def _memory(
         roles.append(_trained("critic", values, width, config.critic.train or config.train))
     if needs_reference and (reference := sizes["reference"]) is not None:
         held = reference.parameters if adapters is None else adapters
-        folders = [size_of_folder(folder) for folder in config.reference.folders.values()]
-        if folders:
-            held = sum(size.parameters for size in folders if size is not None)
+        if folders := config.reference.folders.values():
+            held = sum(size.parameters for size in map(size_of_folder, folders) if size is not None)
         roles.append(Memory("reference", held, held * width))
     held_by_engine = config.rollout.engine.held_bytes(config, policy.parameters, has_gpus=has_gpus)
     roles += [Memory(name, policy.parameters, held) for name, held in held_by_engine.items()]

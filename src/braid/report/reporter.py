@@ -27,7 +27,7 @@ from .closing import closing
 from .metrics import Metrics
 from .run_dir import RunDir
 from .samples import Decode, write_samples
-from .sinks.base import Shown, ShowsSamples, Sink
+from .sinks.base import SampleRow, ShowsSamples, Sink
 from .sinks.console import Console, clock
 
 logger = logging.getLogger(__name__)
@@ -359,11 +359,11 @@ def _eval_results(flat: Mapping[str, float]) -> dict[str, dict[str, float]]:
     return results
 
 
-def _table(groups: Sequence[Group], most: int) -> list[Shown]:
+def _table(groups: Sequence[Group], most: int) -> list[SampleRow]:
     """One trajectory of each of the first groups that have text."""
     firsts = (group.trajectories[0] for group in groups if group.trajectories)
     return [
-        Shown(
+        SampleRow(
             trajectory.prompt.uid,
             text_of(trajectory.prompt.messages[-1]["content"])[-_MOST_CHARACTERS:],
             trajectory.answer_text[:_MOST_CHARACTERS],

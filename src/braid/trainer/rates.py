@@ -10,7 +10,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +28,7 @@ from braid.models.cpu_kernels import cpu_kernels
 from braid.models.loading import TORCH_DTYPES
 from braid.models.roles import make_policy
 from braid.plan import Plan
+from braid.plan.disk import existing_folder
 from braid.plan.memory import micro_batch
 from braid.plan.repair import with_values
 from braid.plan.sizes import is_worth_compiling
@@ -104,11 +105,11 @@ def _probe(config: RunConfig, plan: Plan, lengths: Lengths) -> Rates:
     device = device_of(config)
     lm = make_policy(config, device)
     rows = _rows(config, plan, lengths, lm.vocab_size)
-    tokens = _tokens(rows[: len(rows) // 2], lengths)
+    half = rows[: len(rows) // 2]
+    tokens = _tokens(half, lengths)
     train = config.train.model_copy(update={"micro_batch_tokens": tokens, "micro_batch_rows": None})
     backend = SingleBackend(lm, train, total_steps=100, device=device)
     loss = Loss(frozenset({"logprobs", "entropy"}), _loss)
-    half = rows[: len(rows) // 2]
     one = _seconds(lambda: backend.train(half, [1e-3] * len(half), loss))
     two = _seconds(lambda: backend.train(rows, [1e-3] * len(rows), loss))
     infer = _seconds(lambda: backend.infer(half, frozenset({"logprobs"})))
@@ -123,7 +124,7 @@ def _probe(config: RunConfig, plan: Plan, lengths: Lengths) -> Rates:
         prefill_s=sampling[0] if sampling else None,
         decode_step_s=sampling[1] if sampling else None,
         copy_bytes_per_s=_FILE_BYTES / _seconds(_copier()),
-        disk_bytes_per_s=_disk_rate(Path(config.run.output_dir)),
+        disk_bytes_per_s=_disk_rate(existing_folder(config)),
     )
 
 
@@ -189,12 +190,12 @@ def _sampling_times(
         return _seconds(lambda: asyncio.run(gather()))
 
     few, more = min(_FEW_STEPS, lengths.answer), min(_MORE_STEPS, lengths.answer)
-    start = sample(lengths.prompt, few)
-    if more == few:
-        return 0.0, start / few
-    middle = lengths.prompt + max(0, (lengths.answer - more) // 2)
-    step = max(0.0, sample(middle, more) - sample(middle, few)) / (more - few)
-    engine.close()
+    with closing(engine):
+        start = sample(lengths.prompt, few)
+        if more == few:
+            return 0.0, start / few
+        middle = lengths.prompt + max(0, (lengths.answer - more) // 2)
+        step = max(0.0, sample(middle, more) - sample(middle, few)) / (more - few)
     return max(0.0, start - few * step), step
 
 
@@ -205,10 +206,9 @@ def _copier() -> Callable[[], object]:
 
 
 def _disk_rate(folder: Path) -> float:
-    """Bytes per second of writing a file to the disk of a folder that may not exist yet."""
-    above = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    """Bytes per second of writing a file to the disk of a folder."""
     data = bytes(_FILE_BYTES)
-    with TemporaryDirectory(dir=above) as scratch:
+    with TemporaryDirectory(dir=folder) as scratch:
         start = time.perf_counter()
         with open(Path(scratch, "file"), "wb") as file:
             file.write(data)

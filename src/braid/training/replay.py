@@ -131,12 +131,12 @@ class ReplayBuffer:
         self._arrays: dict[str, NDArray[Any]] = {}
         self._end = self._size = 0
         """Place after the newest observation, and number of observations."""
-        self._starts = np.zeros(0, np.int64)
-        """Places of the decisions, oldest first."""
+        self._starts: NDArray[np.int64] | None = np.zeros(0, np.int64)
+        """Places of the decisions, oldest first; None until they are asked for after a change."""
 
     def __len__(self) -> int:
         """Number of transitions."""
-        return len(self._starts)
+        return len(self._places())
 
     def add(self, episode: Transitions) -> None:
         """Add the decisions of an episode, in order; of one that is longer than the buffer, the last
@@ -164,16 +164,24 @@ class ReplayBuffer:
         self._arrays["has_next"][places[-1]] = False
         self._end = int(places[-1] + 1) % self._capacity
         self._size = min(self._size + num + 1, self._capacity)
-        self._find_starts()
+        self._starts = None
 
-    def _find_starts(self) -> None:
-        ordered = (self._end - self._size + np.arange(self._size)) % self._capacity
-        self._starts = ordered[self._arrays["has_next"][ordered]]
+    def _ordered(self) -> NDArray[np.int64]:
+        """Places of the observations, oldest first."""
+        return (self._end - self._size + np.arange(self._size)) % self._capacity
+
+    def _places(self) -> NDArray[np.int64]:
+        """Places of the decisions, oldest first."""
+        if self._starts is None:
+            ordered = self._ordered()
+            self._starts = ordered[self._arrays["has_next"][ordered]]
+        return self._starts
 
     def draw(self, rng: np.random.Generator, count: int) -> Transitions:
         """Draw transitions uniformly, with replacement. The result depends on their order and on `rng`, not
         on their places."""
-        places = self._starts[rng.integers(0, len(self._starts), count)]
+        starts = self._places()
+        places = starts[rng.integers(0, len(starts), count)]
         after = (places + 1) % self._capacity
         named = {
             name.removeprefix("observations/"): values
@@ -190,7 +198,7 @@ class ReplayBuffer:
 
     def state(self) -> dict[str, Any]:
         """The contents, oldest first."""
-        ordered = (self._end - self._size + np.arange(self._size)) % self._capacity
+        ordered = self._ordered()
         return {name: values[ordered] for name, values in self._arrays.items()}
 
     def load(self, state: Mapping[str, NDArray[Any]]) -> None:
@@ -203,5 +211,4 @@ class ReplayBuffer:
         for name, values in kept.items():
             self._arrays[name][: self._size] = values
         self._end = self._size % self._capacity
-        if self._size:
-            self._find_starts()
+        self._starts = None if self._size else np.zeros(0, np.int64)

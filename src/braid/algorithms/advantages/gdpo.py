@@ -1,4 +1,4 @@
-"""gdpo: each reward part relative to its group, on a scale of its own."""
+"""gdpo: each reward part is normalized within its group before the parts are summed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Gdpo(Advantage):
     compares_group = True
 
     kind: Literal["gdpo"] = "gdpo"
-    """Each reward part relative to its group, in units of its own standard deviation, then summed."""
+    """Each reward part minus its mean in the group, divided by its standard deviation there; then the sum."""
     weights: Mapping[str, float] | None = None
     """Weight of each reward part in the sum; null: those of reward.parts. What the environment and shaping
     add to the reward is one part more, of weight 1."""

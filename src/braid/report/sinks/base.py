@@ -26,7 +26,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Shown(NamedTuple):
+class SampleRow(NamedTuple):
     """A trajectory as a row of a table."""
 
     uid: str
@@ -42,7 +42,7 @@ class ShowsSamples(Protocol):
 
     num_samples: int
 
-    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
+    def log_samples(self, use: str, round_: int, samples: Sequence[SampleRow]) -> None:
         """Show trajectories of a round (`use` is train) or of the evaluation after it (eval)."""
         ...
 

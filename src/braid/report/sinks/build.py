@@ -23,9 +23,8 @@ def build_sinks(
     swanlab: Tracker | None = None,
 ) -> list[Sink]:
     """Build the metrics.jsonl sink and the requested others, with their files in `folder` (None: the run
-    folder). `tensorboard_queue=None` disables TensorBoard, which shows `tensorboard_samples`
-    trajectories as text. Raises ConfigError when a tracker does
-    not start."""
+    folder). `tensorboard_queue=None` disables TensorBoard, which shows `tensorboard_samples` trajectories as
+    text. Raises ConfigError when a tracker does not start."""
     home = run_dir.path if folder is None else folder
     home.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]

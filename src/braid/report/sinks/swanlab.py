@@ -10,7 +10,7 @@ from typing import Literal
 
 from braid.errors import ConfigError, Problem
 
-from .base import Shown, Tracker, run_id
+from .base import SampleRow, Tracker, run_id
 
 MODES: dict[str, Literal["online", "local", "offline"]] = {
     "cloud": "online",
@@ -57,7 +57,7 @@ class SwanlabSink:
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
         self._run.log({"step": step, **flat}, step=round_)
 
-    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
+    def log_samples(self, use: str, round_: int, samples: Sequence[SampleRow]) -> None:
         texts = [
             self._text(f"{sample.prompt}\n\n{sample.answer}", caption=f"{sample.uid}: {sample.reward}")
             for sample in samples

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .base import Shown
+from .base import SampleRow
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +35,7 @@ class TensorboardSink:
         if len(self._waiting) >= self._queue:
             self._write()
 
-    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
+    def log_samples(self, use: str, round_: int, samples: Sequence[SampleRow]) -> None:
         if round_ <= self._last_round:  # these precede the round's numbers
             self._repeat(round_)
             self._last_round = round_ - 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from braid.errors import ConfigError, Problem
 
-from .base import Shown, Tracker, run_id
+from .base import SampleRow, Tracker, run_id
 
 
 class WandbSink:
@@ -49,8 +49,8 @@ class WandbSink:
     def log(self, round_: int, step: int, flat: Mapping[str, float]) -> None:
         self._run.log({"round": round_, "step": step, **flat})
 
-    def log_samples(self, use: str, round_: int, samples: Sequence[Shown]) -> None:
-        table = self._table(columns=list(Shown._fields), data=[list(sample) for sample in samples])
+    def log_samples(self, use: str, round_: int, samples: Sequence[SampleRow]) -> None:
+        table = self._table(columns=list(SampleRow._fields), data=[list(sample) for sample in samples])
         self._run.log({"round": round_, f"samples/{use}": table})
 
     def close(self) -> None:

@@ -40,8 +40,8 @@ class DetectionReward(RewardPart):
     """Share of completeness in both measures of IoU: 1 - (share of the reference's boxes that are missed +
     share of the answer's boxes that match none) / 2."""
     format: NonNegativeFloat = 0.1
-    """Weight of the format, where that of the boxes is 1: 1 if valid boxes are in an `<answer>` tag whose
-    marks stand on lines of their own, and which ends once."""
+    """Weight of the format's score; that of the boxes has weight 1. The format scores 1 if valid boxes are in
+    an `<answer>` tag that is closed once and whose marks stand alone on their lines, else 0."""
     iou_threshold: Literal["average"] | Annotated[float, Field(gt=0.0, le=1.0)] = "average"
     """Least IoU of two boxes that match. average: the mean of the scores at 0.5, 0.55, ..., 0.95 and 0.99."""
     coordinates: Literal["reference", "pixels"] = "reference"

@@ -42,9 +42,9 @@ class Templated:
     state, as text or a picture, which is appended to the observation if the template has no place for it),
     {env_instruction} (the rules), {opening} (the rules in the first turn, later nothing), {turn_idx},
     {current_step}, {step_count}, {actions_left} (of `max_turns`), {max_response_length} (`max_tokens`) and
-    {history}. With `history_length` the policy reads only this message in each turn, which makes a training
-    row of its own; {history} then has the turns before, as many as this less one, and {current_observation}
-    the state.
+    {history}. With `history_length` the policy reads only this message in each turn, so that each
+    turn is a separate training row; {history} then has the last `history_length` - 1 turns, and
+    {current_observation} the state.
     """
 
     def __init__(
